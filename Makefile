@@ -1,0 +1,64 @@
+# One word each: see it work, test it, judge it. `make` alone lists them.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+# pip's own remarks (a newer pip, an index that is not there) are not ours to pass on; its errors are.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+
+DATABASE ?=
+ONLY ?=
+ARGS ?=
+
+help: ## list these words
+	@echo 'outboxio, a transactional outbox for asyncio'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s%s\n", $$1, $$2 }'
+
+demo: $(VENV)/.with-demo ## see it work; DATABASE=postgresql://... on your own server
+	@$(BIN)/outboxio demo $(if $(DATABASE),--database "$(DATABASE)")
+
+test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
+	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.with-dev ## judge format, style, types and who imports whom
+	@echo 'format'  && $(BIN)/ruff format --check --quiet --diff .
+	@echo 'style'   && $(BIN)/ruff check --quiet .
+	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	@echo 'imports' && $(BIN)/lint-imports --no-logo
+	@echo 'All is well.'
+
+format: $(VENV)/.with-dev ## write the code as the judges like it
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+# --- setting up: done once, and again when pyproject.toml changes --------------------------------
+
+$(VENV)/.with-demo: pyproject.toml | $(VENV)/.made
+	@echo 'Installing outboxio into $(VENV) ...'
+	@$(PIP) -e '.[cli,postgres]'
+	@touch $@
+
+# What the demo needs is among what the developers need, so its stamp is set with this one.
+$(VENV)/.with-dev: pyproject.toml | $(VENV)/.made
+	@echo 'Installing outboxio and its tools into $(VENV), a minute the first time ...'
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.with-demo $@
+
+# A python3.13 on the PATH need not be one (pyenv's stand-ins, an alias without venv), so each is asked.
+$(VENV)/.made:
+	@for python in python3.13 python3.12 python3.11 python3; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  $$python -c 'import venv, ensurepip' 2>/dev/null || { half=$$python; continue; }; \
+	  echo "Making $(VENV) with $$($$python --version) ..."; \
+	  $$python -m venv $(VENV) && touch $@; exit; \
+	done; \
+	if [ "$$half" ]; then \
+	  echo "$$half is here, but its venv module is not: on Debian and Ubuntu, apt-get install $$half-venv" >&2; \
+	else \
+	  echo 'outboxio needs Python 3.11 or newer, and none was found as python3.13, python3.12, python3.11 or python3.' >&2; \
+	  echo 'Install one from https://www.python.org/downloads/ or with your package manager, then run make again.' >&2; \
+	fi; exit 1

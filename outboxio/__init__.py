@@ -1,0 +1,91 @@
+"""The transactional outbox for asyncio: commit your rows and their events together, handle every event afterwards."""
+
+from outboxio.action import Action, Retry
+from outboxio.backoff import RetryPolicy
+from outboxio.clock import Clock
+from outboxio.envelope import EventEnvelope
+from outboxio.errors import (
+    AmbiguousTypeName,
+    CommitUnknown,
+    ConcurrentUse,
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    DrainTimeout,
+    InvalidEvent,
+    NestedExecute,
+    NoTransaction,
+    OutboxError,
+    PooledConnection,
+    PoolTooSmall,
+    RegistrationError,
+    RetryAfter,
+    SameDatabase,
+    SchemaError,
+    SchemaMissing,
+    SchemaNewer,
+    SchemaOccupied,
+    SettingsError,
+    ShutdownError,
+    StaleRecord,
+    TooManyHops,
+    TransactionClosed,
+    TransactionEnded,
+    TransactionError,
+    Unprocessable,
+)
+from outboxio.event import Event
+from outboxio.handler import EventHandler
+from outboxio.notification import NotificationRecord, State
+from outboxio.outbox import Drained, Outbox
+from outboxio.settings import Settings
+from outboxio.storage import Shard
+from outboxio.transaction import Transaction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "AmbiguousTypeName",
+    "Clock",
+    "CommitUnknown",
+    "ConcurrentUse",
+    "ConfigurationError",
+    "DatabaseError",
+    "DatabaseUnavailable",
+    "DrainTimeout",
+    "Drained",
+    "Event",
+    "EventEnvelope",
+    "EventHandler",
+    "InvalidEvent",
+    "NestedExecute",
+    "NoTransaction",
+    "NotificationRecord",
+    "Outbox",
+    "OutboxError",
+    "PoolTooSmall",
+    "PooledConnection",
+    "RegistrationError",
+    "Retry",
+    "RetryAfter",
+    "RetryPolicy",
+    "SameDatabase",
+    "SchemaError",
+    "SchemaMissing",
+    "SchemaNewer",
+    "SchemaOccupied",
+    "Settings",
+    "SettingsError",
+    "Shard",
+    "ShutdownError",
+    "StaleRecord",
+    "State",
+    "TooManyHops",
+    "Transaction",
+    "TransactionClosed",
+    "TransactionEnded",
+    "TransactionError",
+    "Unprocessable",
+    "__version__",
+]

@@ -1,0 +1,38 @@
+"""Time: naive UTC with microseconds, and the one place where local clocks are corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+Clock = Callable[[], datetime]
+"""Answers with the present moment, naive UTC."""
+
+
+def utc_now() -> datetime:
+    """The present moment of this machine, naive UTC with microseconds."""
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+def naive_utc(moment: datetime) -> datetime:
+    """The same moment as naive UTC; a naive ``moment`` is taken to be UTC already."""
+    return moment if moment.tzinfo is None else moment.astimezone(UTC).replace(tzinfo=None)
+
+
+class ShardClock:
+    """The clock of one shard: this machine's, corrected by how far the database's clock is ahead of it.
+
+    The database decides what time it is, so that hosts whose clocks differ by minutes agree on what is due.
+    A clock that the application gave (``Outbox(clock=...)``) is taken as it is and never corrected.
+    """
+
+    def __init__(self, given: Clock | None) -> None:
+        self._given = given
+        self.offset = timedelta()
+
+    def __call__(self) -> datetime:
+        return utc_now() + self.offset if self._given is None else naive_utc(self._given())
+
+    def correct(self, database_now: datetime, asked: datetime, answered: datetime) -> None:
+        """Take over the database's clock, read between two local moments."""
+        self.offset = database_now - (asked + (answered - asked) / 2)

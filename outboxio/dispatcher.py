@@ -1,0 +1,722 @@
+"""Dispatch: due notifications -> handlers -> outcomes -> settled rows.
+
+Three things go on at once, and meet only in this object's memory:
+
+* ``find_once`` reads due rows into the queue of their handler, ahead of need but bounded. Nothing is claimed in the
+  database: this process holds the lock of every name that it asks for, and remembers what it has in flight.
+* ``concurrency`` long-lived workers take runs from the queues, a handler in turn with the others, and call it.
+* ``settle_once`` writes what they decided, equal outcomes with one UPDATE.
+
+How a row is found although other rows became due behind it: each name has a position up to which its rows were read.
+While there is a backlog, reading goes on from there; a sweep from the beginning, skipping what is in flight, follows
+as soon as the backlog ends, and at least twice a second while it lasts. So a retry, a late commit or a row that an
+operator put back is never missed, and a drain reads every row once.
+
+A worker is a task of its own kind: a handler that ignores its cancellation cannot be waited for, which a TaskGroup
+would do for ever. All tasks are kept here, and :meth:`stop` accounts for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from outboxio.clock import Clock
+from outboxio.emission import encode_params
+from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
+from outboxio.errors import InvalidEvent, ShutdownError
+from outboxio.event import ActionRecord, Event
+from outboxio.handler import Handler, HandlerRegistry
+from outboxio.ids import uuid7
+from outboxio.loop import NOTHING, Round
+from outboxio.notification import BEGINNING, Notification, Position, State, Wanted
+from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, success, too_old
+from outboxio.quota import Quotas
+from outboxio.settings import Settings
+from outboxio.storage.protocols import Database
+
+logger = logging.getLogger(__name__)
+
+SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
+SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
+SWEEP_IN_FLIGHT = 0.05  # seconds between sweeps while so much is in flight that reading past it costs something
+FEW_IN_FLIGHT = 100
+FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with
+QUICK, SLOW = 0.25, 2.0  # seconds between two reads that double, or halve, that number
+LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it stuck
+
+
+class Counters(msgspec.Struct):
+    """What this process did with notifications since it started."""
+
+    succeeded: int = 0
+    failed: int = 0
+    expired: int = 0
+    dead: int = 0
+    refused: int = 0
+    """Outcomes that the fence refused: another process holds the handler now, or the row was settled already."""
+    stuck: int = 0
+
+    def count(self, state: State, number: int) -> None:
+        name = state.lower()
+        setattr(self, name, getattr(self, name) + number)
+
+
+class Run:
+    """One notification on its way through one handler."""
+
+    __slots__ = ("abandoned", "cancelled_at", "interrupted", "lease", "notification", "queue", "started", "task")
+
+    def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
+        self.notification = notification
+        self.queue = queue
+        self.lease = lease
+        self.started = 0.0
+        self.cancelled_at: float | None = None
+        self.interrupted = False
+        self.abandoned = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class HandlerQueue:
+    """What one handler has ready and running."""
+
+    def __init__(self, handler: Handler, settings: Settings, limit: int) -> None:
+        self.handler = handler
+        self.function = handler.function
+        self.limit = limit
+        options = handler.options
+        self.policy = options.retry
+        self.retention = self.policy.retention or settings.handling_retention_window
+        self.cap = settings.handling_max_backoff_cap
+        self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
+        self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
+        self.decoders: dict[str, Callable[[str], Event]] = {}
+        self.ready: deque[Run] = deque()
+        self.running: dict[Run, None] = {}  # in the order in which they started, so in that of their deadlines
+        self.is_listed = False
+        self._largest_window = settings.handling_batch_size
+        self.window = min(self._largest_window, max(limit, FIRST_WINDOW))
+        self.read_at = 0.0
+        self.was_full = False
+
+    @property
+    def can_start(self) -> bool:
+        return bool(self.ready) and len(self.running) < self.limit
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.ready) <= self.window // 2
+
+    def adapt_window(self, now: float) -> None:
+        """Read far ahead for a handler that is quick, and hardly at all for one that is slow."""
+        since, self.read_at = now - self.read_at, now
+        if not self.was_full:
+            return
+        if since < QUICK:
+            self.window = min(self._largest_window, self.window * 2)
+        elif since > SLOW:
+            self.window = min(self._largest_window, max(self.limit, self.window // 2))
+
+
+class Source:
+    """One stored handler name, a handler's own or an alias, whose lock this process holds."""
+
+    def __init__(self, name: str, queue: HandlerQueue, lease: Lease) -> None:
+        self.name = name
+        self.queue = queue
+        self.lease = lease
+        self.position: Position = BEGINNING
+        self.in_flight = 0
+        self.has_backlog = False
+        self.swept_at = float("-inf")
+        self.sweeps = False
+
+    def next_read(self, room: int, now: float) -> Wanted:
+        """What to ask for: on from the position, or from the beginning if it is time for a sweep."""
+        pause = SWEEP_IN_BACKLOG if self.has_backlog else SWEEP_IN_FLIGHT
+        few = self.in_flight <= FEW_IN_FLIGHT and not self.has_backlog
+        self.sweeps = few or now - self.swept_at >= pause
+        if self.sweeps:
+            self.swept_at = now
+            return Wanted(self.name, room + self.in_flight)
+        return Wanted(self.name, room, self.position)
+
+
+class Dispatcher:
+    """Runs the handlers of one outbox for the notifications of one shard."""
+
+    def __init__(
+        self,
+        namespace: str,
+        database: Database,
+        handlers: HandlerRegistry,
+        clock: Clock,
+        settings: Settings,
+        context: HandlerContext,
+        *,
+        emitted: Callable[[], None],
+    ) -> None:
+        self.counters = Counters()
+        self.wake_finding: Callable[[], None] = _nothing
+        self.wake_settling: Callable[[], None] = _nothing
+        self._namespace = namespace
+        self._database = database
+        self._handlers = handlers
+        self._clock = clock
+        self._settings = settings
+        self._context = context
+        self._emitted = emitted
+        self._queues = {id(h): HandlerQueue(h, settings, self._limit(h, len(handlers))) for h in handlers}
+        self._sources: dict[str, Source] = {}
+        self._quotas = Quotas(settings.handling_batch_size)
+        self._in_flight: dict[Any, Run] = {}
+        self._runnable: deque[HandlerQueue] = deque()
+        self._ready = 0
+        self._running = 0
+        self._waiting: list[Outcome] = []
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self._workers: set[asyncio.Task[None]] = set()
+        self._stuck: dict[asyncio.Task[None], Run] = {}
+        self._idle: list[asyncio.Future[bool]] = []
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._finding = asyncio.Lock()
+        self._settling = asyncio.Lock()
+        self._base_context = contextvars.copy_context()
+        self._now = datetime.min
+        self._proven_until = float("inf")
+        self._stopping = False
+
+    # --- which handlers are ours ---------------------------------------------------------------
+
+    def take(self, name: str, lease: Lease) -> None:
+        """This process holds the lock of a stored handler name now."""
+        handler = self._handlers.find(name)
+        if handler is not None:
+            source = self._sources[name] = Source(name, self._queues[id(handler)], lease)
+            source.in_flight = sum(run.notification.handler_name == name for run in self._in_flight.values())
+            self.wake_finding()
+
+    def lose(self, name: str) -> None:
+        """It does no longer: nothing of this name is started any more. What runs goes on; the fence judges it."""
+        if self._sources.pop(name, None) is not None:
+            self._drop_ready(lambda run: run.notification.handler_name == name)
+
+    def trust_until(self, moment: float) -> None:
+        """Start nothing after this moment of the event loop's clock, unless the locks are proven anew."""
+        self._proven_until = moment
+
+    # --- one round -----------------------------------------------------------------------------
+
+    async def run_once(self) -> Round:
+        """Find, run and settle one batch; returns when all of it is settled."""
+        found = await self.find_once()
+        await self.finish()
+        return found
+
+    async def finish(self) -> None:
+        """Wait until nothing is ready or running, and everything is settled."""
+        while self._ready or self._running or self._waiting:
+            await self._quiet.wait()
+            await self.settle_once()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._ready or self._running or self._waiting)
+
+    # --- finding -------------------------------------------------------------------------------
+
+    async def find_once(self) -> Round:
+        """Read due rows for every name that has room; at most about one batch."""
+        async with self._finding:
+            now = asyncio.get_running_loop().time()
+            asked = self._next_reads(now)
+            if not asked:
+                return NOTHING
+            self._now = self._clock()
+            rows = await self._database.notifications.find_due(
+                self._namespace, self._now, [wanted for _, wanted in asked]
+            )
+            started = self._take_in(rows)
+            more = self._learn(asked, rows, now)
+        return Round(started, more)
+
+    def _next_reads(self, now: float) -> list[tuple[Source, Wanted]]:
+        batch = self._settings.handling_batch_size
+        if self._stopping or now > self._proven_until or self._ready >= 2 * batch:
+            return []
+        if len(self._waiting) > 4 * self._settings.outcome_batch + batch:
+            return []  # the database takes outcomes more slowly than handlers make them
+        open_sources = [source for source in self._sources.values() if source.queue.wants_more]
+        rooms = self._quotas.rooms([source.name for source in open_sources])
+        for queue in {id(source.queue): source.queue for source in open_sources}.values():
+            queue.adapt_window(now)
+        return [(s, s.next_read(min(rooms[s.name], s.queue.window), now)) for s in open_sources]
+
+    def _take_in(self, rows: Iterable[Notification]) -> int:
+        """Queue the rows that are not in flight already; how many."""
+        taken = 0
+        in_flight, sources = self._in_flight, self._sources
+        for row in rows:
+            source = sources.get(row.handler_name)
+            if source is None or row.id in in_flight:
+                continue
+            queue = source.queue
+            run = in_flight[row.id] = Run(row, queue, source.lease)
+            source.in_flight += 1
+            queue.ready.append(run)
+            self._list(queue)
+            taken += 1
+        if taken:
+            self._ready += taken
+            self._quiet.clear()
+            self._call_workers(taken)
+        return taken
+
+    def _learn(self, asked: list[tuple[Source, Wanted]], rows: list[Notification], now: float) -> bool:
+        """Move the positions on; whether there is more to read for which there is room."""
+        counts: dict[str, int] = {}
+        last: dict[str, Notification] = {}
+        for row in rows:
+            counts[row.handler_name] = counts.get(row.handler_name, 0) + 1
+            last[row.handler_name] = row
+        full = {source.name for source, wanted in asked if counts.get(source.name, 0) >= wanted.limit}
+        self._quotas.learn([source.name for source, _ in asked], counts, full)
+        for source, _ in asked:
+            source.has_backlog = source.queue.was_full = source.name in full
+            if source.name in last:
+                reached = (last[source.name].next_retry_at, last[source.name].sequence)
+                source.position = max(source.position, reached) if source.sweeps else reached
+            if not source.has_backlog and not source.sweeps:
+                asyncio.get_running_loop().call_later(SWEEP_IN_FLIGHT, self.wake_finding)
+        return any(source.has_backlog and source.queue.wants_more for source, _ in asked)
+
+    # --- running -------------------------------------------------------------------------------
+
+    def _list(self, queue: HandlerQueue) -> None:
+        """Handlers take turns: a queue stands in line while it can start something."""
+        if not queue.is_listed and queue.can_start:
+            queue.is_listed = True
+            self._runnable.append(queue)
+
+    def _next_run(self) -> Run | None:
+        while self._runnable:
+            queue = self._runnable.popleft()
+            queue.is_listed = False
+            if not queue.can_start:
+                continue
+            run = queue.ready.popleft()
+            queue.running[run] = None
+            self._ready -= 1
+            self._running += 1
+            self._list(queue)
+            if len(queue.ready) == queue.window // 2:
+                self.wake_finding()
+            return run
+        return None
+
+    def _call_workers(self, number: int) -> None:
+        """Wake so many idle workers, and hire what is lacking."""
+        while number and self._idle:
+            waiter = self._idle.pop()
+            if not waiter.done():
+                waiter.set_result(True)
+                number -= 1
+        for _ in range(min(number, self._settings.concurrency - len(self._workers))):
+            worker = asyncio.create_task(self._work(), context=self._base_context.copy())
+            self._workers.add(worker)
+            worker.add_done_callback(self._worker_ended)
+
+    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
+        self._workers.discard(worker)
+        self._stuck.pop(worker, None)
+        if not worker.cancelled() and worker.exception() is not None:
+            logger.error("a worker failed; another takes its place", exc_info=worker.exception())
+        if self._runnable and not self._stopping:
+            self._call_workers(1)
+
+    async def _work(self) -> None:
+        """A worker's life: run after run, until it is sent home or a run leaves its mark on it."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        slice_ends = loop.time() + SLICE
+        while True:
+            now = loop.time()
+            if now > slice_ends:
+                await asyncio.sleep(0)
+                now = loop.time()
+                self._now, slice_ends = self._clock(), now + SLICE
+                if now > self._proven_until:
+                    self._drop_ready(lambda run: True)
+            run = self._next_run()
+            if run is None:
+                if not await self._rest():
+                    return
+            elif not await self._run(run, task, now):
+                return
+
+    async def _rest(self) -> bool:
+        """Wait to be called; whether there is work, rather than the end of it."""
+        current_envelope.set(None)
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._idle.append(waiter)
+        if self._stopping:
+            return False
+        return await waiter
+
+    async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> bool:
+        """Call the handler for one notification; whether this worker may go on."""
+        queue, notification = run.queue, run.notification
+        if too_old(notification, self._now, queue.retention):
+            self._finished(run, expired(notification, run.lease))
+            return True
+        run.task, run.started = task, now
+        if self._watch_timer is None:
+            self._watch()
+        before = None
+        try:
+            envelope = self._open(run)
+            current_envelope.set(envelope)
+            before = contextvars.copy_context()
+            await queue.function(envelope)
+            if run.cancelled_at is None or run.interrupted:
+                outcome: Outcome | None = self._succeeded(run, envelope)
+            else:
+                outcome = self._judge(run, self._timeout_error(run))  # it came back, but too late
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            outcome = self._failed(run, error, task)
+        if run.cancelled_at is not None:
+            task.uncancel()
+        if run.abandoned:
+            self._returned(run)
+            return False
+        self._finished(run, outcome)
+        # A context variable that a handler left behind must not reach the next event.
+        return not run.interrupted and (before is None or contextvars.copy_context() == before)
+
+    def _open(self, run: Run) -> EventEnvelope[Any]:
+        """Decode the event; what cannot be decoded is a failure of this row alone."""
+        notification, queue = run.notification, run.queue
+        decode = queue.decoders.get(notification.event_type)
+        if decode is None:
+            decode = queue.decoders[notification.event_type] = self._decoder(queue.handler, notification.event_type)
+        if notification.payload is None:
+            raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
+        return EventEnvelope(decode(notification.payload), notification, self._context)
+
+    def _decoder(self, handler: Handler, event_type: str) -> Callable[[str], Event]:
+        cls = self._handlers.event_class(handler, event_type)
+        if cls is not None:
+            return msgspec.json.Decoder(cls).decode
+        if handler.topic is not None:
+            # Whatever comes along on a topic; a class of this name gives it a type.
+            return msgspec.json.Decoder(dict).decode  # type: ignore[return-value]  # documented for topics
+        raise InvalidEvent(f"event type {event_type!r}", f"no event class of handler {handler.name!r} has this name")
+
+    def _succeeded(self, run: Run, envelope: EventEnvelope[Any]) -> Outcome:
+        outcome = success(run.notification, run.lease)
+        if envelope.emitted:
+            outcome.emitted = (self._action_of(run, envelope), envelope.emitted)
+        return outcome
+
+    def _failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
+        """What a raising handler means; ``None`` if the shutdown interrupted it."""
+        if run.interrupted:
+            return None
+        if run.cancelled_at is not None:
+            return self._judge(run, self._timeout_error(run))
+        if isinstance(error, asyncio.CancelledError) and task.cancelling():
+            run.interrupted = True  # the whole event loop is being torn down
+            return None
+        return self._judge(run, error)
+
+    def _timeout_error(self, run: Run) -> TimeoutError:
+        return TimeoutError(f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.timeout:g} s")
+
+    def _judge(self, run: Run, error: BaseException) -> Outcome:
+        queue, notification = run.queue, run.notification
+        outcome = failure(
+            notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap
+        )
+        logger.log(
+            logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
+            "handler %r failed for event %s (attempt %d, now %s): %r",
+            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state, error,
+            extra={
+                "handler_name": queue.handler.name, "event_id": str(notification.event_id),
+                "notification_id": str(notification.id), "attempt": notification.attempts + 1,
+            },
+        )  # fmt: skip
+        return outcome
+
+    def _action_of(self, run: Run, envelope: EventEnvelope[Any]) -> ActionRecord:
+        """The action that a handler's own events belong to: the handler itself."""
+        name, cause, now = run.queue.handler.name, envelope.cause, self._clock()
+        params = {"event_id": cause.event_id, "handler_name": cause.handler_name}
+        return ActionRecord(
+            namespace=self._namespace,
+            action_id=uuid7(),
+            action_name=name,
+            action_params=encode_params(params, name, stores_nul=True),
+            started_date=now,
+            completion_date=now,
+            correlation_id=cause.correlation_id,
+            causation_id=cause.event_id,
+            hops=cause.hops + 1,
+        )
+
+    def _finished(self, run: Run, outcome: Outcome | None) -> None:
+        """A run is over: free its slot, and hand its outcome to settling."""
+        self._leave(run)
+        if outcome is None:
+            self._release(run.notification)
+        else:
+            self._add(outcome)
+
+    def _leave(self, run: Run) -> None:
+        run.queue.running.pop(run, None)
+        self._running -= 1
+        self._list(run.queue)
+        if not self._running and not self._ready:
+            self._quiet.set()
+
+    def _release(self, notification: Notification) -> None:
+        """The row is no longer ours to remember: it may be found again."""
+        self._forget(notification.id, notification.handler_name)
+
+    def _forget(self, notification_id: Any, handler_name: str) -> None:
+        run = self._in_flight.get(notification_id)
+        if run is not None and not (run.abandoned and run.task is not None and not run.task.done()):
+            del self._in_flight[notification_id]
+            source = self._sources.get(handler_name)
+            if source is not None:
+                source.in_flight -= 1
+
+    def _drop_ready(self, condition: Callable[[Run], bool]) -> None:
+        """Give back what has not started; another process, or a later round, finds it again."""
+        for queue in self._queues.values():
+            kept = deque(run for run in queue.ready if not condition(run))
+            for run in queue.ready:
+                if condition(run):
+                    self._release(run.notification)
+            self._ready -= len(queue.ready) - len(kept)
+            queue.ready = kept
+        for source in self._sources.values():
+            source.has_backlog, source.position = False, BEGINNING
+        if not self._running and not self._ready:
+            self._quiet.set()
+
+    # --- deadlines -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look for handlers past their deadline: one timer for all of them, only while something runs."""
+        self._watch_timer = None
+        if not self._running:
+            return
+        loop = asyncio.get_running_loop()
+        now, shortest = loop.time(), 1.0
+        for queue in self._queues.values():
+            shortest = min(shortest, queue.timeout / 4, queue.grace / 2)
+            for run in list(queue.running):
+                if run.started and now - run.started < queue.timeout:
+                    break
+                if run.started:
+                    self._overdue(run, now)
+        self._watch_timer = loop.call_later(max(shortest, 0.01), self._watch)
+
+    def _overdue(self, run: Run, now: float) -> None:
+        assert run.task is not None
+        if run.cancelled_at is None:
+            run.cancelled_at = now
+            run.task.cancel()
+        elif now - run.cancelled_at > run.queue.grace and not run.interrupted:
+            self._abandon(run)
+
+    def _abandon(self, run: Run) -> None:
+        """A handler ignores its cancellation: report it with its stack, fail its row, and replace its slot."""
+        assert run.task is not None
+        run.abandoned = True
+        self.counters.stuck += 1
+        self._workers.discard(run.task)
+        self._stuck[run.task] = run
+        error = self._timeout_error(run)
+        frames = run.task.get_stack()
+        where = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "an unknown place"
+        error.add_note(f"it ignores its cancellation, stuck at {where}")
+        logger.error(
+            "handler %r is stuck for event %s: it ignores its cancellation, at %s; its slot is replaced",
+            run.queue.handler.name, run.notification.event_id, where,
+            extra={"handler_name": run.queue.handler.name, "event_id": str(run.notification.event_id)},
+        )  # fmt: skip
+        self._leave(run)
+        self._add(self._judge(run, error))
+        self._call_workers(1)
+
+    def _returned(self, run: Run) -> None:
+        """A stuck handler came back at last: its result counts for nothing, but its row may be run again."""
+        logger.warning(
+            "handler %r came back for event %s after it was given up; its result is refused",
+            run.queue.handler.name, run.notification.event_id,
+        )  # fmt: skip
+        run.abandoned = False
+        self._release(run.notification)
+        self.wake_finding()
+
+    # --- settling ------------------------------------------------------------------------------
+
+    def _add(self, outcome: Outcome) -> None:
+        self._waiting.append(outcome)
+        if len(self._waiting) >= self._settings.outcome_batch or not (self._running or self._ready):
+            self.wake_settling()
+        elif self._flush_timer is None:
+            delay = self._settings.outcome_delay.total_seconds()
+            self._flush_timer = asyncio.get_running_loop().call_later(delay, self.wake_settling)
+
+    async def settle_once(self) -> Round:
+        """Write what waits, at most about one batch of outcomes."""
+        async with self._settling:
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
+                self._flush_timer = None
+            size = self._settings.outcome_batch * 2
+            batch, self._waiting = self._waiting[:size], self._waiting[size:]
+            buckets = in_buckets(batch)
+            try:
+                while buckets:
+                    await self._settle(buckets[-1])
+                    buckets.pop()
+            except BaseException:
+                # Nothing is lost: what was not written goes first next time.
+                self._waiting[:0] = [outcome for bucket in buckets for outcome in bucket.outcomes]
+                raise
+        if batch:
+            self.wake_finding_if_starved()
+        return Round(len(batch), more=len(self._waiting) >= self._settings.outcome_batch)
+
+    def wake_finding_if_starved(self) -> None:
+        """Finding holds back while too many outcomes wait to be written."""
+        if any(source.has_backlog and source.queue.wants_more for source in self._sources.values()):
+            self.wake_finding()
+
+    async def _settle(self, bucket: Bucket) -> None:
+        """Write one bucket; if the database refuses a value in it, find that one and write all others."""
+        try:
+            settled = await self._write(bucket)
+        except Exception as error:
+            if not self._database.refuses_value(error):
+                raise
+            if len(bucket.outcomes) > 1:
+                for half in bucket.halves():
+                    await self._settle(half)
+                return
+            logger.error("the database refuses a value of %r: %r", bucket.outcomes[0], error)
+            bucket = Bucket(bucket.state, bucket.attempts, [self._storable(bucket.outcomes[0], error)])
+            settled = await self._write(bucket)
+        if settled < len(bucket.outcomes):
+            if bucket.emitted and len(bucket.outcomes) > 1:
+                for half in bucket.halves():
+                    await self._settle(half)
+                return
+            self._refused(bucket, len(bucket.outcomes) - settled)
+        self.counters.count(bucket.state, settled)
+        for outcome in bucket.outcomes:
+            self._forget(outcome.notification_id, outcome.lease.handler_name)
+
+    async def _write(self, bucket: Bucket) -> int:
+        if not bucket.emitted:
+            return await self._database.notifications.settle(bucket, self._clock())
+        settled = await self._database.notifications.settle_emitting(bucket, self._clock())
+        if settled:
+            self._emitted()
+        return settled
+
+    def _storable(self, outcome: Outcome, error: Exception) -> Outcome:
+        """The same outcome without what the database refuses. A run whose events are refused has failed."""
+        run = self._in_flight.get(outcome.notification_id)
+        if outcome.emitted is not None and run is not None:
+            return self._judge(run, error).without_error_text()
+        return outcome.without_error_text()
+
+    def _refused(self, bucket: Bucket, number: int) -> None:
+        self.counters.refused += number
+        logger.warning(
+            "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
+            number, len(bucket.outcomes), bucket.state, ", ".join(repr(lease.handler_name) for lease in bucket.leases),
+        )  # fmt: skip
+
+    # --- stopping ------------------------------------------------------------------------------
+
+    async def stop(self, grace: float) -> None:
+        """Start nothing more, wait ``grace`` seconds for what runs, cancel the rest, and write every outcome.
+
+        Raises :class:`ShutdownError` if outcomes could not be written in time.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace
+        self._stopping = True
+        self._drop_ready(lambda run: True)
+        for waiter in self._idle:
+            if not waiter.done():
+                waiter.set_result(False)
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=grace)
+        await self._interrupt()
+        await self._settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)))
+        for timer in (self._flush_timer, self._watch_timer):
+            if timer is not None:
+                timer.cancel()
+
+    async def _interrupt(self) -> None:
+        """Cancel what still runs; it uses up no attempt."""
+        runs = [run for queue in self._queues.values() for run in queue.running]
+        for run in runs:
+            run.interrupted = True
+            run.cancelled_at = 0.0
+            if run.task is not None:
+                run.task.cancel()
+        for task in self._stuck:
+            task.cancel()
+        remaining = self._workers | self._stuck.keys()
+        if runs:
+            logger.warning(
+                "cancelled %d handlers that were still running at shutdown: %s", len(runs),
+                ", ".join(f"{run.queue.handler.name} for {run.notification.event_id}" for run in runs),
+            )  # fmt: skip
+        if remaining:
+            _, stuck = await asyncio.wait(remaining, timeout=LONGEST_GRACE)
+            if stuck:
+                logger.error("%d handlers ignore their cancellation and are left behind", len(stuck))
+
+    async def _settle_all(self, deadline: float) -> None:
+        pause = 0.05
+        while self._waiting:
+            try:
+                await self.settle_once()
+            except Exception as error:
+                if asyncio.get_running_loop().time() + pause > deadline:
+                    raise ShutdownError([outcome.notification_id for outcome in self._waiting]) from error
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 1.0)
+
+    def _limit(self, handler: Handler, handlers: int) -> int:
+        """How many runs of one handler go on at once: its own limit, or all slots but those kept for others."""
+        everything = self._settings.concurrency
+        if handler.options.concurrency is not None:
+            return min(handler.options.concurrency, everything)
+        return everything if handlers == 1 else max(1, everything - everything // 4)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,102 @@
+"""Durations as people write them: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TypeAlias
+
+from outboxio.errors import SettingsError
+
+DurationLike: TypeAlias = timedelta | float | str
+"""Whatever :func:`parse_duration` accepts, for signatures; a number is seconds."""
+
+
+def parse_duration(value: object, *, key: str = "duration") -> timedelta:
+    """The duration that ``value`` spells, to the microsecond.
+
+    A ``timedelta`` is returned as it is; a number, or text that is only a number, is seconds. Text has units from
+    long to short (``w d h m s ms us``, each at most once, spaces allowed), or is ISO-8601. ISO years and months are
+    refused, because they have no fixed length.
+
+    ``key`` is the name under which an error speaks of the value. Raises :class:`~outboxio.errors.SettingsError` for
+    anything else, and for what is negative, NaN, infinite, or longer than a ``timedelta`` holds.
+
+    Example::
+
+        parse_duration("1h30m") == parse_duration("PT1H30M") == parse_duration(5400) == timedelta(minutes=90)
+    """
+    try:
+        duration = _duration(value)
+    except (OverflowError, ValueError):  # timedelta has no infinity, no NaN, and nothing over 999999999 days
+        duration = None
+    if duration is None or duration < timedelta(0):
+        raise SettingsError(key, value, _EXPECTED)
+    return duration
+
+
+def format_duration(duration: timedelta) -> str:
+    """``duration`` as a person would write it; :func:`parse_duration` reads it back unchanged.
+
+    A negative one, which no setting may have but a difference of two clocks can, begins with ``-``.
+
+    Example::
+
+        format_duration(timedelta(milliseconds=20)) == "20ms"
+        format_duration(timedelta(minutes=90)) == "1h30m"
+    """
+    if duration < timedelta(0):
+        return f"-{format_duration(-duration)}"
+    if duration < timedelta(milliseconds=1):
+        return f"{duration.microseconds}us" if duration else "0s"
+    if duration < timedelta(seconds=1):
+        return f"{duration.microseconds / 1000:g}ms"
+    hours, seconds = divmod(duration.seconds, 3600)
+    minutes, seconds = divmod(seconds, 60)
+    fraction = f".{duration.microseconds:06}".rstrip("0.")
+    parts = [(str(duration.days), "d"), (str(hours), "h"), (str(minutes), "m"), (f"{seconds}{fraction}", "s")]
+    return "".join(number + unit for number, unit in parts if number != "0")
+
+
+_EXPECTED = (
+    "a duration: a timedelta, a number of seconds, text such as '20ms', '5m', '1h30m' or '7d', "
+    "or ISO-8601 such as 'PT1S'; finite and not negative"
+)
+
+# The groups are the arguments of timedelta. Every one is optional, so text without any is refused after the match.
+# At most one space at each place, not "any number": optional parts with open-ended spaces between them backtrack badly.
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_SECONDS = re.compile(rf"(?P<seconds>{_NUMBER})")
+_SHORT = re.compile(
+    rf"(?:(?P<weeks>{_NUMBER}) ?w ?)?"
+    rf"(?:(?P<days>{_NUMBER}) ?d ?)?"
+    rf"(?:(?P<hours>{_NUMBER}) ?h ?)?"
+    rf"(?:(?P<minutes>{_NUMBER}) ?m ?)?"
+    rf"(?:(?P<seconds>{_NUMBER}) ?s ?)?"
+    rf"(?:(?P<milliseconds>{_NUMBER}) ?ms ?)?"
+    rf"(?:(?P<microseconds>{_NUMBER}) ?[uµμ]s)?"  # u, the micro sign, and the Greek letter that looks like it
+)
+_ISO_NUMBER = r"[0-9]+(?:[.,][0-9]+)?"
+_ISO = re.compile(
+    rf"P(?:(?P<weeks>{_ISO_NUMBER})W)?"
+    rf"(?:(?P<days>{_ISO_NUMBER})D)?"
+    rf"(?:T(?=[0-9])(?:(?P<hours>{_ISO_NUMBER})H)?(?:(?P<minutes>{_ISO_NUMBER})M)?(?:(?P<seconds>{_ISO_NUMBER})S)?)?"
+)
+
+
+def _duration(value: object) -> timedelta | None:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, str):
+        return _from_text(value.strip())
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return timedelta(seconds=value)
+    return None
+
+
+def _from_text(text: str) -> timedelta | None:
+    match = _SECONDS.fullmatch(text) or _SHORT.fullmatch(text) or _ISO.fullmatch(text)
+    if match is None:
+        return None
+    parts = {unit: float(number.replace(",", ".")) for unit, number in match.groupdict().items() if number}
+    return timedelta(**parts) if parts else None

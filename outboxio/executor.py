@@ -1,0 +1,268 @@
+"""Executing: one action, one transaction, and its events written with it just before COMMIT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, Protocol
+from uuid import UUID
+
+from outboxio.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
+from outboxio.clock import Clock
+from outboxio.emission import Cause, Emitter, encode_headers, encode_params
+from outboxio.envelope import current_envelope
+from outboxio.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    InvalidEvent,
+    NestedExecute,
+    StaleRecord,
+    TransactionEnded,
+)
+from outboxio.event import ActionRecord, EventRecord, checked_name, checked_text
+from outboxio.ids import uuid7
+from outboxio.storage.protocols import CommitLost, Database, Session
+from outboxio.transaction import Transaction
+from outboxio.waiting import to_the_end
+
+logger = logging.getLogger(__name__)
+
+_RETRIED_BY_DEFAULT = Retry(on=StaleRecord)
+
+_open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("outboxio_open_transaction", default=None)
+"""The transaction that is being performed here, and the executor that opened it."""
+
+
+class WritableShard(Protocol):
+    """One shard, as far as writing to it goes."""
+
+    @property
+    def database(self) -> Database: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def emitter(self) -> Emitter: ...
+
+    def committed(self) -> None:
+        """Told after each commit."""
+
+
+class ActionExecutor:
+    """Runs actions: one execution is one transaction on one shard."""
+
+    def __init__(
+        self, namespace: str, shards: Mapping[str, WritableShard], *, resources: Any, record_empty_actions: bool
+    ) -> None:
+        self._namespace = namespace
+        self._shards = shards
+        self._default_shard = next(iter(shards))
+        self._resources = resources
+        self._record_empty_actions = record_empty_actions
+
+    async def execute(
+        self,
+        action: Performs[Result_co],
+        *,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        retry: Retries = (),
+    ) -> Result_co:
+        """Run one action in one transaction; what its ``perform`` returned.
+
+        ``shard`` names another shard than the first. ``correlation_id`` and ``headers`` are stored with each event
+        and reach every handler. ``retry`` goes before the action's own. Stale records, serialization failures,
+        deadlocks and busy databases are retried 3 times. Whatever ``perform`` raises passes through after a rollback;
+        :class:`CommitUnknown` says that the connection was lost during COMMIT.
+
+        Example::
+
+            balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")), correlation_id="req-7")
+        """
+        if not isinstance(action, Action):
+            raise InvalidEvent("execute", f"{action!r} is no Action; define its class as `class X(Action)`")
+        name = type(action).__type_name__
+        self._refuse_nesting(name)
+        target = self.shard(shard)
+        action_id = uuid7()
+        retries = RetryCounter((*as_entries(retry), *as_entries(action.retry)), retried_by_default(target.database))
+        while True:
+            try:
+                async with self.transaction(
+                    name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
+                ) as tx:
+                    result: Result_co = await action.perform(tx)
+                return result
+            except Exception as error:
+                if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
+                    raise
+                logger.info(
+                    "%s failed with %r and is run again in %.0f ms", name, error, delay * 1000,
+                    extra={"action_name": name, "action_id": str(action_id)},
+                )  # fmt: skip
+            await asyncio.sleep(delay)
+
+    @asynccontextmanager
+    async def transaction(
+        self,
+        action_name: str,
+        params: object = None,
+        *,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        action_id: UUID | None = None,
+    ) -> AsyncIterator[Transaction]:
+        """Open a transaction, and commit it with its events when the block ends; roll back if it raises."""
+        self._refuse_nesting(action_name)
+        target = self.shard(shard)
+        cause = current_cause()
+        begun = target.clock()
+        record = self._action_record(
+            target.emitter, action_name, params, headers, action_id or uuid7(), correlation_id, cause, begun
+        )
+        async with target.database.session() as session:
+            await session.begin()
+            tx = Transaction(
+                session,
+                target.emitter,
+                action_id=record.action_id,
+                action_name=action_name,
+                now=begun,
+                shard=target.database.name,
+                resources=self._resources,
+                cause=cause,
+            )
+            token = _open_transaction.set((self, tx))
+            try:
+                yield tx
+                tx.close()
+                await self._write(target, session, record, tx.events)
+            except BaseException:
+                tx.abandon()
+                await to_the_end(_roll_back(session))
+                raise
+            finally:
+                _open_transaction.reset(token)
+            await to_the_end(_commit(session, record))
+        target.committed()
+
+    async def record(
+        self,
+        target: WritableShard,
+        session: Session,
+        action_name: str,
+        params: object,
+        events: Sequence[EventRecord],
+        *,
+        correlation_id: str | None,
+        headers: Mapping[str, Any] | None,
+    ) -> UUID:
+        """Write the rows of one action inside a transaction that the caller has open; the action's id."""
+        record = self._action_record(
+            target.emitter, action_name, params, headers, uuid7(), correlation_id, current_cause(), target.clock()
+        )
+        await self._write(target, session, record, events)
+        return record.action_id
+
+    def shard(self, name: str | None) -> WritableShard:
+        """The shard with this name, or the first one; :class:`ConfigurationError` lists those that there are."""
+        found = self._shards.get(self._default_shard if name is None else name)
+        if found is None:
+            raise ConfigurationError(f"there is no shard {name!r}; the shards are {', '.join(map(repr, self._shards))}")
+        return found
+
+    def _refuse_nesting(self, action_name: str) -> None:
+        enclosing = _open_transaction.get()
+        if enclosing is not None and enclosing[0] is self and not enclosing[1].is_closed:
+            raise NestedExecute(enclosing[1].action_name, action_name)
+
+    def _action_record(
+        self,
+        emitter: Emitter,
+        action_name: str,
+        params: object,
+        headers: Mapping[str, Any] | None,
+        action_id: UUID,
+        correlation_id: str | None,
+        cause: Cause | None,
+        begun: datetime,
+    ) -> ActionRecord:
+        """What the rows of this execution share; refuses here, before anything is sent, what cannot be stored."""
+        if correlation_id is not None:
+            checked_text(correlation_id, f"correlation_id of {action_name}")
+        elif cause is not None:
+            correlation_id = cause.correlation_id
+        return ActionRecord(
+            namespace=self._namespace,
+            action_id=action_id,
+            action_name=checked_name(action_name, "action_name"),
+            action_params=encode_params(params, action_name, stores_nul=emitter.stores_nul),
+            started_date=begun,
+            completion_date=begun,
+            correlation_id=correlation_id,
+            causation_id=None if cause is None else cause.event_id,
+            headers=encode_headers(headers, action_name, stores_nul=emitter.stores_nul),
+            hops=0 if cause is None else cause.hops + 1,
+        )
+
+    async def _write(
+        self, target: WritableShard, session: Session, record: ActionRecord, events: Sequence[EventRecord]
+    ) -> None:
+        if not session.in_transaction():
+            raise TransactionEnded(record.action_name, "a statement on tx.connection")
+        if not events:
+            if not self._record_empty_actions:
+                return
+            events = (EventRecord(id=uuid7()),)
+        try:
+            await session.insert_events(record.completed(target.clock()), events)
+        except Exception as error:
+            if target.database.lacks_schema(error):
+                await target.database.schema.check()
+            raise
+
+
+def retried_by_default(database: Database) -> Callable[[BaseException], Retry | None]:
+    """Which failures are retried without being asked for: stale records, and what the database calls transient."""
+
+    def entry(error: BaseException) -> Retry | None:
+        retried = any(
+            isinstance(e, StaleRecord) or database.is_transient(e) or _is_stale_data(e) for e in cause_chain(error)
+        )
+        return _RETRIED_BY_DEFAULT if retried else None
+
+    return entry
+
+
+def current_cause() -> Cause | None:
+    """What caused the rows that are written here: the event whose handler is running."""
+    envelope = current_envelope.get()
+    return None if envelope is None else envelope.cause
+
+
+def _is_stale_data(error: BaseException) -> bool:
+    """SQLAlchemy's own word for a stale record, recognised without importing SQLAlchemy."""
+    return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)
+
+
+async def _commit(session: Session, record: ActionRecord) -> None:
+    try:
+        await session.commit()
+    except CommitLost as lost:
+        raise CommitUnknown(record.action_name, record.action_id) from lost.__cause__
+
+
+async def _roll_back(session: Session) -> None:
+    """Roll back; a connection that cannot even do that is discarded, and must not hide why the action failed."""
+    try:
+        await session.rollback()
+    except Exception as error:
+        logger.warning("ROLLBACK failed with %r; the connection is discarded", error)
+        session.discard()

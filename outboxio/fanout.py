@@ -1,0 +1,92 @@
+"""Fan-out: undelivered events become one notification for each subscribed handler.
+
+The work is one statement inside the database (``EventRepository.fan_out``); payloads never travel through Python. This
+decides how much of each event type a round takes, and keeps this instance's own subscriptions seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from outboxio.clock import Clock
+from outboxio.handler import HandlerRegistry
+from outboxio.loop import NOTHING, Round
+from outboxio.quota import Quotas
+from outboxio.storage.protocols import Database
+from outboxio.subscription import Subscription
+
+logger = logging.getLogger(__name__)
+
+
+class Announcer:
+    """Keeps this instance's handlers in ``subscriptions``, and seen."""
+
+    def __init__(
+        self, namespace: str, database: Database, handlers: HandlerRegistry, clock: Clock, ttl: timedelta
+    ) -> None:
+        self._namespace = namespace
+        self._database = database
+        self._handlers = handlers
+        self._clock = clock
+        self._ttl = ttl
+        self._announced: tuple[datetime, tuple[Subscription, ...]] | None = None
+
+    def seen_since(self, now: datetime) -> datetime:
+        """Subscriptions that were seen after this moment count."""
+        return now - self._ttl
+
+    async def announce_if_due(self) -> None:
+        """Announce, unless the same was announced a short while ago."""
+        now, wanted = self._clock(), tuple(self._handlers.subscriptions())
+        if self._announced is not None:
+            seen, same = now - self._announced[0], wanted == self._announced[1]
+            if same and seen < self._ttl / 10:
+                return
+        await self._database.subscriptions.announce(self._namespace, wanted, now)
+        self._announced = (now, wanted)
+
+
+class Fanout:
+    """Makes notifications of the undelivered events of one namespace on one shard."""
+
+    def __init__(
+        self,
+        namespace: str,
+        database: Database,
+        announcer: Announcer,
+        clock: Clock,
+        *,
+        batch_size: int,
+        holds_lock: Callable[[], bool],
+        fanned_out: Callable[[int], None],
+    ) -> None:
+        self._namespace = namespace
+        self._database = database
+        self._announcer = announcer
+        self._clock = clock
+        self._quotas = Quotas(batch_size)
+        self._holds_lock = holds_lock
+        self._fanned_out = fanned_out
+        self.events = 0
+        """How many events this process has fanned out."""
+        self.notifications = 0
+        """How many notifications it has made of them."""
+
+    async def run_once(self) -> Round:
+        """Fan out at most about one batch; does nothing while another process holds the lock."""
+        if not self._holds_lock():
+            return NOTHING
+        now, rooms = self._clock(), self._quotas.rooms()
+        done = await self._database.events.fan_out(
+            self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size
+        )
+        self._quotas.learn(rooms, done.events, done.full)
+        found = sum(done.events.values())
+        self.events += found
+        self.notifications += done.notifications
+        if found:
+            logger.debug("fanned out %d events into %d notifications", found, done.notifications)
+            self._fanned_out(found)
+        return Round(found, more=bool(done.full))

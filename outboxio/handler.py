@@ -1,0 +1,254 @@
+"""Handlers: what reacts to events. A handler's name is schema, for it is stored with every notification."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
+
+from msgspec import Struct
+
+from outboxio.backoff import Backoff, RetryPolicy
+from outboxio.duration import parse_duration
+from outboxio.errors import InvalidEvent, RegistrationError
+from outboxio.event import Event, EventTypes, checked_name, type_name, type_names, with_subclasses
+from outboxio.subscription import Subscription
+
+if TYPE_CHECKING:
+    from outboxio.envelope import EventEnvelope
+
+E = TypeVar("E", bound=Event)
+
+HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None]]
+
+
+class HandlerOptions(Struct, frozen=True, kw_only=True):
+    """How one handler is run. ``None`` leaves a value to the settings of the outbox."""
+
+    retry: RetryPolicy
+    timeout: timedelta | None = None
+    concurrency: int | None = None
+
+
+class Handler(Struct, frozen=True, kw_only=True):
+    """One registered handler."""
+
+    name: str
+    aliases: frozenset[str]
+    event_types: tuple[type[Event], ...]
+    topic: str | None
+    options: HandlerOptions
+    function: HandlerFunction
+    where: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name under which rows of this handler may be stored."""
+        return self.aliases | {self.name}
+
+    def accepts(self) -> Iterator[type[Event]]:
+        """The event classes that it is for, subclasses included."""
+        for cls in self.event_types:
+            yield from with_subclasses(cls)
+
+
+class EventHandler(Generic[E]):
+    """The class form of a handler: options as class attributes, dependencies through the constructor.
+
+    ``name`` is required and is stored with every notification: treat it as part of your schema, and rename it through
+    ``aliases``. Event types are read from the type parameter unless ``event_types`` names them. The other attributes
+    are those of ``@outbox.handler``.
+
+    Example::
+
+        class SendReceipt(EventHandler[MoneyDeposited]):
+            name = "deposit-receipt"
+            retry = RetryPolicy(max_attempts=5)
+
+            def __init__(self, mailer: Mailer) -> None:
+                self.mailer = mailer
+
+            async def handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:
+                await self.mailer.send(envelope.event.wallet_id)
+
+        outbox.add_handler(SendReceipt(mailer))
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[Iterable[str]] = ()
+    event_types: ClassVar[Iterable[type[Event]]] = ()
+    topic: ClassVar[str | None] = None
+    retry: ClassVar[RetryPolicy | Backoff | None] = None
+    timeout: ClassVar[timedelta | float | str | None] = None
+    concurrency: ClassVar[int | None] = None
+
+    async def handle(self, envelope: EventEnvelope[E]) -> None:
+        """React to one event. Raising makes it run again later, by the retry policy."""
+        raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
+
+
+class HandlerRegistry:
+    """The handlers of one outbox, by the names under which their rows are stored."""
+
+    def __init__(self, types: EventTypes) -> None:
+        self._types = types
+        self._by_name: dict[str, Handler] = {}
+        self._handlers: list[Handler] = []
+
+    def __iter__(self) -> Iterator[Handler]:
+        return iter(self._handlers)
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+    def add(self, handler: Handler) -> None:
+        """Take a handler in, whole or not at all; :class:`RegistrationError` says what clashes."""
+        for name in sorted(handler.names):
+            other = self._by_name.get(name)
+            if other is not None:
+                what = "name" if name == handler.name else "alias"
+                raise RegistrationError(
+                    f"handler {what} {name!r} is registered twice: by {other.where} (handler {other.name!r}) and "
+                    f"{handler.where}; names and aliases are stored in event_notifications and must be unique"
+                )
+        for cls in handler.event_types:
+            self._types.register(cls)
+        self._by_name.update(dict.fromkeys(handler.names, handler))
+        self._handlers.append(handler)
+
+    def find(self, name: str) -> Handler | None:
+        """The handler with this name or alias."""
+        return self._by_name.get(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name and alias."""
+        return sorted(self._by_name)
+
+    def subscriptions(self) -> list[Subscription]:
+        """What all handlers want, one entry for each event type name or topic."""
+        return [
+            Subscription(handler_name=h.name, aliases=tuple(sorted(h.aliases)), **wanted)
+            for h in self._handlers
+            for wanted in _wanted_by(h)
+        ]
+
+    def event_class(self, handler: Handler, name: str) -> type[Event] | None:
+        """The class that a stored event type stands for: a registered one, else the one below the handler's types."""
+        found = self._types.find(name)
+        if found is not None:
+            return found
+        candidates = {cls for cls in handler.accepts() if name in type_names(cls)}
+        if len(candidates) > 1:
+            first, second, *_ = sorted(candidates, key=lambda cls: (cls.__module__, cls.__qualname__))
+            raise InvalidEvent(f"event type {name!r}", f"both {first} and {second} have this name; give one type_name=")
+        return candidates.pop() if candidates else None
+
+
+def make_handler(
+    function: HandlerFunction,
+    *,
+    name: str,
+    event_types: Iterable[type[Event]],
+    aliases: Iterable[str],
+    topic: str | None,
+    retry: RetryPolicy | Backoff | None,
+    timeout: timedelta | float | str | None,
+    concurrency: int | None,
+    where: str,
+) -> Handler:
+    """A handler of checked parts; :class:`RegistrationError` names the part that is wrong."""
+    if isinstance(aliases, str):
+        raise RegistrationError(f"aliases of handler {name!r} is one string; give a set of names: {{{aliases!r}}}")
+    try:
+        checked_name(name, "handler name")
+        others = frozenset(checked_name(alias, f"an alias of handler {name!r}") for alias in aliases)
+        wanted_topic = None if topic is None else checked_name(topic, f"the topic of handler {name!r}")
+    except InvalidEvent as error:
+        raise RegistrationError(f"{error} ({where})") from None
+    if name in others:
+        raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); leave it out")
+    types = tuple(event_types)
+    for cls in types:
+        if not (isinstance(cls, type) and issubclass(cls, Event)):
+            raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
+    if not types and topic is None:
+        raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
+    if not _is_async(function):
+        raise RegistrationError(f"handler {name!r} must be an async function, {where} is not")
+    if concurrency is not None and concurrency < 1:
+        raise RegistrationError(f"concurrency of handler {name!r} is {concurrency}; expected 1 or more")
+    return Handler(
+        name=name,
+        aliases=others,
+        event_types=types,
+        topic=wanted_topic,
+        options=HandlerOptions(
+            retry=_as_policy(retry, name),
+            timeout=None if timeout is None else parse_duration(timeout, key=f"timeout of handler {name!r}"),
+            concurrency=concurrency,
+        ),
+        function=function,
+        where=where,
+    )
+
+
+def handler_from_object(handler: EventHandler[Any]) -> Handler:
+    """The handler that an :class:`EventHandler` object describes."""
+    cls = type(handler)
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    if not isinstance(handler, EventHandler):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        raise RegistrationError(f"add_handler() takes an EventHandler object, not {handler!r}")
+    if not hasattr(cls, "name"):
+        raise RegistrationError(f"{where} has no name; write `name = \"...\"` in the class, it is stored with its rows")
+    return make_handler(
+        handler.handle,
+        name=handler.name,
+        event_types=tuple(handler.event_types) or (_type_parameters(cls) if handler.topic is None else ()),
+        aliases=handler.aliases,
+        topic=handler.topic,
+        retry=handler.retry,
+        timeout=handler.timeout,
+        concurrency=handler.concurrency,
+        where=where,
+    )
+
+
+def where_defined(function: Callable[..., Any]) -> str:
+    """How an error names a function: module and qualified name."""
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _wanted_by(handler: Handler) -> list[dict[str, str]]:
+    if handler.topic is not None:
+        return [{"topic": handler.topic}]
+    names = {name for cls in handler.accepts() for name in type_names(cls)}
+    return [{"event_type": name} for name in sorted(names - {type_name(Event)})]
+
+
+def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
+    if retry is None:
+        return RetryPolicy()
+    if isinstance(retry, RetryPolicy):
+        return retry
+    if not callable(retry):
+        raise RegistrationError(
+            f"retry of handler {name!r} is {retry!r}; expected a RetryPolicy or a callable of (attempts, exception)"
+        )
+    return RetryPolicy(backoff=retry)
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+
+
+def _type_parameters(cls: type) -> tuple[type[Event], ...]:
+    """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
+    for ancestor in cls.__mro__:
+        for base in getattr(ancestor, "__orig_bases__", ()):
+            if get_origin(base) is EventHandler:
+                (parameter,) = get_args(base)
+                members = get_args(parameter) or (parameter,)
+                return tuple(cast("type[Event]", m) for m in members if isinstance(m, type))
+    return ()

@@ -1,0 +1,85 @@
+"""The loop: drives rounds of something until it is stopped.
+
+A service answers "do one round, and tell me how it went"; only here is anything waited for. A loop does not know what
+it drives. It waits for a wake-up or the poll delay, goes on at once after a full round, and survives every error of
+its service: logged, counted, retried with backoff.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+
+from outboxio.backoff import jittered, pause_after
+from outboxio.waiting import Signal
+
+logger = logging.getLogger(__name__)
+
+
+class Round(Struct, frozen=True):
+    """What one round did: how many it found, and whether there is probably more."""
+
+    found: int
+    more: bool = False
+
+
+NOTHING = Round(0)
+
+
+class Loop:
+    """Runs one service's rounds."""
+
+    def __init__(self, name: str, run_once: Callable[[], Awaitable[Round]], poll_delay: Callable[[], float]) -> None:
+        self.name = name
+        self.errors = 0
+        """How many rounds have failed so far."""
+        self.failures = 0
+        """How many rounds have failed in a row: 0 is healthy."""
+        self.last_error: Exception | None = None
+        self._run_once = run_once
+        self._poll_delay = poll_delay
+        self._signal = Signal()
+        self._stopping = False
+
+    def wake(self) -> None:
+        """There may be work: begin the next round now, or right after the one under way."""
+        self._signal.set()
+
+    def stop(self) -> None:
+        """End after the round under way."""
+        self._stopping = True
+        self._signal.set()
+
+    async def run(self) -> None:
+        """Drive rounds until :meth:`stop`."""
+        while not self._stopping:
+            pause = await self._round()
+            if pause > 0 and not self._stopping:
+                await self._signal.wait(pause)
+
+    async def _round(self) -> float:
+        """One round; the seconds to wait after it, 0 for none."""
+        try:
+            result = await self._run_once()
+        except Exception as error:
+            return self._failed(error)
+        if self.failures:
+            logger.info("%s works again after %d failed rounds", self.name, self.failures)
+            self.failures = 0
+        return 0.0 if result.more else jittered(self._poll_delay())
+
+    def _failed(self, error: Exception) -> float:
+        self.errors += 1
+        self.failures += 1
+        self.last_error = error
+        pause = pause_after(self.failures)
+        # The first failure with its stack; the rest of one outage in a line each, and ever more rarely.
+        logger.log(
+            logging.ERROR if self.failures == 1 else logging.WARNING,
+            "%s failed (%d in a row) and is tried again in %.1f s: %r", self.name, self.failures, pause, error,
+            exc_info=error if self.failures == 1 else None,
+            extra={"loop": self.name, "failures": self.failures},
+        )  # fmt: skip
+        return pause

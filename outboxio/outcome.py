@@ -1,0 +1,199 @@
+"""Outcomes: what happened to one notification, and how equal ones are written together.
+
+Pure functions decide; the dispatcher writes. An outcome knows its bucket, (state, attempts): one UPDATE each. What
+differs from row to row within it, the next due time and the error, travels as arrays.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from uuid import UUID
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.backoff import RetryPolicy
+from outboxio.clock import naive_utc
+from outboxio.duration import parse_duration
+from outboxio.errors import RetryAfter, TooManyHops, Unprocessable
+from outboxio.event import ActionRecord, EventRecord
+from outboxio.notification import Notification, State
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 2_000  # characters of an error that are kept
+LONGEST_TRACEBACK = 4_000
+
+
+class Lease(Struct):
+    """One cluster lock that this process holds, or held: outcomes are written under its term."""
+
+    name: str
+    handler_name: str
+    term: int
+    held: bool = True
+
+
+Emitted = tuple[ActionRecord, list[EventRecord]]
+"""What a handler emitted: events that are committed together with its success."""
+
+
+class Outcome(Struct, gc=False):
+    """What one run did to one notification."""
+
+    notification_id: UUID
+    lease: Lease
+    state: State
+    attempts: int
+    next_retry_at: datetime | None = None
+    error: str | None = None
+    emitted: Emitted | None = None
+
+    def without_error_text(self) -> Outcome:
+        """The same outcome, for a database that refused the error's text."""
+        return msgspec.structs.replace(self, error=_error_json("Unstorable", "the database refused this error's text"))
+
+
+class Bucket(Struct, frozen=True):
+    """Outcomes that one UPDATE writes: they share state and attempts."""
+
+    state: State
+    attempts: int
+    outcomes: list[Outcome]
+
+    @property
+    def ids(self) -> list[UUID]:
+        return [outcome.notification_id for outcome in self.outcomes]
+
+    @property
+    def leases(self) -> list[Lease]:
+        """The leases that the statement must find unchanged, in the order in which every process locks them."""
+        distinct = {id(outcome.lease): outcome.lease for outcome in self.outcomes}
+        return sorted(distinct.values(), key=lambda lease: lease.name)
+
+    @property
+    def has_details(self) -> bool:
+        """Whether rows differ in more than their id."""
+        return self.outcomes[0].error is not None
+
+    @property
+    def emitted(self) -> list[Emitted]:
+        """What the handlers of these outcomes emitted."""
+        return [outcome.emitted for outcome in self.outcomes if outcome.emitted is not None]
+
+    def halves(self) -> tuple[Bucket, Bucket]:
+        """The bucket cut in two, to find the value that a database refuses."""
+        middle = len(self.outcomes) // 2
+        return (
+            Bucket(self.state, self.attempts, self.outcomes[:middle]),
+            Bucket(self.state, self.attempts, self.outcomes[middle:]),
+        )
+
+
+def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
+    """The outcomes by state, attempts and kind; within a bucket in primary key order, so that writers never cross."""
+    buckets: dict[tuple[State, int, bool, bool], list[Outcome]] = {}
+    for outcome in outcomes:
+        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None)
+        buckets.setdefault(kind, []).append(outcome)
+    return [
+        Bucket(kind[0], kind[1], sorted(some, key=lambda outcome: outcome.notification_id.int))
+        for kind, some in buckets.items()
+    ]
+
+
+def too_old(notification: Notification, now: datetime, retention: timedelta) -> bool:
+    """Whether the notification outlived its retention window before its handler was called."""
+    return now > notification.retention_from + retention
+
+
+def success(notification: Notification, lease: Lease) -> Outcome:
+    return Outcome(notification.id, lease, State.SUCCEEDED, notification.attempts + 1)
+
+
+def expired(notification: Notification, lease: Lease) -> Outcome:
+    """The handler was not called, so no attempt is used up."""
+    return Outcome(notification.id, lease, State.EXPIRED, notification.attempts)
+
+
+def failure(
+    notification: Notification,
+    lease: Lease,
+    error: BaseException,
+    now: datetime,
+    policy: RetryPolicy,
+    *,
+    retention: timedelta,
+    cap: timedelta,
+) -> Outcome:
+    """What a run that raised means: another try, or the end. ``now`` is after the handler ended."""
+    attempts = notification.attempts + 1
+    if isinstance(error, RetryAfter) and not error.count_attempt:
+        attempts = notification.attempts
+    described = describe(error, now, notification.attempts + 1)
+
+    def ends(state: State) -> Outcome:
+        return Outcome(notification.id, lease, state, attempts, None, described)
+
+    if isinstance(error, Unprocessable | TooManyHops):
+        return ends(State.DEAD)
+    if policy.max_attempts is not None and attempts >= policy.max_attempts and attempts > notification.attempts:
+        return ends(State.DEAD)
+    due = _next_try(error, attempts, now, policy, cap)
+    if due > notification.retention_from + retention:
+        return ends(State.EXPIRED)
+    return Outcome(notification.id, lease, State.FAILED, attempts, due, described)
+
+
+def describe(error: BaseException, now: datetime, attempt: int) -> str:
+    """One entry of the ``errors`` column: time, type, message, short traceback, attempt."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-6))
+    try:
+        message = str(error)
+    except Exception as broken:  # an exception whose own __str__ fails must not lose its row
+        message = f"<unprintable: {type(broken).__name__}>"
+    return _error_json(_type_name(error), message, now, trace, attempt)
+
+
+def _next_try(
+    error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta
+) -> datetime:
+    try:
+        if not isinstance(error, RetryAfter):
+            return now + policy.wait_after(max(attempts, 1), error, cap)
+        if error.at is not None:
+            return naive_utc(error.at)
+        return now + parse_duration(error.delay, key="RetryAfter.delay")
+    except OverflowError:
+        return datetime.max
+    except Exception:
+        # A backoff callable, or a delay, that is itself broken must not lose the row that failed.
+        logger.exception("cannot tell when to retry after %r; the default backoff applies", error)
+        return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
+
+
+def _error_json(
+    kind: str, message: str, now: datetime | None = None, trace: str = "", attempt: int | None = None
+) -> str:
+    entry = {
+        "time": None if now is None else now.isoformat(timespec="microseconds"),
+        "type": kind,
+        "message": _storable(message, LONGEST_MESSAGE),
+        "traceback": _storable(trace[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK),
+        "attempt": attempt,
+    }
+    return msgspec.json.encode(entry).decode()
+
+
+def _storable(text: str, longest: int) -> str:
+    """Text that every database stores: no NUL, no lone surrogates, not endless."""
+    clean = text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "backslashreplace").decode()
+    return clean if len(clean) <= longest else f"{clean[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _type_name(error: BaseException) -> str:
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "outboxio.errors") else f"{cls.__module__}.{cls.__qualname__}"

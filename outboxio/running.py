@@ -1,0 +1,108 @@
+"""One stay in ``running()``: every shard at work, until the last block that shares it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
+from outboxio.shard import Roles, ShardRuntime
+
+logger = logging.getLogger(__name__)
+
+
+class Running:
+    """Starts the shards, and stops them.
+
+    The shards run in a task of their own, for a task group must be left by the task that entered it, and ``running()``
+    may be left by another.
+    """
+
+    def __init__(
+        self,
+        shards: list[ShardRuntime],
+        roles: Roles,
+        refuse_same_database: Callable[[list[ShardRuntime]], Awaitable[None]],
+    ) -> None:
+        self._shards = shards
+        self._roles = roles
+        self._refuse_same_database = refuse_same_database
+        self._blocks = 1
+        self._task: asyncio.Task[None] | None = None
+
+    def join(self, roles: Roles) -> None:
+        """Another block shares this stay."""
+        if (roles.fanout and not self._roles.fanout) or (roles.handling and not self._roles.handling):
+            raise ConfigurationError(
+                f"running() is entered already with {self._roles}, and cannot do {roles} as well; enter it once with all"
+            )
+        self._blocks += 1
+
+    def part(self) -> bool:
+        """A block ends; whether it was the last one."""
+        self._blocks -= 1
+        return self._blocks <= 0
+
+    async def start(self) -> None:
+        """Check every shard, announce the handlers, and let the loops begin."""
+        ready: list[ShardRuntime] = []
+        down: dict[str, DatabaseUnavailable] = {}
+        try:
+            for shard in self._shards:
+                try:
+                    await shard.prepare(self._roles)
+                    ready.append(shard)
+                except DatabaseUnavailable as error:
+                    down[shard.name] = error
+            if not ready:
+                raise next(iter(down.values()))
+            await self._refuse_same_database(ready)
+            for shard in ready:
+                await shard.start_work(self._roles).announcer.announce_if_due()
+        except BaseException:
+            for shard in self._shards:
+                shard.work = None
+                await shard.database.release_loops()
+            raise
+        for name, error in down.items():
+            logger.error("shard %s is down and is probed until it comes: %s", name, error)
+            self._shard(name).start_work(self._roles)
+        self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
+
+    async def stop(self) -> None:
+        """Wind all shards down; raises :class:`ShutdownError` if outcomes were lost on the way."""
+        for shard in self._shards:
+            if shard.work is not None:
+                shard.work.leave()
+        assert self._task is not None
+        try:
+            await self._task
+        except BaseExceptionGroup as group:
+            self._raise_problem(group)
+        finally:
+            for shard in self._shards:
+                shard.work = None
+                await shard.flush_wakes()
+
+    async def _run(self, down: set[str]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for shard in self._shards:
+                assert shard.work is not None
+                group.create_task(shard.work.run(unprepared=shard.name in down))
+
+    def _shard(self, name: str) -> ShardRuntime:
+        return next(shard for shard in self._shards if shard.name == name)
+
+    @staticmethod
+    def _raise_problem(group: BaseExceptionGroup[BaseException]) -> None:
+        lost, others = group.split(ShutdownError)
+        if others is not None:
+            raise others
+        assert lost is not None
+        ids = [i for error in _leaves(lost) if isinstance(error, ShutdownError) for i in error.notification_ids]
+        raise ShutdownError(ids) from group
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    return [leaf for e in group.exceptions for leaf in (_leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]

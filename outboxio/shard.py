@@ -1,0 +1,383 @@
+"""One shard at work: its locks, its fan-out, its dispatch, each driven by a loop of its own.
+
+Shards share nothing but the handlers, so a dead or slow one delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec import Struct
+
+from outboxio.clock import ShardClock
+from outboxio.dispatcher import Counters, Dispatcher
+from outboxio.emission import Emitter
+from outboxio.envelope import Execute, HandlerContext
+from outboxio.errors import DrainTimeout, ShutdownError
+from outboxio.fanout import Announcer, Fanout
+from outboxio.handler import HandlerRegistry
+from outboxio.keeper import LockKeeper, standby_pause
+from outboxio.loop import Loop, Round
+from outboxio.names import LockName, channel_name
+from outboxio.notifier import Notifier
+from outboxio.outcome import Lease
+from outboxio.settings import Settings
+from outboxio.storage.protocols import Database
+
+logger = logging.getLogger(__name__)
+
+EVENTS, NOTIFICATIONS = "events", "notifications"  # what a wake-up from another process may be about
+
+_HOUSEKEEPING_DELAY = 30.0
+_ANNOUNCE_DELAY = 1.0
+_SETTLE_DELAY = 1.0
+_LONGEST_LEAVE = 5.0
+
+
+class Roles(Struct, frozen=True):
+    """What an instance does while it runs."""
+
+    fanout: bool
+    handling: bool
+
+
+class ShardRuntime:
+    """One database and what goes on in it for one outbox."""
+
+    def __init__(
+        self,
+        namespace: str,
+        database: Database,
+        clock: ShardClock,
+        emitter: Emitter,
+        handlers: HandlerRegistry,
+        settings: Settings,
+        *,
+        owner: str,
+        resources: Any,
+        execute: Execute,
+    ) -> None:
+        self.database = database
+        self.clock = clock
+        self.emitter = emitter
+        self._namespace = namespace
+        self._handlers = handlers
+        self._settings = settings
+        self._owner = owner
+        self._resources = resources
+        self._execute = execute
+        self._channel = channel_name(namespace)
+        self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
+        self.work: ShardWork | None = None
+
+    @property
+    def name(self) -> str:
+        return self.database.name
+
+    def committed(self) -> None:
+        """Events were committed by this process: wake fan-out, here if it is here, elsewhere otherwise."""
+        if self.work is not None:
+            self.work.fanout_loop.wake()
+        if self.work is None or not self.work.fans_out:
+            self._poke(EVENTS)
+
+    def fanned_out(self, events: int) -> None:
+        """Notifications were made: their handlers may be here, or in any other process."""
+        if self.work is not None:
+            self.work.find_loop.wake()
+        self._poke(NOTIFICATIONS)
+
+    async def prepare(self, roles: Roles) -> None:
+        """Check what can be checked before anything runs, and announce the handlers of this instance."""
+        self.database.require_room(loops=2 + roles.fanout + 2 * roles.handling)
+        await self.database.refuse_shared_sessions()
+        await self.database.schema.check()
+
+    def start_work(self, roles: Roles) -> ShardWork:
+        """Everything that one stay in ``running()``, or one ``drain()``, needs."""
+        work = self.work = ShardWork(self, roles)
+        return work
+
+    def build(self, work: ShardWork, roles: Roles) -> tuple[LockKeeper, Announcer, Fanout, Dispatcher]:
+        """The parts of a stay, wired to one another."""
+        settings = self._settings
+        announcer = Announcer(
+            self._namespace, self.database, self._handlers, self.clock, settings.subscription_ttl
+        )
+        fanout_lock = LockName(self._namespace, "fanout")
+        names = [fanout_lock] * roles.fanout
+        names += [LockName(self._namespace, "dispatch", name) for name in self._handlers.names] * roles.handling
+        heartbeat = settings.lock_heartbeat.total_seconds()
+        keeper = LockKeeper(
+            self.database.cluster_lock(self._owner, self._channel, heartbeat),
+            names,
+            self.clock,
+            heartbeat=heartbeat,
+            taken=work.lock_taken,
+            lost=work.lock_lost,
+            proven_until=work.locks_proven_until,
+            heard=self._heard,
+        )
+        fanout = Fanout(
+            self._namespace,
+            self.database,
+            announcer,
+            self.clock,
+            batch_size=settings.fanout_batch_size,
+            holds_lock=lambda: keeper.holds(fanout_lock),
+            fanned_out=self.fanned_out,
+        )
+        context = HandlerContext(
+            namespace=self._namespace,
+            shard=self.name,
+            resources=self._resources,
+            stopping=work.stopping,
+            emitter=self.emitter,
+            execute=self._execute,
+        )
+        dispatcher = Dispatcher(
+            self._namespace, self.database, self._handlers, self.clock, settings, context, emitted=self.committed
+        )
+        return keeper, announcer, fanout, dispatcher
+
+    async def close(self) -> None:
+        await self.flush_wakes()
+        await self.database.close()
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
+    async def flush_wakes(self) -> None:
+        """Send the wake-ups that are due, and end their tasks."""
+        for notifier in self._wakes.values():
+            await notifier.close()
+
+    def _poke(self, kind: str) -> None:
+        if self._settings.notify and self.database.wakes_across_processes:
+            self._wakes[kind].poke()
+
+    def _sender(self, kind: str) -> Callable[[], Awaitable[None]]:
+        return lambda: self.database.notify(self._channel, f"{kind} {self._owner}")
+
+    def _heard(self, payload: str) -> None:
+        kind, _, sender = payload.partition(" ")
+        if self.work is None or sender == self._owner:
+            return
+        if kind == EVENTS:
+            self.work.fanout_loop.wake()
+        elif kind == NOTIFICATIONS:
+            self.work.find_loop.wake()
+
+
+class ShardWork:
+    """One stay of one shard in ``running()``, or one ``drain()``: from taking the locks to giving them back."""
+
+    def __init__(self, shard: ShardRuntime, roles: Roles) -> None:
+        self._shard = shard
+        self._roles = roles
+        self.stopping = asyncio.Event()
+        self._leave = asyncio.Event()
+        self.keeper, self.announcer, self.fanout, self.dispatcher = shard.build(self, roles)
+        settings = shard.settings
+        name = shard.name
+        self.keeper_loop = Loop(f"locks of {name}", self.keeper.run_once, self.keeper.poll_delay)
+        self.announce_loop = Loop(f"subscriptions of {name}", self._announce, lambda: _ANNOUNCE_DELAY)
+        self.fanout_loop = Loop(f"fan-out of {name}", self.fanout.run_once, _seconds(settings.fanout_poll_delay))
+        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, _seconds(settings.handling_poll_delay))
+        self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
+        self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
+        self.keeper.wake = self.keeper_loop.wake
+        self.dispatcher.wake_finding = self.find_loop.wake
+        self.dispatcher.wake_settling = self.settle_loop.wake
+        self._reported_unroutable: set[str] = set()
+        self.is_prepared = False
+
+    @property
+    def loops(self) -> list[Loop]:
+        """Every loop of this stay, those that matter most to health first."""
+        mine = [self.keeper_loop, self.announce_loop]
+        if self._roles.fanout:
+            mine += [self.fanout_loop, self.housekeeping_loop]
+        if self._roles.handling:
+            mine += [self.find_loop, self.settle_loop]
+        return mine
+
+    @property
+    def counters(self) -> Counters:
+        return self.dispatcher.counters
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether this process is the one that fans out."""
+        return self.keeper.holds(LockName(self._shard.namespace, "fanout"))
+
+    # --- what the keeper tells -----------------------------------------------------------------
+
+    def lock_taken(self, name: LockName, lease: Lease) -> None:
+        if name.role == "dispatch":
+            self.dispatcher.take(name.handler_name, lease)
+        else:
+            self.fanout_loop.wake()
+
+    def lock_lost(self, name: LockName) -> None:
+        if name.role == "dispatch":
+            self.dispatcher.lose(name.handler_name)
+
+    def locks_proven_until(self, moment: float) -> None:
+        self.dispatcher.trust_until(moment)
+
+    # --- running -------------------------------------------------------------------------------
+
+    async def run(self, *, unprepared: bool) -> None:
+        """Drive all loops until :meth:`leave`, then wind down. A shard that was down is waited for before that."""
+        if unprepared and not await self._prepare_at_last():
+            return
+        problem: ShutdownError | None = None
+        async with asyncio.TaskGroup() as group:
+            for loop in self.loops:
+                group.create_task(loop.run(), name=f"outboxio {loop.name}")
+            await self._leave.wait()
+            problem = await self._wind_down()
+        if problem is not None:
+            raise problem
+
+    def leave(self) -> None:
+        """Begin to wind down: handlers see ``envelope.stopping``."""
+        self.stopping.set()
+        self._leave.set()
+
+    async def _prepare_at_last(self) -> bool:
+        """Probe with backoff until the shard can be prepared; whether it was before the end."""
+
+        async def prepare() -> Round:
+            await self._shard.prepare(self._roles)
+            self.is_prepared = True
+            probe.stop()
+            return Round(1)
+
+        probe = Loop(f"shard {self._shard.name}", prepare, lambda: _ANNOUNCE_DELAY)
+        async with asyncio.TaskGroup() as group:
+            probing = group.create_task(probe.run())
+            leaving = group.create_task(self._leave.wait())
+            await asyncio.wait((probing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            probing.cancel()
+            leaving.cancel()
+        return self.is_prepared
+
+    async def _wind_down(self) -> ShutdownError | None:
+        """Stop claiming, let handlers end, write every outcome, give the locks back."""
+        for loop in (self.find_loop, self.fanout_loop, self.announce_loop, self.housekeeping_loop):
+            loop.stop()
+        problem = None
+        try:
+            await self.dispatcher.stop(self._shard.settings.shutdown_timeout.total_seconds())
+        except ShutdownError as error:
+            problem = error
+        self.settle_loop.stop()
+        self.keeper_loop.stop()
+        await self.release()
+        return problem
+
+    async def end_drain(self) -> None:
+        """Send the workers home, and give everything back."""
+        try:
+            await self.dispatcher.stop(0)
+        finally:
+            await self.release()
+
+    async def release(self) -> None:
+        """Give back locks and connections; a database that is gone must not keep us."""
+        try:
+            async with asyncio.timeout(_LONGEST_LEAVE):
+                await self.keeper.release()
+                await self._shard.database.release_loops()
+        except Exception as error:
+            logger.warning("the locks of shard %s end with their session: %r", self._shard.name, error)
+
+    # --- draining ------------------------------------------------------------------------------
+
+    async def drain(self, deadline: float, *, beside_loops: bool) -> None:
+        """Fan out and dispatch until nothing is due, here or where another process holds the locks."""
+        while True:
+            if not beside_loops:
+                await self.announcer.announce_if_due()
+                await self.keeper.run_once()
+            if await self._drain_pass():
+                continue
+            if not await self._due_elsewhere():
+                await self._keep_house()
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise DrainTimeout(self._shard.name)
+            await asyncio.sleep(standby_pause() / 4)
+
+    async def _drain_pass(self) -> int:
+        """One look at everything that is ours; how much there was to do."""
+        fanned_out = (await self.fanout.run_once()).found
+        found = (await self.dispatcher.run_once()).found
+        return fanned_out + found
+
+    async def _due_elsewhere(self) -> bool:
+        """Whether work of ours waits for a lock that another process holds."""
+        lacking = self.keeper.lacking
+        names = [name.handler_name for name in lacking if name.role == "dispatch"]
+        database, namespace, now = self._shard.database, self._shard.namespace, self._shard.clock()
+        if names and await database.notifications.any_due(namespace, now, names):
+            return True
+        if any(name.role == "fanout" for name in lacking):
+            return await database.events.any_undelivered(namespace, self.announcer.seen_since(now))
+        return False
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    async def _announce(self) -> Round:
+        await self.announcer.announce_if_due()
+        return Round(0)
+
+    async def _keep_house(self) -> Round:
+        """Report notifications whose handler no instance has, and let them expire like any other."""
+        if not self.fans_out:
+            return Round(0)
+        shard, now = self._shard, self._shard.clock()
+        names = await self.unroutable_names()
+        for name in sorted(set(names) - self._reported_unroutable):
+            logger.warning(
+                "handler %r has unfinished notifications, and no instance has such a handler: deploy it, or give its "
+                "successor the alias; they expire by retention", name, extra={"handler_name": name},
+            )  # fmt: skip
+        self._reported_unroutable = set(names)
+        if not names:
+            return Round(0)
+        before = now - shard.settings.handling_retention_window
+        size = shard.settings.handling_batch_size
+        done = await shard.database.notifications.expire(shard.namespace, names, before, now, size)
+        self.counters.expired += done
+        return Round(done, more=done >= size)
+
+    async def unroutable_names(self) -> list[str]:
+        return await unroutable_names(
+            self._shard.database, self._shard.namespace, self.announcer.seen_since(self._shard.clock())
+        )
+
+
+async def unroutable_names(database: Database, namespace: str, seen_since: Any) -> list[str]:
+    """Handler names with unfinished notifications that no instance has, neither as a name nor as an alias."""
+    unfinished = await database.notifications.unfinished_names(namespace)
+    if not unfinished:
+        return []
+    routable = await database.subscriptions.routable_names(namespace, seen_since)
+    return [name for name in unfinished if name not in routable]
+
+
+def _seconds(delay: Any) -> Callable[[], float]:
+    seconds = delay.total_seconds()
+    return lambda: seconds
+

@@ -1,0 +1,74 @@
+"""What talks to a database. ``protocols`` is the seam; each dialect is a package of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from outboxio.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from outboxio.storage.protocols import Database
+
+_EXPECTED = (
+    "a URL (postgresql://host/database, sqlite:///file.db, sqlite:// for memory), an asyncpg.Pool, or Shard(url, ...)"
+)
+
+
+class Shard(Struct, frozen=True):
+    """One shard, reached in two ways: ``url`` for actions, ``direct_url`` for the loops, their locks and LISTEN.
+
+    Needed where ``url`` leads through a proxy that shares server sessions between transactions, such as PgBouncer in
+    transaction mode.
+
+    Example::
+
+        Outbox({"main": Shard("postgresql://pgbouncer:6432/app", direct_url="postgresql://db:5432/app")}, ...)
+    """
+
+    url: str
+    direct_url: str | None = None
+
+
+def open_database(name: str, source: Any) -> Database:
+    """The database that a shard was given as; no I/O yet. :class:`ConfigurationError` says what would do."""
+    if isinstance(source, Shard):
+        return _from_url(name, source.url, source.direct_url)
+    if isinstance(source, str):
+        return _from_url(name, source, None)
+    if type(source).__module__.partition(".")[0] == "asyncpg":
+        from outboxio.storage.postgres.database import PostgresDatabase
+
+        return PostgresDatabase(name, source)
+    raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
+
+
+
+
+def _from_url(name: str, url: str, direct_url: str | None) -> Database:
+    scheme = urlsplit(url).scheme
+    if scheme in ("postgresql", "postgres"):
+        try:
+            from outboxio.storage.postgres.database import PostgresDatabase
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                f"shard {name!r} needs the driver {error.name}: pip install 'outboxio[postgres]'"
+            ) from error
+        return PostgresDatabase(name, url, direct_url)
+    if scheme == "sqlite":
+        from outboxio.storage.sqlite.database import SqliteDatabase
+
+        return SqliteDatabase(name, _sqlite_path(name, url))
+    raise ConfigurationError(f"shard {name!r} has a URL with the scheme {scheme!r}; expected {_EXPECTED}")
+
+
+def _sqlite_path(name: str, url: str) -> str | None:
+    """``sqlite:///relative.db``, ``sqlite:////absolute.db``, ``sqlite://`` or ``sqlite:///:memory:`` for memory."""
+    rest = url.removeprefix("sqlite:").removeprefix("//")
+    if rest in ("", "/", "/:memory:"):
+        return None
+    if not rest.startswith("/"):
+        raise ConfigurationError(f"shard {name!r}: {url!r} names a host; a file is sqlite:///{rest}")
+    return rest[1:]

@@ -1,0 +1,106 @@
+"""Connections of our own: opened when they are needed, opened again after they were lost, used by one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import asyncpg
+
+from outboxio.waiting import to_the_end
+
+Connect = Callable[[], Awaitable[Any]]
+Release = Callable[[Any], Awaitable[None]]
+
+STATEMENT_TIMEOUT = 60.0  # seconds; a network that swallows packets must not stop a loop for ever
+
+# The loops' statements are written for one plan each. These keep it whatever the statistics say, and keep the
+# database's own defaults (a serializable one, say) from changing what they mean.
+LOOP_SETTINGS: Mapping[str, str] = {
+    "default_transaction_isolation": "read committed",
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "jit": "off",
+    "plan_cache_mode": "force_generic_plan",
+}
+
+
+class Dedicated:
+    """One connection for one loop: session settings applied, one statement at a time, reopened after a failure."""
+
+    def __init__(self, connect: Connect, release: Release, settings: Mapping[str, str]) -> None:
+        self._connect = connect
+        self._release = release
+        self._settings = settings
+        self._connection: Any = None
+        self._turn = asyncio.Lock()
+
+    async def fetch(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> list[Any]:
+        """Run one autocommit statement; its rows."""
+        async with self._turn:
+            connection = await self._open()
+            return await connection.fetch(sql, *args, timeout=timeout)
+
+    async def execute(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> int:
+        """Run one autocommit statement; the number of rows it touched."""
+        async with self._turn:
+            connection = await self._open()
+            return row_count(await connection.execute(sql, *args, timeout=timeout))
+
+    async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run ``work`` on the connection in one transaction, committed unless it raises."""
+        async with self._turn:
+            connection = await self._open()
+            async with connection.transaction():
+                return await work(connection)
+
+    async def use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run ``work`` on the connection as it is."""
+        async with self._turn:
+            return await work(await self._open())
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None and not self._connection.is_closed()
+
+    async def close(self) -> None:
+        """Give the connection back as it came, or close it if nobody can say how it is."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await to_the_end(self._give_back(connection))
+
+    def terminate(self) -> None:
+        """Drop the connection at once, without a word to the server."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.terminate()
+
+    async def _open(self) -> Any:
+        if self._connection is not None and self._connection.is_closed():
+            await self.close()
+        if self._connection is None:
+            connection = await self._connect()
+            try:
+                for name, value in self._settings.items():
+                    await connection.execute(f"SET {name} = '{value}'")
+            except BaseException:
+                connection.terminate()
+                raise
+            self._connection = connection
+        return self._connection
+
+    async def _give_back(self, connection: Any) -> None:
+        try:
+            if not connection.is_closed():
+                for name in self._settings:
+                    await connection.execute(f"RESET {name}", timeout=5)
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            connection.terminate()
+        await self._release(connection)
+
+
+def row_count(status: str) -> int:
+    """The number in a command tag such as ``UPDATE 3``; 0 where there is none."""
+    number = status.rpartition(" ")[2]
+    return int(number) if number.isdecimal() else 0

@@ -1,0 +1,149 @@
+"""One PostgreSQL database: its pool for the application's actions, and a connection for each loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+
+from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
+from outboxio.storage.postgres import errors
+from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated
+from outboxio.storage.postgres.events import PostgresEvents
+from outboxio.storage.postgres.lock import PostgresClusterLock
+from outboxio.storage.postgres.notifications import PostgresNotifications
+from outboxio.storage.postgres.schema import PostgresSchema
+from outboxio.storage.postgres.session import PooledSession, PostgresSession
+from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
+
+CONNECT_TIMEOUT = 10.0
+LARGEST_POOL = 20  # connections of a pool of our own; one that is not used for five minutes is closed
+
+NOTIFY = "SELECT pg_notify($1, $2)"
+
+
+class PostgresDatabase:
+    dialect = "postgres"
+    stores_nul = False
+    wakes_across_processes = True
+
+    def __init__(self, name: str, source: str | asyncpg.Pool[Any], direct_url: str | None = None) -> None:
+        self.name = name
+        self._url = source if isinstance(source, str) else None
+        self._direct_url = direct_url or self._url
+        self._behind_proxy = direct_url is not None
+        self._pool = None if isinstance(source, str) else source
+        self._opening = asyncio.Lock()
+        self._admin = self._loop_connection()
+        self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
+        self._lock_session: Dedicated | None = None
+        self.events = PostgresEvents(self._fanout, self._admin)
+        self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
+        self.subscriptions = PostgresSubscriptions(self._admin)
+        self.schema = PostgresSchema(self._admin, name)
+
+    def session(self) -> PooledSession:
+        return PooledSession(self._open_pool)
+
+    def wrap(self, connection: Any) -> PostgresSession | None:
+        is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
+        return PostgresSession(connection) if is_ours else None
+
+    def cluster_lock(self, owner: str, channel: str, heartbeat: float) -> PostgresClusterLock:
+        silence = {"idle_session_timeout": str(round(heartbeat * 2000))}
+        self._lock_session = Dedicated(self._connect, self._release, {**LOOP_SETTINGS, **silence})
+        return PostgresClusterLock(self._lock_session, owner, channel, max(heartbeat, 1.0))
+
+    async def notify(self, channel: str, payload: str) -> None:
+        if self._lock_session is not None and self._lock_session.is_open:
+            await self._lock_session.fetch(NOTIFY, channel, payload)
+        else:
+            pool = await self._open_pool()
+            await pool.execute(NOTIFY, channel, payload)
+
+    async def refuse_shared_sessions(self) -> None:
+        """Two connections that are open at once never have one server process, unless a proxy shares it."""
+        first, second = await self._connect(), None
+        try:
+            pid = await _server_process(first)
+            second = await self._connect()
+            async with second.transaction():
+                if await _server_process(second) == pid:
+                    raise PooledConnection(self.name)
+        finally:
+            for connection in filter(None, (second, first)):
+                await self._release(connection)
+
+    def require_room(self, loops: int) -> None:
+        if self._url is None and self._pool is not None:
+            size, needed = self._pool.get_max_size(), loops + 1
+            if size < needed:
+                raise PoolTooSmall(self.name, size, needed)
+
+    async def release_loops(self) -> None:
+        for connection in (self._fanout, self._find, self._settle, self._admin):
+            await connection.close()
+
+    async def close(self) -> None:
+        await self.release_loops()
+        if self._url is not None and self._pool is not None:
+            pool, self._pool = self._pool, None
+            await pool.close()
+
+    is_transient = staticmethod(errors.is_transient)
+    refuses_value = staticmethod(errors.refuses_value)
+    is_unreachable = staticmethod(errors.is_unreachable)
+    lacks_schema = staticmethod(errors.lacks_schema)
+
+    def _loop_connection(self) -> Dedicated:
+        return Dedicated(self._connect, self._release, LOOP_SETTINGS)
+
+    async def _open_pool(self) -> asyncpg.Pool[Any]:
+        if self._pool is None:
+            async with self._opening:
+                if self._pool is None:
+                    self._pool = await self._reaching(self._create_pool)
+        return self._pool
+
+    async def _create_pool(self) -> asyncpg.Pool[Any]:
+        # A proxy that shares sessions forgets prepared statements between transactions.
+        cache: Mapping[str, Any] = {"statement_cache_size": 0} if self._behind_proxy else {}
+        return await asyncpg.create_pool(
+            self._url, min_size=1, max_size=LARGEST_POOL, timeout=CONNECT_TIMEOUT, **cache
+        )
+
+    async def _connect(self) -> Any:
+        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
+        if self._direct_url is None:
+            assert self._pool is not None
+            return await self._reaching(self._pool.acquire)
+        url = self._direct_url
+        return await self._reaching(lambda: asyncpg.connect(url, timeout=CONNECT_TIMEOUT))
+
+    async def _release(self, connection: Any) -> None:
+        if self._direct_url is None:
+            assert self._pool is not None
+            await self._pool.release(connection)
+        else:
+            await connection.close(timeout=5)
+
+    async def _reaching(self, connect: Callable[[], Any]) -> Any:
+        try:
+            return await connect()
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DatabaseUnavailable(self.name, self._where(), str(error) or type(error).__name__) from error
+
+    def _where(self) -> str:
+        """The address without the password."""
+        if self._direct_url is None:
+            return "the given pool"
+        parts = urlsplit(self._direct_url)
+        return f"{parts.hostname or 'the local socket'}:{parts.port or 5432}{parts.path}"
+
+
+async def _server_process(connection: Any) -> int:
+    pid: int = await connection.fetchval("SELECT pg_backend_pid()")
+    return pid

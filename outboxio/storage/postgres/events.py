@@ -1,0 +1,130 @@
+"""The ``events`` table on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.protocols import FannedOut
+
+# One statement, one snapshot: it joins every live subscription, not only those of this process, so an old version
+# that runs it serves the handlers of a newer one. The lateral scan walks each type by itself along its index, and
+# SKIP LOCKED never waits for a producer. An event on a topic whose type is subscribed as well is taken through its
+# type, so that no event is taken twice.
+FAN_OUT = """
+WITH live AS MATERIALIZED (
+  SELECT handler_name, event_type, topic, aliases, priority, ordered
+  FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $3
+), renamed AS MATERIALIZED (
+  SELECT jsonb_array_elements_text(aliases) AS name FROM live WHERE aliases <> '[]'
+), subscribed AS MATERIALIZED (
+  SELECT * FROM live WHERE handler_name NOT IN (SELECT name FROM renamed)
+), rooms AS MATERIALIZED (
+  SELECT * FROM unnest($4::text[], $5::bigint[]) AS room(key, size)
+), types AS MATERIALIZED (
+  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size
+  FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t LEFT JOIN rooms ON rooms.key = t.event_type
+), topics AS MATERIALIZED (
+  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size
+  FROM (SELECT DISTINCT topic FROM subscribed WHERE topic <> '') t LEFT JOIN rooms ON rooms.key = '#' || t.topic
+), batch AS MATERIALIZED (
+  SELECT e.*, e.event_type AS key, types.size FROM types CROSS JOIN LATERAL (
+    SELECT ctid AS place, * FROM eventlog.events
+    WHERE namespace = $1 AND event_type = types.event_type AND delivered = FALSE
+    ORDER BY sequence LIMIT types.size FOR UPDATE SKIP LOCKED) e
+  UNION ALL
+  SELECT e.*, '#' || e.topic AS key, topics.size FROM topics CROSS JOIN LATERAL (
+    SELECT ctid AS place, * FROM eventlog.events
+    WHERE namespace = $1 AND topic = topics.topic AND delivered = FALSE AND event_type IS NOT NULL
+      AND event_type NOT IN (SELECT event_type FROM types)
+    ORDER BY sequence LIMIT topics.size FOR UPDATE SKIP LOCKED) e
+), made AS (
+  INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+    action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+    attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
+    causation_id, headers, hops, retention_from)
+  SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
+    e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
+    0, greatest(e.available_at, $2), $2, $2, e.sequence,
+    CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id,
+    e.causation_id, e.headers, e.hops, greatest(e.available_at, $2)
+  FROM batch e JOIN subscribed s ON s.event_type = e.event_type
+  UNION ALL
+  SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
+    e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
+    0, greatest(e.available_at, $2), $2, $2, e.sequence,
+    CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id,
+    e.causation_id, e.headers, e.hops, greatest(e.available_at, $2)
+  FROM batch e JOIN subscribed s ON s.topic = e.topic
+  ON CONFLICT (event_id, handler_name) DO NOTHING
+  RETURNING 1
+), done AS (
+  UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch))
+)
+SELECT key, count(*) AS events, count(*) >= min(size) AS is_full, (SELECT count(*) FROM made) AS notifications FROM batch GROUP BY key
+"""
+
+ANY_UNDELIVERED = """
+SELECT EXISTS (
+  SELECT FROM (SELECT DISTINCT event_type FROM eventlog.subscriptions
+               WHERE namespace = $1 AND last_seen_date > $2 AND topic = '') t CROSS JOIN LATERAL (
+    SELECT FROM eventlog.events e WHERE e.namespace = $1 AND e.event_type = t.event_type AND e.delivered = FALSE
+    ORDER BY e.sequence LIMIT 1) e
+  UNION ALL
+  SELECT FROM (SELECT DISTINCT topic FROM eventlog.subscriptions
+               WHERE namespace = $1 AND last_seen_date > $2 AND topic <> '') t CROSS JOIN LATERAL (
+    SELECT FROM eventlog.events e WHERE e.namespace = $1 AND e.topic = t.topic AND e.delivered = FALSE
+      AND e.event_type IS NOT NULL
+    ORDER BY e.sequence LIMIT 1) e)
+"""
+
+COUNT_UNDELIVERED = """
+SELECT count(*) FROM eventlog.events WHERE namespace = $1 AND delivered = FALSE AND event_type IS NOT NULL
+"""
+
+BACKFILL = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
+  causation_id, headers, hops, retention_from)
+SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
+  e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
+  0, $5, $5, $5, e.sequence, CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority,
+  e.correlation_id, e.causation_id, e.headers, e.hops, $5
+FROM eventlog.events e JOIN eventlog.subscriptions s
+  ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic)
+WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
+  AND (cardinality($3::text[]) = 0 OR e.event_type = ANY ($3))
+ORDER BY e.sequence
+ON CONFLICT (event_id, handler_name) DO NOTHING
+"""
+
+
+class PostgresEvents:
+    def __init__(self, fanout: Dedicated, admin: Dedicated) -> None:
+        self._fanout = fanout
+        self._admin = admin
+
+    async def fan_out(
+        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+    ) -> FannedOut:
+        rows = await self._fanout.fetch(
+            FAN_OUT, namespace, now, seen_since, list(rooms.keys()), list(rooms.values()), batch_size
+        )
+        return FannedOut(
+            events={row["key"]: row["events"] for row in rows},
+            full=frozenset(row["key"] for row in rows if row["is_full"]),
+            notifications=rows[0]["notifications"] if rows else 0,
+        )
+
+    async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
+        return bool((await self._admin.fetch(ANY_UNDELIVERED, namespace, seen_since))[0][0])
+
+    async def count_undelivered(self, namespace: str) -> int:
+        return int((await self._admin.fetch(COUNT_UNDELIVERED, namespace))[0][0])
+
+    async def backfill(
+        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
+    ) -> int:
+        return await self._admin.execute(BACKFILL, namespace, handler_name, list(types), since, now)

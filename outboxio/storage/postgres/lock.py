@@ -1,0 +1,104 @@
+"""Cluster locks on PostgreSQL: session advisory locks, fencing terms, and LISTEN, on one dedicated session.
+
+A lock lasts exactly as long as the session: when the holder's process dies, its server closes the session and the
+next try of a standby succeeds. Standbys try; they do not wait inside ``pg_advisory_lock``, which would pin the oldest
+snapshot of the whole cluster for as long as it waits. ``idle_session_timeout`` makes the server end a session that
+has gone silent, so a frozen holder is replaced as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+from outboxio.names import LockName
+from outboxio.storage.postgres.connection import Dedicated
+
+# One statement takes what is free and raises its terms. Leases are locked in name order, as every writer does.
+ACQUIRE = """
+WITH taken AS MATERIALIZED (
+  SELECT w.name FROM unnest($1::text[], $2::bigint[]) AS w(name, key) WHERE pg_try_advisory_lock(w.key)
+)
+INSERT INTO eventlog.leases (name, term, owner, acquired_date)
+SELECT name, 1, $3, clock_timestamp() AT TIME ZONE 'UTC' FROM taken ORDER BY name
+ON CONFLICT (name) DO UPDATE SET term = leases.term + 1, owner = excluded.owner, acquired_date = excluded.acquired_date
+RETURNING name, term
+"""
+
+# Without a lease: only to find out whether two shards are one database.
+TRY = "SELECT pg_try_advisory_lock($1)"
+
+RELEASE = "SELECT pg_advisory_unlock(key) FROM unnest($1::bigint[]) AS key"
+
+HEARTBEAT = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
+
+
+class PostgresClusterLock:
+    def __init__(self, session: Dedicated, owner: str, channel: str, timeout: float) -> None:
+        self._session = session
+        self._owner = owner[:255]
+        self._channel = channel
+        self._timeout = timeout
+        self._lost: Callable[[], None] = _nothing
+        self._watched: Any = None
+
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+        by_lease = {name.lease: name for name in names}
+        try:
+            rows = await self._session.fetch(
+                ACQUIRE, list(by_lease), [n.key for n in by_lease.values()], self._owner, timeout=self._timeout
+            )
+        except BaseException:
+            # Locks may have been taken that nobody knows of; they end with the session.
+            self._session.terminate()
+            raise
+        return {by_lease[row["name"]]: row["term"] for row in rows}
+
+    async def try_probe(self, name: LockName) -> bool:
+        return bool((await self._session.fetch(TRY, name.key, timeout=self._timeout))[0][0])
+
+    async def heartbeat(self) -> datetime:
+        try:
+            rows = await self._session.fetch(HEARTBEAT, timeout=self._timeout)
+        except BaseException:
+            self._session.terminate()
+            raise
+        moment: datetime = rows[0][0]
+        return moment
+
+    async def release(self, names: Sequence[LockName]) -> None:
+        if names and self._session.is_open:
+            await self._session.fetch(RELEASE, [name.key for name in names], timeout=self._timeout)
+
+    async def listen(self, heard: Callable[[str], None]) -> None:
+        def on_notification(connection: Any, pid: int, channel: str, payload: Any) -> None:
+            heard(str(payload))
+
+        async def start(connection: Any) -> None:
+            if connection is not self._watched:
+                await connection.add_listener(self._channel, on_notification)
+                connection.add_termination_listener(self._ended)
+                self._watched = connection
+
+        await asyncio.wait_for(self._session.use(start), self._timeout)
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        self._lost = callback
+
+    async def close(self) -> None:
+        self._lost = _nothing
+        watched, self._watched = self._watched, None
+        if watched is not None and self._session.is_open:
+            watched.remove_termination_listener(self._ended)
+            await watched.reset(timeout=self._timeout)  # UNLISTEN, and every lock that is left
+        await self._session.close()
+
+    def _ended(self, connection: Any) -> None:
+        self._watched = None
+        self._lost()
+
+
+def _nothing() -> None:
+    return None

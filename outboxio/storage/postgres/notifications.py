@@ -1,0 +1,206 @@
+"""The ``event_notifications`` table on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from outboxio.notification import Notification, NotificationRecord, Wanted
+from outboxio.outcome import Bucket
+from outboxio.storage.postgres.connection import Dedicated, row_count
+from outboxio.storage.postgres.session import insert_events
+
+_JSON = {"action_params", "payload", "headers", "errors"}
+
+
+def _selected(columns: Sequence[str]) -> str:
+    """The columns in order; JSON as text, whatever codec the connection's owner has set for it."""
+    return ", ".join(f"n.{c}::text" if c in _JSON else f"n.{c}" for c in columns)
+
+
+_DUE_COLUMNS = Notification.__struct_fields__
+_RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
+
+# One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
+# that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
+FIND_DUE = f"""
+SELECT n.* FROM unnest($3::text[], $4::int[], $5::timestamp[], $6::bigint[]) AS w(handler_name, size, due, sequence)
+CROSS JOIN LATERAL (
+  SELECT {_selected(_DUE_COLUMNS)} FROM eventlog.event_notifications n
+  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED')
+    AND n.next_retry_at <= $2 AND (n.next_retry_at, n.sequence) > (w.due, w.sequence)
+  ORDER BY n.next_retry_at, n.sequence LIMIT w.size) n
+"""
+
+# The lease rows are locked shared by the very statement that writes: a successor that raises a term waits for it,
+# and once it has raised it this finds nothing. A plain join would write after the new term had committed.
+_HELD = """
+WITH held AS MATERIALIZED (
+  SELECT mine.handler_name FROM eventlog.leases l
+  JOIN unnest($4::text[], $5::text[], $6::bigint[]) AS mine(name, handler_name, term)
+    ON l.name = mine.name AND l.term = mine.term
+  ORDER BY l.name FOR SHARE OF l)
+"""
+
+SETTLE = f"""{_HELD}
+UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $7
+WHERE id = ANY ($1::uuid[]) AND state IN ('PENDING', 'FAILED') AND handler_name IN (SELECT handler_name FROM held)
+"""
+
+SETTLE_WITH_DETAILS = f"""{_HELD}
+UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_date = $7,
+  next_retry_at = coalesce(o.next_retry_at, n.next_retry_at),
+  errors = CASE WHEN o.error IS NULL THEN n.errors
+    ELSE CASE WHEN jsonb_array_length(n.errors) >= 10 THEN n.errors - 0 ELSE n.errors END || o.error::jsonb END
+FROM unnest($1::uuid[], $8::timestamp[], $9::text[]) AS o(id, next_retry_at, error)
+WHERE n.id = o.id AND n.state IN ('PENDING', 'FAILED') AND n.handler_name IN (SELECT handler_name FROM held)
+"""
+
+ANY_DUE = """
+SELECT EXISTS (SELECT FROM unnest($3::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+  SELECT FROM eventlog.event_notifications n
+  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED')
+    AND n.next_retry_at <= $2 ORDER BY n.next_retry_at, n.sequence LIMIT 1) n)
+"""
+
+COUNT_STATES = "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = $1 GROUP BY state"
+
+# Jumps from one handler name to the next along the due index.
+UNFINISHED_NAMES = """
+WITH RECURSIVE names(name) AS (
+  (SELECT handler_name FROM eventlog.event_notifications
+   WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') ORDER BY handler_name LIMIT 1)
+  UNION ALL
+  SELECT (SELECT handler_name FROM eventlog.event_notifications
+          WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') AND handler_name > names.name
+          ORDER BY handler_name LIMIT 1)
+  FROM names WHERE names.name IS NOT NULL)
+SELECT name FROM names WHERE name IS NOT NULL
+"""
+
+COUNT_UNFINISHED = """
+SELECT count(*) FROM eventlog.event_notifications
+WHERE namespace = $1 AND handler_name = ANY ($2::text[]) AND state IN ('PENDING', 'FAILED', 'DYING')
+"""
+
+EXPIRE = """
+UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHERE id IN (
+  SELECT id FROM eventlog.event_notifications
+  WHERE namespace = $1 AND handler_name = ANY ($2::text[]) AND state IN ('PENDING', 'FAILED') AND retention_from < $3
+  ORDER BY id LIMIT $5 FOR UPDATE SKIP LOCKED)
+"""
+
+SELECT = f"""
+SELECT {_selected(_RECORD_COLUMNS)} FROM eventlog.event_notifications n
+WHERE n.namespace = $1 AND ($2::text IS NULL OR n.state = $2) AND ($3::text IS NULL OR n.handler_name = $3)
+  AND ($4::text IS NULL OR n.event_type = $4)
+ORDER BY n.created_date, n.sequence, n.handler_name LIMIT $5
+"""
+
+RETRY = """
+UPDATE eventlog.event_notifications
+SET state = 'PENDING', attempts = 0, next_retry_at = $3, retention_from = $3, updated_date = $3
+WHERE namespace = $1 AND id = ANY ($2::uuid[])
+"""
+
+SKIP = """
+UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $3
+WHERE namespace = $1 AND id = ANY ($2::uuid[]) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
+"""
+
+
+class PostgresNotifications:
+    def __init__(self, find: Dedicated, settle: Dedicated, admin: Dedicated, shard: str) -> None:
+        self._find = find
+        self._settle = settle
+        self._admin = admin
+        self._shard = shard
+
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
+        rows = await self._find.fetch(
+            FIND_DUE,
+            namespace,
+            now,
+            [w.handler_name for w in wanted],
+            [w.limit for w in wanted],
+            [w.after[0] for w in wanted],
+            [w.after[1] for w in wanted],
+        )
+        return [Notification(*row) for row in rows]
+
+    async def settle(self, bucket: Bucket, now: datetime) -> int:
+        return await self._settle.execute(*settlement(bucket, now))
+
+    async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
+        async def settle_and_insert(connection: Any) -> int:
+            settled = row_count(await connection.execute(*settlement(bucket, now)))
+            if settled < len(bucket.outcomes):
+                raise _Refused
+            for action, events in bucket.emitted:
+                await insert_events(connection, action, events)
+            return settled
+
+        try:
+            return int(await self._settle.in_transaction(settle_and_insert))
+        except _Refused:
+            return 0
+
+    async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
+        return bool((await self._admin.fetch(ANY_DUE, namespace, now, list(names)))[0][0])
+
+    async def count_states(self, namespace: str) -> dict[str, int]:
+        return {row[0]: row[1] for row in await self._admin.fetch(COUNT_STATES, namespace)}
+
+    async def unfinished_names(self, namespace: str) -> list[str]:
+        return [row[0] for row in await self._admin.fetch(UNFINISHED_NAMES, namespace)]
+
+    async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
+        return int((await self._admin.fetch(COUNT_UNFINISHED, namespace, list(names)))[0][0])
+
+    async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
+        return await self._admin.execute(EXPIRE, namespace, list(names), before, now, limit)
+
+    async def select(
+        self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
+    ) -> list[NotificationRecord]:
+        rows = await self._admin.fetch(SELECT, namespace, state, handler_name, event_type, limit)
+        return [self._record(row) for row in rows]
+
+    async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        return await self._admin.execute(RETRY, namespace, sorted(ids), now)
+
+    async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        return await self._admin.execute(SKIP, namespace, sorted(ids), now)
+
+    def _record(self, row: Any) -> NotificationRecord:
+        values = dict(zip(_RECORD_COLUMNS, row, strict=True))
+        for column in _JSON:
+            values[column] = None if values[column] is None else msgspec.json.decode(values[column])
+        return NotificationRecord(shard=self._shard, **values)
+
+
+class _Refused(Exception):
+    """The fence let some of a bucket through, and not all: take it all back."""
+
+
+def settlement(bucket: Bucket, now: datetime) -> list[Any]:
+    """The statement that writes a bucket, and its arguments."""
+    leases = bucket.leases
+    arguments = [
+        bucket.ids,
+        bucket.state,
+        bucket.attempts,
+        [lease.name for lease in leases],
+        [lease.handler_name for lease in leases],
+        [lease.term for lease in leases],
+        now,
+    ]
+    if not bucket.has_details:
+        return [SETTLE, *arguments]
+    due = [outcome.next_retry_at for outcome in bucket.outcomes]
+    errors = [outcome.error for outcome in bucket.outcomes]
+    return [SETTLE_WITH_DETAILS, *arguments, due, errors]

@@ -1,0 +1,125 @@
+"""A pooled connection, checked out for one transaction of the application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import asyncpg
+
+from outboxio.event import ActionRecord, EventRecord
+from outboxio.storage.postgres.connection import row_count
+from outboxio.storage.postgres.errors import is_unreachable
+from outboxio.storage.protocols import CommitLost
+
+# The shared columns are sent once, those of each event as arrays: one round trip however many events there are.
+INSERT_EVENTS = """
+INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
+    model_id, model_type, event_type, payload, event_date, delivered, ordering_key, topic, source, correlation_id,
+    causation_id, headers, available_at, hops)
+SELECT e.id, $1, $2, $3, $4::text::jsonb, $5, $6, e.model_id, e.model_type, e.event_type, e.payload::jsonb, $6, FALSE,
+    e.ordering_key, e.topic, $7, $8, $9, $10::text::jsonb, e.available_at, $11
+FROM unnest($12::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::text[], $18::text[],
+    $19::timestamp[]) AS e(id, model_id, model_type, event_type, payload, ordering_key, topic, available_at)
+"""
+
+
+async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+    """Write the rows of one action on an asyncpg connection, in one statement."""
+    await connection.execute(
+        INSERT_EVENTS,
+        action.namespace,
+        action.action_id,
+        action.action_name,
+        action.action_params,
+        action.started_date,
+        action.completion_date,
+        action.source,
+        action.correlation_id,
+        action.causation_id,
+        action.headers,
+        action.hops,
+        [e.id for e in events],
+        [e.model_id for e in events],
+        [e.model_type for e in events],
+        [e.event_type for e in events],
+        [e.payload for e in events],
+        [e.ordering_key for e in events],
+        [e.topic for e in events],
+        [e.available_at for e in events],
+    )
+
+
+class PostgresSession:
+    """One transaction on one asyncpg connection; given to a caller, or wrapped around a caller's own connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._transaction: Any = None
+        self._wrote = False
+
+    @property
+    def connection(self) -> Any:
+        return self._connection
+
+    async def begin(self) -> None:
+        self._transaction = self._connection.transaction()
+        await self._transaction.start()
+
+    async def commit(self) -> None:
+        if not self._wrote:
+            # COMMIT of a failed transaction is a silent ROLLBACK; any statement before it tells.
+            await self._connection.execute("SELECT 1")
+        try:
+            await self._transaction.commit()
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            if is_unreachable(error):
+                raise CommitLost from error
+            raise
+
+    async def rollback(self) -> None:
+        if self._connection.is_closed():
+            return
+        if self._connection.is_in_transaction():
+            await self._transaction.rollback()
+        else:
+            self.discard()  # the caller's SQL ended the transaction behind the driver's back
+
+    def discard(self) -> None:
+        self._connection.terminate()
+
+    def in_transaction(self) -> bool:
+        return bool(self._connection.is_in_transaction())
+
+    async def execute(self, sql: str, args: Sequence[Any]) -> int:
+        return row_count(await self._connection.execute(sql, *args))
+
+    async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]:
+        return list(await self._connection.fetch(sql, *args))
+
+    async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
+        return await self._connection.fetchrow(sql, *args)
+
+    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        await insert_events(self._connection, action, events)
+        self._wrote = True
+
+
+class PooledSession:
+    """Checks a connection out of a pool, and gives it back."""
+
+    def __init__(self, open_pool: Callable[[], Awaitable[asyncpg.Pool[Any]]]) -> None:
+        self._open_pool = open_pool
+        self._pool: Any = None
+        self._connection: Any = None
+
+    async def __aenter__(self) -> PostgresSession:
+        self._pool = await self._open_pool()
+        self._connection = await self._pool.acquire()
+        return PostgresSession(self._connection)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._pool.release(self._connection)

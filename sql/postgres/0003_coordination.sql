@@ -1,0 +1,23 @@
+-- Which handlers the instances of every service have: fan-out serves all of them, whichever process runs it.
+-- Exactly one of event_type and topic is set, the other is the empty string.
+CREATE TABLE eventlog.subscriptions (
+    namespace      VARCHAR(255) NOT NULL,
+    handler_name   VARCHAR(255) NOT NULL,
+    event_type     VARCHAR(255) NOT NULL,
+    topic          VARCHAR(255) NOT NULL,
+    aliases        JSONB        NOT NULL,
+    priority       INT          NOT NULL,
+    ordered        BOOLEAN      NOT NULL,
+    last_seen_date TIMESTAMP    NOT NULL,
+    PRIMARY KEY (namespace, handler_name, event_type, topic)
+);
+
+-- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
+CREATE TABLE eventlog.leases (
+    name          VARCHAR(255) PRIMARY KEY,
+    term          BIGINT       NOT NULL,
+    owner         VARCHAR(255) NOT NULL,
+    acquired_date TIMESTAMP    NOT NULL
+);
+
+INSERT INTO eventlog.schema_versions VALUES (3, '0003_coordination.sql', now() AT TIME ZONE 'UTC');

@@ -1,0 +1,73 @@
+"""Fixtures that give each test an empty database of its own on a real server.
+
+``database_url`` runs the test on every dialect and version that this machine has (``postgres15``, ``postgres18``,
+``sqlite``); ``postgres_url`` and ``sqlite_url`` only on theirs. Where the servers come from: see ``servers.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import DIALECTS, Servers, Slot
+
+SERVERS = pytest.StashKey[Servers]()
+
+#: Which dialects each fixture runs its tests on.
+FIXTURES = {"database_url": frozenset(DIALECTS), "postgres_url": {"postgres"}, "sqlite_url": {"sqlite"}}
+
+
+@pytest.fixture
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database, in turn on each dialect and version."""
+    yield from _fresh_database(request, tmp_path)
+
+
+@pytest.fixture
+def postgres_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty PostgreSQL database, in turn on each version."""
+    yield from _fresh_database(request, tmp_path)
+
+
+@pytest.fixture
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an SQLite file that does not exist yet."""
+    yield from _fresh_database(request, tmp_path)
+
+
+def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
+    server = request.config.stash[SERVERS].take(request.param)
+    with DIALECTS[server.dialect].fresh_database(server, directory) as url:
+        yield url
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    servers = config.stash[SERVERS] = Servers.find(os.environ)
+    config.add_cleanup(servers.close)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    slots = metafunc.config.stash[SERVERS].slots
+    for fixture in FIXTURES.keys() & set(metafunc.fixturenames):
+        chosen = [slot for slot in slots if slot.dialect in FIXTURES[fixture]]
+        metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
+
+
+def _parameter(slot: Slot) -> object:
+    return pytest.param(slot, id=slot.id)
+
+
+_LEFT_OUT = pytest.param(
+    None, id="left-out", marks=pytest.mark.skip("OUTBOXIO_TEST_ONLY leaves out every dialect of this test")
+)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = list(config.stash[SERVERS].report())
+    if lines:
+        terminalreporter.section("databases")
+    for line, is_there in lines:
+        terminalreporter.line(line, **{} if is_there else {"red": True, "bold": True})

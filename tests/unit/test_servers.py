@@ -1,0 +1,119 @@
+"""Which servers the test session takes, and what a missing one means."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from tests.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, postgres_slots
+
+
+def offer(version: int, source: str = "somewhere") -> Offer:
+    return Offer(version, source, lambda ends: f"postgresql://{source}/{version}")
+
+
+def broken(version: int, undone: list[str]) -> Offer:
+    def start(ends: ExitStack) -> str:
+        ends.callback(undone.append, "half a start")
+        raise CannotStart("the port is taken")
+
+    return Offer(version, "broken", start)
+
+
+def servers(*slots: Slot, **environ: str) -> Servers:
+    return Servers(slots, Selection.from_environ(environ))
+
+
+MISSING = Slot("postgres", "postgres", ())
+
+
+def test_every_dialect_is_tested_and_none_required_unless_somebody_says_so() -> None:
+    assert Selection.from_environ({}) == Selection(only=frozenset(DIALECTS), required=frozenset())
+
+
+def test_dialects_are_given_as_a_list() -> None:
+    selection = Selection.from_environ({"OUTBOXIO_TEST_ONLY": "sqlite", "OUTBOXIO_TEST_REQUIRE": " postgres, sqlite,"})
+    assert selection == Selection(only=frozenset({"sqlite"}), required=frozenset({"postgres", "sqlite"}))
+
+
+@pytest.mark.parametrize("variable", ["OUTBOXIO_TEST_ONLY", "OUTBOXIO_TEST_REQUIRE"])
+def test_a_dialect_that_nobody_knows_is_refused(variable: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"{variable}: no dialect oracle; there are postgres, sqlite"):
+        Selection.from_environ({variable: "sqlite,oracle"})
+
+
+def test_a_dialect_left_out_has_no_slot() -> None:
+    found = Servers.find({"OUTBOXIO_TEST_ONLY": "sqlite"})
+    assert [slot.id for slot in found.slots] == ["sqlite"]
+
+
+def test_a_missing_server_is_a_skip() -> None:
+    with pytest.raises(pytest.skip.Exception, match="set OUTBOXIO_TEST_POSTGRES_URL"):
+        servers(MISSING).take(MISSING)
+
+
+def test_a_missing_server_that_is_required_is_a_failure() -> None:
+    with pytest.raises(pytest.fail.Exception, match="OUTBOXIO_TEST_REQUIRE names postgres"):
+        servers(MISSING, OUTBOXIO_TEST_REQUIRE="postgres").take(MISSING)
+
+
+def test_a_missing_server_is_reported() -> None:
+    session = servers(MISSING)
+    with pytest.raises(pytest.skip.Exception):
+        session.take(MISSING)
+    [(line, is_there)] = session.report()
+    assert line.startswith("postgres: NOT TESTED, no server was found")
+    assert not is_there
+
+
+def test_an_offer_that_fails_is_undone_and_the_next_one_taken() -> None:
+    undone: list[str] = []
+    [slot] = postgres_slots([broken(15, undone), offer(15, "next")])
+    session = servers(slot)
+    assert session.take(slot).url == "postgresql://next/15"
+    assert undone == ["half a start"]
+    assert list(session.report()) == [
+        ("postgres15: next", True),
+        ("postgres15: passed over, broken: the port is taken", False),
+    ]
+
+
+def test_a_server_is_started_once() -> None:
+    starts: list[str] = []
+
+    def start(ends: ExitStack) -> str:
+        starts.append("start")
+        return "url"
+
+    slot = Slot("postgres15", "postgres", (Offer(15, "counted", start),))
+    session = servers(slot)
+    assert session.take(slot) is session.take(slot)
+    assert starts == ["start"]
+
+
+def test_closing_the_session_ends_its_servers() -> None:
+    ended: list[str] = []
+    slot = Slot("postgres15", "postgres", (Offer(15, "x", lambda ends: str(ends.callback(ended.append, "end"))),))
+    session = servers(slot)
+    session.take(slot)
+    assert ended == []
+    session.close()
+    assert ended == ["end"]
+
+
+def test_postgres_is_tested_on_the_first_offer_and_on_the_newest_version() -> None:
+    slots = postgres_slots([offer(15, "url"), offer(16, "programs"), offer(18, "wheel")])
+    assert [(slot.id, [each.source for each in slot.offers]) for slot in slots] == [
+        ("postgres15", ["url"]),
+        ("postgres18", ["wheel"]),
+    ]
+
+
+def test_offers_of_one_version_stand_in_for_one_another() -> None:
+    [slot] = postgres_slots([offer(18, "docker"), offer(18, "wheel")])
+    assert (slot.id, [each.source for each in slot.offers]) == ("postgres18", ["docker", "wheel"])
+
+
+def test_without_an_offer_postgres_still_has_a_slot_to_be_missed() -> None:
+    assert list(postgres_slots([])) == [MISSING]

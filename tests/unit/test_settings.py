@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outboxio.errors import OutboxError, SettingsError
+from outboxio.settings import Settings
+
+LEAFS = Settings.__struct_fields__
+
+
+def load(source: Any = None, /, **environ: str) -> Settings:
+    return Settings.load(source, environ=environ)
+
+
+def refused(source: Any = None, /, **environ: str) -> SettingsError:
+    with pytest.raises(SettingsError) as caught:
+        load(source, **environ)
+    return caught.value
+
+
+def settings_with(leaf: str, value: Any) -> Settings:
+    return Settings(**{leaf: value})
+
+
+def refused_in_code(**leafs: Any) -> SettingsError:
+    with pytest.raises(SettingsError) as caught:
+        Settings(**leafs)
+    return caught.value
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    return tmp_path / "outboxio.toml"
+
+
+# --- leafs and defaults --------------------------------------------------------------------------
+
+
+def test_leafs_and_defaults_are_the_published_ones() -> None:
+    assert msgspec.structs.asdict(Settings()) == {
+        "fanout_poll_delay": timedelta(seconds=1),
+        "fanout_batch_size": 1000,
+        "handling_enabled": True,
+        "handling_poll_delay": timedelta(seconds=1),
+        "handling_batch_size": 1000,
+        "handling_max_backoff_cap": timedelta(minutes=5),
+        "handling_retention_window": timedelta(days=7),
+        "handler_timeout": timedelta(seconds=60),
+        "concurrency": 100,
+        "max_hops": 32,
+        "outcome_batch": 500,
+        "outcome_delay": timedelta(milliseconds=20),
+        "shutdown_timeout": timedelta(seconds=30),
+        "lock_heartbeat": timedelta(seconds=5),
+        "subscription_ttl": timedelta(days=7),
+        "notify": True,
+        "record_empty_actions": True,
+        "purge_enabled": True,
+        "keep_finished": timedelta(days=7),
+        "keep_dead": timedelta(days=90),
+        "dedup_retention": timedelta(days=100),
+    }
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Settings().concurrency = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_settings_compare_hash_copy_and_pickle_by_value() -> None:
+    settings = Settings(handler_timeout="2m")
+
+    assert settings == Settings(handler_timeout=120) != Settings()
+    assert hash(settings) == hash(Settings(handler_timeout=120))
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+# --- in code -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [timedelta(milliseconds=500), 0.5, "0.5", "500ms", "PT0.5S"])
+def test_the_constructor_takes_every_spelling_of_a_duration(value: timedelta | float | str) -> None:
+    assert Settings(fanout_poll_delay=value).fanout_poll_delay == timedelta(milliseconds=500)
+
+
+def test_a_changed_copy_is_converted_and_checked_too() -> None:
+    assert msgspec.structs.replace(Settings(), keep_dead="1d").keep_dead == timedelta(days=1)
+    with pytest.raises(SettingsError):
+        msgspec.structs.replace(Settings(), keep_dead=0)
+
+
+def test_a_bad_value_is_refused_naming_key_value_and_what_is_expected() -> None:
+    error = refused_in_code(concurrency=0)
+
+    assert (error.key, error.value, error.expected) == ("concurrency", 0, "a whole number, 1 or more")
+    assert str(error) == "setting concurrency = 0: expected a whole number, 1 or more"
+    assert isinstance(error, OutboxError)
+
+
+@pytest.mark.parametrize("value", [0, -1, "50", 1.0, True, None])
+def test_a_number_is_a_whole_number_from_one(value: object) -> None:
+    assert refused_in_code(outcome_batch=value).key == "outcome_batch"
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", None])
+def test_a_switch_is_true_or_false_and_nothing_like_it(value: object) -> None:
+    assert refused_in_code(notify=value).expected == "true or false"
+
+
+@pytest.mark.parametrize("value", [True, None, "soon", "", -1, float("nan"), float("inf"), timedelta(-1)])
+def test_a_value_that_is_no_duration_is_refused(value: object) -> None:
+    error = refused_in_code(handler_timeout=value)
+
+    assert error.key == "handler_timeout"
+    assert error.expected.startswith("a duration: ")
+
+
+@pytest.mark.parametrize("leaf", [name for name in LEAFS if isinstance(getattr(Settings(), name), timedelta)])
+def test_only_a_delay_for_batching_and_a_time_to_stop_may_be_zero(leaf: str) -> None:
+    if leaf in {"outcome_delay", "shutdown_timeout"}:
+        assert getattr(settings_with(leaf, 0), leaf) == timedelta(0)
+    else:
+        assert refused_in_code(**{leaf: 0}).key == leaf
+
+
+@pytest.mark.parametrize("leaf", ["fanout_poll_delay", "handling_poll_delay"])
+def test_a_poll_delay_neither_spins_nor_forgets_to_poll(leaf: str) -> None:
+    assert refused_in_code(**{leaf: "999us"}).expected == "a duration from 1ms to 1d"
+    assert refused_in_code(**{leaf: "2d"}).value == "2d"
+    assert settings_with(leaf, "1ms")
+    assert settings_with(leaf, "1d")
+
+
+def test_a_heartbeat_is_slower_than_a_pause_of_the_garbage_collector() -> None:
+    assert refused_in_code(lock_heartbeat="49ms").expected == "a duration from 50ms to 1d"
+    assert Settings(lock_heartbeat="50ms").lock_heartbeat == timedelta(milliseconds=50)
+
+
+def test_for_ever_is_a_hundred_years_which_can_be_subtracted_from_now() -> None:
+    assert Settings(keep_dead="36500d")
+    assert refused_in_code(keep_dead=timedelta.max).key == "keep_dead"
+
+
+def test_a_retention_window_may_be_shorter_than_the_backoff_cap() -> None:
+    assert Settings(handling_retention_window="1s", handling_max_backoff_cap="5m")
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest_name() -> None:
+    error = refused_in_code(fanout_pol_delay="1s")
+
+    assert str(error) == ("setting fanout_pol_delay = '1s': expected a known setting; did you mean fanout_poll_delay?")
+
+
+def test_an_unknown_keyword_that_resembles_nothing_is_refused_with_all_names() -> None:
+    error = refused_in_code(zzz=1)
+
+    assert all(leaf in error.expected for leaf in LEAFS)
+
+
+def test_decoding_raises_the_same_error() -> None:
+    with pytest.raises(SettingsError, match="concurrency = 0"):
+        msgspec.json.decode(b'{"concurrency": 0}', type=Settings)
+
+
+# --- load: names ---------------------------------------------------------------------------------
+
+
+def test_nothing_to_read_gives_the_defaults() -> None:
+    assert Settings.load(None, environ=None) == Settings()
+    assert load({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"handling_poll_delay": "3s"},
+        {"handling-poll-delay": "3s"},
+        {"handlingPollDelay": "3s"},
+        {"handling": {"poll_delay": "3s"}},
+        {"handling": {"poll-delay": "3s"}},
+        {"handling": {"pollDelay": "3s"}},
+        {"handling": {"poll": {"delay": "3s"}}},
+        {"handling.poll-delay": "3s"},
+    ],
+)
+def test_a_leaf_may_be_in_snake_kebab_or_camel_case_and_nested(source: dict[str, object]) -> None:
+    assert load(source) == Settings(handling_poll_delay="3s")
+
+
+def test_nested_and_flat_leafs_mix() -> None:
+    source = {"handling": {"enabled": False, "poll-delay": "1m"}, "keep": {"dead": "1d"}, "concurrency": 5}
+
+    assert load(source) == Settings(handling_enabled=False, handling_poll_delay="1m", keep_dead="1d", concurrency=5)
+
+
+@pytest.mark.parametrize("leaf", LEAFS)
+def test_every_leaf_is_found_under_each_of_its_names(leaf: str) -> None:
+    value = getattr(Settings(), leaf)
+    first, *rest = leaf.split("_")
+    names = {leaf, leaf.replace("_", "-"), first + "".join(word.title() for word in rest)}
+
+    for name in names:
+        assert load({name: value}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ({"fanout-pol-delay": "1s"}, "fanout-pol-delay"),
+        ({"handling": {"poll-dely": "1s"}}, "handling.poll-dely"),
+        ({"local-event-handler": {"fanout-poll-delay": "1s"}}, "local-event-handler.fanout-poll-delay"),
+        ({"CONCURRENCY": 5}, "CONCURRENCY"),
+        ({"concurrency": {"max": 5}}, "concurrency.max"),
+        ({"handlng": {}}, "handlng"),
+        ({1: 2}, "1"),
+    ],
+)
+def test_an_unknown_key_is_refused_as_it_is_written(source: dict[str, object], key: str) -> None:
+    error = refused(source)
+
+    assert error.key == key
+    assert error.expected.startswith("a known setting")
+
+
+def test_an_unknown_key_comes_with_the_nearest_name() -> None:
+    assert "did you mean handling_poll_delay?" in str(refused({"handling": {"poll-dely": "1s"}}))
+
+
+def test_an_empty_group_sets_nothing() -> None:
+    assert load({"handling": {}}) == Settings()
+
+
+def test_two_spellings_of_one_leaf_are_refused() -> None:
+    error = refused({"handling": {"poll-delay": "1s"}, "handlingPollDelay": "2s"})
+
+    assert str(error) == (
+        "setting handlingPollDelay = '2s': "
+        "expected one spelling of handling_poll_delay, which is also given as handling.poll-delay"
+    )
+
+
+# --- load: values --------------------------------------------------------------------------------
+
+
+def test_text_is_converted() -> None:
+    source = {"concurrency": "50", "notify": "false", "keep_dead": "1d", "handler_timeout": "2.5"}
+
+    assert load(source) == Settings(concurrency=50, notify=False, keep_dead="1d", handler_timeout=2.5)
+
+
+@pytest.mark.parametrize("text", ["true", "True", "yes", "on", "1"])
+def test_words_for_true(text: str) -> None:
+    assert load({"purge_enabled": text}).purge_enabled is True
+
+
+@pytest.mark.parametrize("text", ["false", "FALSE", "no", "off", "0"])
+def test_words_for_false(text: str) -> None:
+    assert load({"purge_enabled": text}).purge_enabled is False
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "value"),
+    [
+        ({"concurrency": "many"}, "concurrency", "many"),
+        ({"concurrency": ""}, "concurrency", ""),
+        ({"concurrency": "1.5"}, "concurrency", "1.5"),
+        ({"concurrency": {}}, "concurrency", {}),
+        ({"maxHops": [1]}, "maxHops", [1]),
+        ({"handling": {"enabled": "maybe"}}, "handling.enabled", "maybe"),
+        ({"handling": {"poll-delay": "soon"}}, "handling.poll-delay", "soon"),
+        ({"lock-heartbeat": "1ms"}, "lock-heartbeat", "1ms"),
+    ],
+)
+def test_a_bad_value_is_refused_under_the_name_that_was_written(
+    source: dict[str, object], key: str, value: object
+) -> None:
+    error = refused(source)
+
+    assert (error.key, error.value) == (key, value)
+
+
+# --- load: environment ---------------------------------------------------------------------------
+
+
+def test_the_environment_overrides_the_source() -> None:
+    source = {"concurrency": 5, "keep-dead": "1d"}
+
+    assert load(source, OUTBOXIO_CONCURRENCY="7") == Settings(concurrency=7, keep_dead="1d")
+
+
+def test_what_the_environment_overrides_must_still_be_right() -> None:
+    assert refused({"concurrency": "many"}, OUTBOXIO_CONCURRENCY="7").key == "concurrency"
+
+
+@pytest.mark.parametrize("leaf", LEAFS)
+def test_every_leaf_has_a_variable(leaf: str) -> None:
+    value = getattr(Settings(), leaf)
+    text = str(value.total_seconds() if isinstance(value, timedelta) else value)
+
+    assert Settings.load(environ={f"OUTBOXIO_{leaf.upper()}": text}) == Settings()
+
+
+def test_the_environment_of_the_process_is_read_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOXIO_FANOUT_POLL_DELAY", "250ms")
+
+    assert Settings.load() == Settings(fanout_poll_delay=0.25)
+    assert Settings.load(environ=None) == Settings()
+
+
+def test_a_bad_value_in_the_environment_is_refused_under_the_variable_s_name() -> None:
+    error = refused(OUTBOXIO_CONCURRENCY="many")
+
+    assert str(error) == "setting OUTBOXIO_CONCURRENCY = 'many': expected a whole number, 1 or more"
+    assert refused(OUTBOXIO_KEEP_DEAD="-1d").key == "OUTBOXIO_KEEP_DEAD"
+
+
+@pytest.mark.parametrize("variable", ["OUTBOXIO_CONCURENCY", "OUTBOXIO_concurrency"])
+def test_an_unknown_variable_is_refused_with_the_nearest_one(variable: str) -> None:
+    error = refused(**{variable: "5"})
+
+    assert error.key == variable
+    assert "did you mean OUTBOXIO_CONCURRENCY?" in error.expected
+
+
+def test_the_value_of_an_unknown_variable_is_not_repeated_because_it_may_be_a_secret() -> None:
+    assert "hunter2" not in str(refused(OUTBOXIO_DATABASE_URL="postgresql://app:hunter2@db/app"))
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    settings = load(
+        OUTBOXIO_TEST_POSTGRES="postgresql://localhost", OUTBOXIO_DATABASE="sqlite://", OUTBOXIOUS="1", PATH="/bin"
+    )
+
+    assert settings == Settings()
+
+
+# --- load: files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[outboxio]\nkeep-dead = "1d"\nhandling.enabled = false\n[other]\nx = 1',
+        '[tool.outboxio]\nkeepDead = "1d"\n[tool.outboxio.handling]\nenabled = false\n[tool.ruff]\nx = 1',
+        'keep_dead = 86_400\n[handling]\nenabled = "no"',
+        '[outboxio]\nkeep_dead = "P1D"\nhandling_enabled = false\n[tool.outboxio]\nunknown = 1',
+    ],
+)
+def test_a_toml_file_has_its_settings_in_a_table_of_ours_or_at_the_top(toml: Path, text: str) -> None:
+    toml.write_text(text)
+
+    expected = Settings(keep_dead="1d", handling_enabled=False)
+    assert load(toml) == load(str(toml)) == expected
+
+
+def test_a_mapping_may_have_the_same_tables() -> None:
+    assert load({"tool": {"outboxio": {"concurrency": 5}}, "project": {}}) == Settings(concurrency=5)
+
+
+@pytest.mark.parametrize(
+    ("source", "key"), [({"outboxio": 5}, "outboxio"), ({"tool": {"outboxio": "x"}}, "tool.outboxio")]
+)
+def test_a_table_of_ours_that_is_no_table_is_refused(source: dict[str, object], key: str) -> None:
+    error = refused(source)
+
+    assert (error.key, error.expected) == (key, "a table of settings")
+
+
+def test_a_missing_file_is_refused_naming_its_path(toml: Path) -> None:
+    assert str(toml) in str(refused(toml))
+
+
+@pytest.mark.parametrize("content", [b"concurrency = ", b"\xff"])
+def test_a_file_that_is_not_toml_is_refused_naming_its_path(toml: Path, content: bytes) -> None:
+    toml.write_bytes(content)
+
+    error = refused(toml)
+    assert error.value == str(toml)
+    assert error.__cause__ is not None
