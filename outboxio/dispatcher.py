@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
@@ -177,7 +178,7 @@ class Dispatcher:
         self._queues = {id(h): HandlerQueue(h, settings, self._limit(h, len(handlers))) for h in handlers}
         self._sources: dict[str, Source] = {}
         self._quotas = Quotas(settings.handling_batch_size)
-        self._in_flight: dict[Any, Run] = {}
+        self._in_flight: dict[UUID, Run] = {}
         self._runnable: deque[HandlerQueue] = deque()
         self._ready = 0
         self._running = 0
@@ -190,6 +191,7 @@ class Dispatcher:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._finding = asyncio.Lock()
+        self._settled_meanwhile: set[UUID] = set()
         self._settling = asyncio.Lock()
         self._base_context = contextvars.copy_context()
         self._now = datetime.min
@@ -243,6 +245,7 @@ class Dispatcher:
             if not asked:
                 return NOTHING
             self._now = self._clock()
+            self._settled_meanwhile.clear()
             rows = await self._database.notifications.find_due(
                 self._namespace, self._now, [wanted for _, wanted in asked]
             )
@@ -263,12 +266,15 @@ class Dispatcher:
         return [(s, s.next_read(min(rooms[s.name], s.queue.window), now)) for s in open_sources]
 
     def _take_in(self, rows: Iterable[Notification]) -> int:
-        """Queue the rows that are not in flight already; how many."""
+        """Queue the rows that are not in flight; how many.
+
+        Rows that were settled while this read was under way may be in it as they were before.
+        """
         taken = 0
-        in_flight, sources = self._in_flight, self._sources
+        in_flight, sources, settled = self._in_flight, self._sources, self._settled_meanwhile
         for row in rows:
             source = sources.get(row.handler_name)
-            if source is None or row.id in in_flight:
+            if source is None or row.id in in_flight or row.id in settled:
                 continue
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
@@ -496,10 +502,12 @@ class Dispatcher:
         """The row is no longer ours to remember: it may be found again."""
         self._forget(notification.id, notification.handler_name)
 
-    def _forget(self, notification_id: Any, handler_name: str) -> None:
+    def _forget(self, notification_id: UUID, handler_name: str) -> None:
         run = self._in_flight.get(notification_id)
         if run is not None and not (run.abandoned and run.task is not None and not run.task.done()):
             del self._in_flight[notification_id]
+            if self._finding.locked():
+                self._settled_meanwhile.add(notification_id)
             source = self._sources.get(handler_name)
             if source is not None:
                 source.in_flight -= 1
@@ -631,8 +639,16 @@ class Dispatcher:
                 return
             self._refused(bucket, len(bucket.outcomes) - settled)
         self.counters.count(bucket.state, settled)
+        if bucket.state is State.FAILED:
+            self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         for outcome in bucket.outcomes:
             self._forget(outcome.notification_id, outcome.lease.handler_name)
+
+    def _wake_when_due(self, moment: datetime) -> None:
+        """A retry that is due before the next poll is found on time, not up to a poll later."""
+        delay = (moment - self._clock()).total_seconds()
+        if delay < self._settings.handling_poll_delay.total_seconds():
+            asyncio.get_running_loop().call_later(max(delay, 0) + 0.001, self.wake_finding)
 
     async def _write(self, bucket: Bucket) -> int:
         if not bucket.emitted:
