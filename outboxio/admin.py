@@ -66,7 +66,7 @@ class Admin:
 
     async def retry(self, ids: Iterable[UUID], *, shard: str | None = None) -> int:
         """Make these notifications due now, with attempts and retention from the start; how many there were."""
-        chosen = list(ids)
+        chosen = tuple(ids)
         return sum(
             [
                 await database.notifications.retry(self._namespace, chosen, clock())
@@ -76,7 +76,7 @@ class Admin:
 
     async def skip(self, ids: Iterable[UUID], *, shard: str | None = None) -> int:
         """End these notifications as SKIPPED, unless they succeeded; how many."""
-        chosen = list(ids)
+        chosen = tuple(ids)
         return sum(
             [
                 await database.notifications.skip(self._namespace, chosen, clock())
@@ -118,6 +118,13 @@ class Admin:
             [await database.subscriptions.forget(self._namespace, handler) for database, _ in self._chosen(shard)]
         )
 
+    async def payloads(self, event_types: Sequence[str], *, shard: str | None = None) -> Sequence[str]:
+        """The stored payloads of events of these types, as JSON text, in the order of their sequence."""
+        found: list[str] = []
+        for database, _ in self._chosen(shard):
+            found += await database.events.payloads(self._namespace, event_types)
+        return found
+
     async def _unroutable(self, database: Database, clock: ShardClock) -> int:
         unfinished = await database.notifications.unfinished_names(self._namespace)
         if not unfinished:
@@ -127,11 +134,13 @@ class Admin:
         names = [name for name in unfinished if name not in routable]
         return await database.notifications.count_unfinished(self._namespace, names) if names else 0
 
-    def _chosen(self, shard: str | None) -> list[tuple[Database, ShardClock]]:
+    def _chosen(self, shard: str | None) -> Sequence[tuple[Database, ShardClock]]:
         if shard is None:
-            return list(self._shards.values())
+            return tuple(self._shards.values())
         if shard not in self._shards:
-            raise ConfigurationError(f"there is no shard {shard!r}; the shards are {', '.join(map(repr, self._shards))}")
+            raise ConfigurationError(
+                f"there is no shard {shard!r}; the shards are {', '.join(map(repr, self._shards))}"
+            )
         return [self._shards[shard]]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, cast
 
 import msgspec
 
@@ -60,13 +60,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
         for field in value.__struct_fields__:
             yield from _leaves(getattr(value, field), f"{path}.{field}")
     elif isinstance(value, Mapping):
-        for key, item in value.items():
+        for key, item in cast("Mapping[object, object]", value).items():
             yield f"{path} key", key
             yield from _leaves(item, f"{path}.{key}")
     elif isinstance(value, str | bytes | bytearray):
         yield path, value
     elif isinstance(value, Sequence | Set):
-        for index, item in enumerate(value):
+        for index, item in enumerate(cast("Iterable[object]", value)):
             yield from _leaves(item, f"{path}[{index}]")
     elif hasattr(value, "__dataclass_fields__"):
         for field in value.__dataclass_fields__:

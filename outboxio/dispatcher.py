@@ -449,7 +449,9 @@ class Dispatcher:
         return self._judge(run, error)
 
     def _timeout_error(self, run: Run) -> TimeoutError:
-        return TimeoutError(f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.timeout:g} s")
+        return TimeoutError(
+            f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.timeout:g} s"
+        )
 
     def _judge(self, run: Run, error: BaseException) -> Outcome:
         queue, notification = run.queue, run.notification

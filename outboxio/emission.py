@@ -71,7 +71,9 @@ def encode_headers(headers: object, action_name: str, *, stores_nul: bool) -> st
     return None if not headers else encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul)
 
 
-
-
 def _text(value: object, subject: str, column: str) -> str | None:
-    return None if value is None else checked_text(value if isinstance(value, str) else str(value), f"{column} of {subject}")
+    return (
+        None
+        if value is None
+        else checked_text(value if isinstance(value, str) else str(value), f"{column} of {subject}")
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -118,7 +118,7 @@ class ActionExecutor:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
         action_id: UUID | None = None,
-    ) -> AsyncIterator[Transaction]:
+    ) -> AsyncGenerator[Transaction]:
         """Open a transaction, and commit it with its events when the block ends; roll back if it raises."""
         self._refuse_nesting(action_name)
         target = self.shard(shard)

@@ -128,11 +128,7 @@ class HandlerRegistry:
 
     def subscriptions(self) -> list[Subscription]:
         """What all handlers want, one entry for each event type name or topic."""
-        return [
-            Subscription(handler_name=h.name, aliases=tuple(sorted(h.aliases)), **wanted)
-            for h in self._handlers
-            for wanted in _wanted_by(h)
-        ]
+        return [wanted for handler in self._handlers for wanted in _wanted_by(handler)]
 
     def event_class(self, handler: Handler, name: str) -> type[Event] | None:
         """The class that a stored event type stands for: a registered one, else the one below the handler's types."""
@@ -171,7 +167,8 @@ def make_handler(
         raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); leave it out")
     types = tuple(event_types)
     for cls in types:
-        if not (isinstance(cls, type) and issubclass(cls, Event)):
+        # Callers may not be typed.
+        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
     if not types and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
@@ -200,19 +197,24 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
     where = f"{cls.__module__}.{cls.__qualname__}"
     if not isinstance(handler, EventHandler):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
         raise RegistrationError(f"add_handler() takes an EventHandler object, not {handler!r}")
-    if not hasattr(cls, "name"):
-        raise RegistrationError(f"{where} has no name; write `name = \"...\"` in the class, it is stored with its rows")
+    if not hasattr(handler, "name"):
+        raise RegistrationError(f'{where} has no name; write `name = "..."` in the class, it is stored with its rows')
     return make_handler(
         handler.handle,
         name=handler.name,
         event_types=tuple(handler.event_types) or (_type_parameters(cls) if handler.topic is None else ()),
         aliases=handler.aliases,
         topic=handler.topic,
-        retry=handler.retry,
+        retry=_unbound(handler, "retry"),
         timeout=handler.timeout,
         concurrency=handler.concurrency,
         where=where,
     )
+
+
+def _unbound(handler: EventHandler[Any], attribute: str) -> Any:
+    """An option as it was written: a function that is a class attribute would come bound to the handler."""
+    return vars(handler).get(attribute, getattr(type(handler), attribute))
 
 
 def where_defined(function: Callable[..., Any]) -> str:
@@ -220,11 +222,12 @@ def where_defined(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-def _wanted_by(handler: Handler) -> list[dict[str, str]]:
+def _wanted_by(handler: Handler) -> list[Subscription]:
+    aliases = tuple(sorted(handler.aliases))
     if handler.topic is not None:
-        return [{"topic": handler.topic}]
-    names = {name for cls in handler.accepts() for name in type_names(cls)}
-    return [{"event_type": name} for name in sorted(names - {type_name(Event)})]
+        return [Subscription(handler_name=handler.name, topic=handler.topic, aliases=aliases)]
+    names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
+    return [Subscription(handler_name=handler.name, event_type=name, aliases=aliases) for name in sorted(names)]
 
 
 def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
@@ -240,7 +243,7 @@ def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
 
 
 def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _type_parameters(cls: type) -> tuple[type[Event], ...]:

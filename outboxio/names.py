@@ -1,4 +1,4 @@
-"""The names of cluster locks, leases and wake-up channels: readable where they are shown, hashed where room is short."""
+"""The names of cluster locks, leases and wake-up channels: readable where shown, hashed where room is short."""
 
 from __future__ import annotations
 

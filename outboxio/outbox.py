@@ -34,7 +34,7 @@ from outboxio.handler import (
     where_defined,
 )
 from outboxio.names import LockName
-from outboxio.running import Running
+from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime
 from outboxio.storage import open_database
@@ -97,7 +97,7 @@ class Outbox:
         self._handlers = HandlerRegistry(self._types)
         self._running: Running | None = None
         self._owner = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
-        sources = database if isinstance(database, Mapping) else {"default": database}
+        sources: Mapping[str, Any] = database if isinstance(database, Mapping) else {"default": database}
         if not sources:
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         self._shards = {checked_name(name, "shard name"): self._shard(name, s, clock) for name, s in sources.items()}
@@ -282,7 +282,8 @@ class Outbox:
                 async with outbox.running():
                     yield
         """
-        return _Stay(self, Roles(fanout=fanout, handling=handling and self.settings.handling_enabled))
+        roles = Roles(fanout=fanout, handling=handling and self.settings.handling_enabled)
+        return Stay(lambda: self._enter(roles), self._leave)
 
     async def drain(self, timeout: timedelta | float | str | None = None) -> Drained:
         """Fan out and dispatch until nothing is due; what was done. For tests, cron jobs and scripts.
@@ -320,8 +321,7 @@ class Outbox:
 
     async def close(self) -> None:
         """Close every connection that this outbox opened. It may be used again afterwards."""
-        if self._running is not None:
-            await self._leave(entirely=True)
+        await self._stop()
         for shard in self._shards.values():
             await shard.close()
 
@@ -356,25 +356,26 @@ class Outbox:
         if self._running is not None:
             raise RegistrationError("handlers are registered before running() is entered, not while it runs")
 
-    async def _enter(self, roles: Roles) -> None:
+    async def _enter(self, roles: Roles) -> Outbox:
         if self._running is not None:
             self._running.join(roles)
-            return
+            return self
         running = self._running = Running(list(self._shards.values()), roles, self._refuse_same_database)
         try:
             await running.start()
         except BaseException:
             self._running = None
             raise
+        return self
 
-    async def _leave(self, *, entirely: bool = False) -> None:
-        running = self._running
-        if running is None or not (running.part() or entirely):
-            return
-        try:
+    async def _leave(self) -> None:
+        if self._running is not None and self._running.part():
+            await self._stop()
+
+    async def _stop(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
             await running.stop()
-        finally:
-            self._running = None
 
     async def _drain_shard(self, shard: ShardRuntime, deadline: float) -> tuple[int, ...]:
         work, beside_loops = shard.work, shard.work is not None
@@ -408,23 +409,6 @@ class Outbox:
                 await lock.close()
 
 
-class _Stay:
-    """One ``async with outbox.running()``; holds no task, so it can be left from anywhere."""
-
-    def __init__(self, outbox: Outbox, roles: Roles) -> None:
-        self._outbox = outbox
-        self._roles = roles
-
-    async def __aenter__(self) -> Outbox:
-        await self._outbox._enter(self._roles)
-        return self._outbox
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await to_the_end(self._outbox._leave())
-
-
 def _totals(fanned_out: int, counters: Counters) -> tuple[int, ...]:
     return (fanned_out, counters.succeeded, counters.failed, counters.expired, counters.dead)
 
@@ -436,4 +420,3 @@ async def _unwrap_sqlalchemy(connection: Any) -> Any:
 
         return await driver_connection(connection)
     return connection
-

@@ -158,9 +158,7 @@ def describe(error: BaseException, now: datetime, attempt: int) -> str:
     return _error_json(_type_name(error), message, now, trace, attempt)
 
 
-def _next_try(
-    error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta
-) -> datetime:
+def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
     try:
         if not isinstance(error, RetryAfter):
             return now + policy.wait_after(max(attempts, 1), error, cap)
@@ -196,4 +194,8 @@ def _storable(text: str, longest: int) -> str:
 
 def _type_name(error: BaseException) -> str:
     cls = type(error)
-    return cls.__qualname__ if cls.__module__ in ("builtins", "outboxio.errors") else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "outboxio.errors")
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )

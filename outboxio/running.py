@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
 from outboxio.shard import Roles, ShardRuntime
+from outboxio.waiting import to_the_end
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class Running:
         """Another block shares this stay."""
         if (roles.fanout and not self._roles.fanout) or (roles.handling and not self._roles.handling):
             raise ConfigurationError(
-                f"running() is entered already with {self._roles}, and cannot do {roles} as well; enter it once with all"
+                f"running() is entered already as {self._roles} and cannot be {roles} as well; enter it once with all"
             )
         self._blocks += 1
 
@@ -65,8 +70,8 @@ class Running:
                 shard.work = None
                 await shard.database.release_loops()
             raise
-        for name, error in down.items():
-            logger.error("shard %s is down and is probed until it comes: %s", name, error)
+        for name, reason in down.items():
+            logger.error("shard %s is down and is probed until it comes: %s", name, reason)
             self._shard(name).start_work(self._roles)
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
 
@@ -104,5 +109,27 @@ class Running:
         raise ShutdownError(ids) from group
 
 
+class Stay(Generic[T]):
+    """One ``async with outbox.running()``; holds no task, so it can be left from anywhere."""
+
+    def __init__(self, enter: Callable[[], Awaitable[T]], leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._enter = enter
+        self._leave = leave
+
+    async def __aenter__(self) -> T:
+        return await self._enter()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await to_the_end(self._leave())
+
+
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    return [leaf for e in group.exceptions for leaf in (_leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found += _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            found.append(error)
+    return found

@@ -104,9 +104,7 @@ class ShardRuntime:
     def build(self, work: ShardWork, roles: Roles) -> tuple[LockKeeper, Announcer, Fanout, Dispatcher]:
         """The parts of a stay, wired to one another."""
         settings = self._settings
-        announcer = Announcer(
-            self._namespace, self.database, self._handlers, self.clock, settings.subscription_ttl
-        )
+        announcer = Announcer(self._namespace, self.database, self._handlers, self.clock, settings.subscription_ttl)
         fanout_lock = LockName(self._namespace, "fanout")
         names = [fanout_lock] * roles.fanout
         names += [LockName(self._namespace, "dispatch", name) for name in self._handlers.names] * roles.handling
@@ -380,4 +378,3 @@ async def unroutable_names(database: Database, namespace: str, seen_since: Any) 
 def _seconds(delay: Any) -> Callable[[], float]:
     seconds = delay.total_seconds()
     return lambda: seconds
-

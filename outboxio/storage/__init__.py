@@ -45,8 +45,6 @@ def open_database(name: str, source: Any) -> Database:
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 
-
-
 def _from_url(name: str, url: str, direct_url: str | None) -> Database:
     scheme = urlsplit(url).scheme
     if scheme in ("postgresql", "postgres"):

@@ -44,22 +44,27 @@ class Session(Protocol):
     @property
     def connection(self) -> Any:
         """The driver's own connection."""
+        ...
 
     async def begin(self) -> None: ...
 
     async def commit(self) -> None:
         """Commit, or raise: :class:`CommitLost` if nobody can know."""
+        ...
 
     async def rollback(self) -> None: ...
 
     def discard(self) -> None:
         """Never use this connection again: nobody knows in which state it is."""
+        ...
 
     def in_transaction(self) -> bool:
         """Whether a transaction is still open: the user's SQL may have ended it."""
+        ...
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         """Run a statement; how many rows it touched."""
+        ...
 
     async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]: ...
 
@@ -67,6 +72,7 @@ class Session(Protocol):
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of one action, in one statement."""
+        ...
 
 
 class EventRepository(Protocol):
@@ -80,16 +86,23 @@ class EventRepository(Protocol):
         ``rooms``: how many events of each key to take at most; keys not named there share one ``batch_size``.
         Subscriptions count that were seen after ``seen_since``.
         """
+        ...
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         """Whether an undelivered event waits that a live subscription wants."""
+        ...
 
     async def count_undelivered(self, namespace: str) -> int: ...
+
+    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
+        """The payloads of events of these types, in the order of their sequence."""
+        ...
 
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
     ) -> int:
         """Make notifications for one handler from delivered events; how many."""
+        ...
 
 
 class NotificationRepository(Protocol):
@@ -97,15 +110,18 @@ class NotificationRepository(Protocol):
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
         """Due rows for each wanted handler name, in order, behind its cursor, up to its limit."""
+        ...
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
         """Write one bucket of outcomes in one autocommit statement that requires the newest terms; how many it took.
 
         The rest was refused: its term is over, or its row is already terminal.
         """
+        ...
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         """The same, in one transaction with ``bucket.emitted``; all of the bucket, or nothing."""
+        ...
 
     async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool: ...
 
@@ -113,11 +129,13 @@ class NotificationRepository(Protocol):
 
     async def unfinished_names(self, namespace: str) -> list[str]:
         """The handler names that have unfinished rows, without reading these."""
+        ...
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int: ...
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
         """End unfinished rows of these names whose retention began before ``before``; how many."""
+        ...
 
     async def select(
         self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
@@ -133,9 +151,11 @@ class SubscriptionRepository(Protocol):
 
     async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
         """Write what this instance's handlers are subscribed to, and that they were seen now."""
+        ...
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
         """The names, aliases included, of all handlers that some instance has."""
+        ...
 
     async def forget(self, namespace: str, handler_name: str) -> int: ...
 
@@ -148,20 +168,25 @@ class ClusterLock(Protocol):
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
         """Try each name once; those that were free are ours now, with their new terms."""
+        ...
 
     async def try_probe(self, name: LockName) -> bool:
         """Try a lock that has no lease, held until :meth:`close`: whether two shards are one database."""
+        ...
 
     async def heartbeat(self) -> datetime:
         """Prove that the session lives; the database's clock. Raises if it does not."""
+        ...
 
     async def release(self, names: Sequence[LockName]) -> None: ...
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Call ``heard`` with each wake-up that another process sends."""
+        ...
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` as soon as the session is known to have ended."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -171,56 +196,86 @@ class Schema(Protocol):
 
     async def migrate(self) -> list[str]:
         """Apply the files that are not applied yet; their names."""
+        ...
 
     async def check(self) -> None:
         """Raise :class:`SchemaMissing` or :class:`SchemaNewer` unless all is there."""
+        ...
 
 
 class Database(Protocol):
     """One shard's database: owns its connections, and closes what it opened."""
 
-    name: str
-    dialect: str
-    stores_nul: bool
-    """Whether JSON strings may hold NUL."""
-    wakes_across_processes: bool
-    """Whether ``notify`` reaches other processes."""
+    @property
+    def name(self) -> str:
+        """The name of the shard."""
+        ...
 
-    events: EventRepository
-    notifications: NotificationRepository
-    subscriptions: SubscriptionRepository
-    schema: Schema
+    @property
+    def dialect(self) -> str: ...
+
+    @property
+    def stores_nul(self) -> bool:
+        """Whether JSON strings may hold NUL."""
+        ...
+
+    @property
+    def wakes_across_processes(self) -> bool:
+        """Whether ``notify`` reaches other processes."""
+        ...
+
+    @property
+    def events(self) -> EventRepository: ...
+
+    @property
+    def notifications(self) -> NotificationRepository: ...
+
+    @property
+    def subscriptions(self) -> SubscriptionRepository: ...
+
+    @property
+    def schema(self) -> Schema: ...
 
     def session(self) -> AbstractAsyncContextManager[Session]:
         """A connection for one transaction of the application."""
+        ...
 
     def wrap(self, connection: Any) -> Session | None:
         """A caller's own connection with whatever transaction it has open; ``None`` if it is of another driver."""
+        ...
 
     def cluster_lock(self, owner: str, channel: str, heartbeat: float) -> ClusterLock: ...
 
     async def notify(self, channel: str, payload: str) -> None:
         """Wake other processes, outside of every business transaction."""
+        ...
 
     async def refuse_shared_sessions(self) -> None:
         """Raise :class:`PooledConnection` if locks and LISTEN would go through a pooling proxy."""
+        ...
 
     def require_room(self, loops: int) -> None:
         """Raise :class:`PoolTooSmall` if a given pool cannot hold so many loops beside one action."""
+        ...
 
     async def release_loops(self) -> None:
         """Give back the connections that the loops held."""
+        ...
 
     async def close(self) -> None: ...
 
     def is_transient(self, error: BaseException) -> bool:
         """A serialization failure, a deadlock, a busy database: the same again may succeed."""
+        ...
 
     def refuses_value(self, error: BaseException) -> bool:
         """The database refused a value, so writing it again will fail again."""
+        ...
 
     def is_unreachable(self, error: BaseException) -> bool:
         """The database cannot be reached, or stopped answering."""
+        ...
 
     def lacks_schema(self, error: BaseException) -> bool:
         """A table or column of ours is not there."""
+        ...

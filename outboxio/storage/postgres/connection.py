@@ -40,7 +40,8 @@ class Dedicated:
         """Run one autocommit statement; its rows."""
         async with self._turn:
             connection = await self._open()
-            return await connection.fetch(sql, *args, timeout=timeout)
+            rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout)
+            return rows
 
     async def execute(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> int:
         """Run one autocommit statement; the number of rows it touched."""

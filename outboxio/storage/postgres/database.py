@@ -111,9 +111,7 @@ class PostgresDatabase:
     async def _create_pool(self) -> asyncpg.Pool[Any]:
         # A proxy that shares sessions forgets prepared statements between transactions.
         cache: Mapping[str, Any] = {"statement_cache_size": 0} if self._behind_proxy else {}
-        return await asyncpg.create_pool(
-            self._url, min_size=1, max_size=LARGEST_POOL, timeout=CONNECT_TIMEOUT, **cache
-        )
+        return await asyncpg.create_pool(self._url, min_size=1, max_size=LARGEST_POOL, timeout=CONNECT_TIMEOUT, **cache)
 
     async def _connect(self) -> Any:
         """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""

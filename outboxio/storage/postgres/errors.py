@@ -14,7 +14,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def refuses_value(error: BaseException) -> bool:
-    """Class 22 is "data exception": NUL, an invalid surrogate, a text too long; 54 is a program limit, a row too big."""
+    """Class 22 is "data exception": NUL, a lone surrogate, a text too long; 54 is a program limit, a row too big."""
     if isinstance(error, asyncpg.PostgresError):
         return str(error.sqlstate)[:2] in ("22", "54")
     return _refused_by_driver(error)

@@ -62,7 +62,8 @@ WITH live AS MATERIALIZED (
 ), done AS (
   UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch))
 )
-SELECT key, count(*) AS events, count(*) >= min(size) AS is_full, (SELECT count(*) FROM made) AS notifications FROM batch GROUP BY key
+SELECT key, count(*) AS events, count(*) >= min(size) AS is_full, (SELECT count(*) FROM made) AS notifications
+FROM batch GROUP BY key
 """
 
 ANY_UNDELIVERED = """
@@ -81,6 +82,10 @@ SELECT EXISTS (
 
 COUNT_UNDELIVERED = """
 SELECT count(*) FROM eventlog.events WHERE namespace = $1 AND delivered = FALSE AND event_type IS NOT NULL
+"""
+
+PAYLOADS = """
+SELECT payload::text FROM eventlog.events WHERE namespace = $1 AND event_type = ANY ($2::text[]) ORDER BY sequence
 """
 
 BACKFILL = """
@@ -123,6 +128,9 @@ class PostgresEvents:
 
     async def count_undelivered(self, namespace: str) -> int:
         return int((await self._admin.fetch(COUNT_UNDELIVERED, namespace))[0][0])
+
+    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
+        return [row[0] for row in await self._admin.fetch(PAYLOADS, namespace, list(types))]
 
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime

@@ -26,7 +26,10 @@ SELECT c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
 JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'eventlog' AND i.indisvalid
 """
 VERSION = "SELECT coalesce(max(version), 0) FROM eventlog.schema_versions"
-ADOPT = "CREATE TABLE eventlog.schema_versions (version INT PRIMARY KEY, file VARCHAR(255) NOT NULL, applied_date TIMESTAMP NOT NULL)"
+ADOPT = """
+CREATE TABLE IF NOT EXISTS eventlog.schema_versions
+  (version INT PRIMARY KEY, file VARCHAR(255) NOT NULL, applied_date TIMESTAMP NOT NULL)
+"""
 ADOPTED = "INSERT INTO eventlog.schema_versions VALUES ($1, $2, now() AT TIME ZONE 'UTC')"
 
 

@@ -11,7 +11,8 @@ from outboxio.storage.postgres.connection import Dedicated
 from outboxio.subscription import Subscription
 
 ANNOUNCE = """
-INSERT INTO eventlog.subscriptions (namespace, handler_name, event_type, topic, aliases, priority, ordered, last_seen_date)
+INSERT INTO eventlog.subscriptions
+  (namespace, handler_name, event_type, topic, aliases, priority, ordered, last_seen_date)
 SELECT $1, s.handler_name, s.event_type, s.topic, s.aliases::jsonb, s.priority, s.ordered, $2
 FROM unnest($3::text[], $4::text[], $5::text[], $6::text[], $7::int[], $8::boolean[])
   AS s(handler_name, event_type, topic, aliases, priority, ordered)
