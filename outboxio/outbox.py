@@ -37,7 +37,7 @@ from outboxio.names import LockName
 from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime
-from outboxio.storage import open_database
+from outboxio.storage import DatabaseSource, open_database
 from outboxio.transaction import Transaction
 from outboxio.waiting import to_the_end
 
@@ -83,7 +83,7 @@ class Outbox:
 
     def __init__(
         self,
-        database: Any,
+        database: DatabaseSource | Mapping[str, DatabaseSource],
         *,
         namespace: str,
         settings: Settings | None = None,
@@ -97,7 +97,7 @@ class Outbox:
         self._handlers = HandlerRegistry(self._types)
         self._running: Running | None = None
         self._owner = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
-        sources: Mapping[str, Any] = database if isinstance(database, Mapping) else {"default": database}
+        sources = database if isinstance(database, Mapping) else {"default": database}
         if not sources:
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         self._shards = {checked_name(name, "shard name"): self._shard(name, s, clock) for name, s in sources.items()}
@@ -335,7 +335,7 @@ class Outbox:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _shard(self, name: str, source: Any, clock: Clock | None) -> ShardRuntime:
+    def _shard(self, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         database = open_database(name, source)
         return ShardRuntime(
             self.namespace,

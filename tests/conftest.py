@@ -7,11 +7,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outboxio import Outbox
+from outboxio.testing import MovableClock
+from tests.app import WALLETS, Look
 from tests.servers import DIALECTS, Servers, Slot
 
 SERVERS = pytest.StashKey[Servers]()
@@ -71,3 +77,37 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("databases")
     for line, is_there in lines:
         terminalreporter.line(line, **{} if is_there else {"red": True, "bold": True})
+
+
+@pytest.fixture
+def clock() -> MovableClock:
+    return MovableClock(datetime(2030, 1, 1, 12))
+
+
+@pytest.fixture
+def look(database_url: str) -> Look:
+    """The rows of the test's database."""
+    return Look(database_url)
+
+
+@pytest.fixture
+async def make_outbox(database_url: str) -> AsyncIterator[Callable[..., Awaitable[Outbox]]]:
+    """Makes outboxes on the test's database, with its tables made; all are closed at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def make(namespace: str = "app", **options: Any) -> Outbox:
+            database = options.pop("database", database_url)
+            outbox = await stack.enter_async_context(Outbox(database, namespace=namespace, **options))
+            await outbox.migrate()
+            return outbox
+
+        yield make
+
+
+@pytest.fixture
+async def outbox(make_outbox: Callable[..., Awaitable[Outbox]], clock: MovableClock) -> Outbox:
+    """An outbox on the test's database that goes by ``clock``, and whose database has a ``wallets`` table."""
+    outbox = await make_outbox(clock=clock)
+    async with outbox.transaction("MakeTables") as tx:
+        await tx.execute(WALLETS)
+    return outbox

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -32,7 +33,21 @@ class Shard(Struct, frozen=True):
     direct_url: str | None = None
 
 
-def open_database(name: str, source: Any) -> Database:
+class ConnectionPool(Protocol):
+    """A driver's own pool: ``asyncpg.Pool``."""
+
+    @property
+    def acquire(self) -> Callable[..., Any]: ...
+
+    @property
+    def release(self) -> Callable[..., Any]: ...
+
+
+DatabaseSource = str | Shard | ConnectionPool
+"""How one shard's database may be given."""
+
+
+def open_database(name: str, source: DatabaseSource) -> Database:
     """The database that a shard was given as; no I/O yet. :class:`ConfigurationError` says what would do."""
     if isinstance(source, Shard):
         return _from_url(name, source.url, source.direct_url)
@@ -41,7 +56,7 @@ def open_database(name: str, source: Any) -> Database:
     if type(source).__module__.partition(".")[0] == "asyncpg":
         from outboxio.storage.postgres.database import PostgresDatabase
 
-        return PostgresDatabase(name, source)
+        return PostgresDatabase(name, cast(Any, source))
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 

@@ -1,0 +1,54 @@
+-- outboxio, SQLite 3.35 or later: the outbox itself.
+-- Run the files of this folder in order (sqlite3 -bail app.db < 0001_events.sql); every file records that it was
+-- applied. SQLite has no schemas, so the names of all tables and indexes begin with eventlog_.
+
+-- Which of these files were applied.
+CREATE TABLE eventlog_schema_versions (
+    version      INTEGER NOT NULL PRIMARY KEY,
+    file         TEXT    NOT NULL,
+    applied_date TEXT    NOT NULL
+);
+
+-- One row per event that an action emitted, with the whole context of the action. An action that emitted
+-- nothing has one row too, the sentinel: its model_id, model_type, event_type and payload are NULL.
+-- Dates are UTC without a zone, always with six decimals (2026-01-31 09:05:00.000000), so that they sort as text.
+-- Ids are UUIDs as 36 characters, JSON is text, booleans are 0 and 1.
+-- Only the primary key can number its rows here, so sequence is the primary key and id is unique beside it.
+-- AUTOINCREMENT: a number is never given twice, even after the newest rows were deleted.
+CREATE TABLE eventlog_events (
+    id              TEXT    NOT NULL UNIQUE,
+    namespace       TEXT    NOT NULL,
+    action_id       TEXT    NOT NULL,
+    action_name     TEXT    NOT NULL,
+    action_params   TEXT    NOT NULL,
+    started_date    TEXT    NOT NULL,
+    completion_date TEXT    NOT NULL,
+    model_id        TEXT,
+    model_type      TEXT,
+    event_type      TEXT,
+    payload         TEXT,
+    event_date      TEXT    NOT NULL,
+    delivered       INTEGER NOT NULL,
+    sequence        INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT,
+    ordering_key    TEXT,
+    topic           TEXT,
+    source          TEXT,
+    correlation_id  TEXT,
+    causation_id    TEXT,
+    headers         TEXT,
+    available_at    TEXT,
+    hops            INTEGER NOT NULL DEFAULT 0
+);
+
+CREATE INDEX eventlog_idx_events_action_id ON eventlog_events (action_id);
+
+-- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that
+-- are delivered already cost it nothing.
+CREATE INDEX eventlog_events_undelivered ON eventlog_events (namespace, event_type, sequence)
+    WHERE delivered = FALSE AND event_type IS NOT NULL;
+
+-- The same for handlers of a topic.
+CREATE INDEX eventlog_events_undelivered_topic ON eventlog_events (namespace, topic, sequence)
+    WHERE delivered = FALSE AND topic IS NOT NULL;
+
+INSERT INTO eventlog_schema_versions VALUES (1, '0001_events.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

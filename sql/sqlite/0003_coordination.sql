@@ -1,0 +1,23 @@
+-- Which handlers the instances of every service have: fan-out serves all of them, whichever process runs it.
+-- Exactly one of event_type and topic is set, the other is the empty string.
+CREATE TABLE eventlog_subscriptions (
+    namespace      TEXT    NOT NULL,
+    handler_name   TEXT    NOT NULL,
+    event_type     TEXT    NOT NULL,
+    topic          TEXT    NOT NULL,
+    aliases        TEXT    NOT NULL,
+    priority       INTEGER NOT NULL,
+    ordered        INTEGER NOT NULL,
+    last_seen_date TEXT    NOT NULL,
+    PRIMARY KEY (namespace, handler_name, event_type, topic)
+);
+
+-- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
+CREATE TABLE eventlog_leases (
+    name          TEXT    NOT NULL PRIMARY KEY,
+    term          INTEGER NOT NULL,
+    owner         TEXT    NOT NULL,
+    acquired_date TEXT    NOT NULL
+);
+
+INSERT INTO eventlog_schema_versions VALUES (3, '0003_coordination.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));
