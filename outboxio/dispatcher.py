@@ -36,10 +36,10 @@ from outboxio.errors import InvalidEvent, ShutdownError
 from outboxio.event import ActionRecord, Event
 from outboxio.handler import Handler, HandlerRegistry
 from outboxio.ids import uuid7
-from outboxio.loop import NOTHING, Round
 from outboxio.notification import BEGINNING, Notification, Position, State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, success, too_old
 from outboxio.quota import Quotas
+from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database
 

@@ -267,12 +267,13 @@ class DatabaseUnavailable(DatabaseError):
 
 
 class DrainTimeout(OutboxError, TimeoutError):
-    """``drain`` did not come to an end in time: another process holds the locks and is not through yet."""
+    """``drain`` did not come to an end in time."""
 
     def __init__(self, shard: str) -> None:
         self.shard = shard
         super().__init__(
-            f"shard {shard!r} still has due work after the timeout of drain(), and another process holds its locks"
+            f"shard {shard!r} still has due work after the timeout of drain(): handlers take longer, or another process "
+            "holds the locks and is not through yet"
         )
 
 

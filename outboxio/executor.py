@@ -31,6 +31,8 @@ from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
 
+ROLLBACK_TIMEOUT = 10.0  # seconds; a connection that answers no longer is discarded instead
+
 _RETRIED_BY_DEFAULT = Retry(on=StaleRecord)
 
 _open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("outboxio_open_transaction", default=None)
@@ -262,7 +264,8 @@ async def _commit(session: Session, record: ActionRecord) -> None:
 async def _roll_back(session: Session) -> None:
     """Roll back; a connection that cannot even do that is discarded, and must not hide why the action failed."""
     try:
-        await session.rollback()
+        async with asyncio.timeout(ROLLBACK_TIMEOUT):
+            await session.rollback()
     except Exception as error:
         logger.warning("ROLLBACK failed with %r; the connection is discarded", error)
         session.discard()

@@ -12,8 +12,8 @@ from datetime import datetime, timedelta
 
 from outboxio.clock import Clock
 from outboxio.handler import HandlerRegistry
-from outboxio.loop import NOTHING, Round
 from outboxio.quota import Quotas
+from outboxio.round import NOTHING, Round
 from outboxio.storage.protocols import Database
 from outboxio.subscription import Subscription
 

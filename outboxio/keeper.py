@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 
 from outboxio.backoff import jittered
 from outboxio.clock import ShardClock, utc_now
-from outboxio.loop import Round
 from outboxio.names import LockName
 from outboxio.outcome import Lease
+from outboxio.round import Round
 from outboxio.storage.protocols import ClusterLock
 
 logger = logging.getLogger(__name__)

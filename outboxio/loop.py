@@ -10,22 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from msgspec import Struct
-
 from outboxio.backoff import jittered, pause_after
+from outboxio.round import Round
 from outboxio.waiting import Signal
 
 logger = logging.getLogger(__name__)
-
-
-class Round(Struct, frozen=True):
-    """What one round did: how many it found, and whether there is probably more."""
-
-    found: int
-    more: bool = False
-
-
-NOTHING = Round(0)
 
 
 class Loop:

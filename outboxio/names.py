@@ -22,7 +22,7 @@ class LockName(Struct, frozen=True, order=True):
     @property
     def lease(self) -> str:
         """The key of its row in ``leases``: as an operator reads it, shortened by a digest if it is too long."""
-        whole = "/".join(part for part in (self.namespace, self.role, self.handler_name) if part)
+        whole = "/".join(_escaped(part) for part in (self.namespace, self.role, self.handler_name) if part)
         return whole if len(whole) <= _LEASE_LENGTH else f"{whole[: _LEASE_LENGTH - 33]}~{self.digest.hex()[:32]}"
 
     @property
@@ -39,6 +39,11 @@ class LockName(Struct, frozen=True, order=True):
     def text(self) -> str:
         """At most 64 ASCII characters, as GET_LOCK and file names take it."""
         return f"outboxio-{self.digest.hex()[:48]}"
+
+
+def _escaped(part: str) -> str:
+    """Without this, the namespace ``a/dispatch/b`` and the handler ``b/fanout`` of ``a`` would share a lease."""
+    return part.replace("%", "%25").replace("/", "%2F")
 
 
 def channel_name(namespace: str) -> str:

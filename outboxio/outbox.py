@@ -22,7 +22,7 @@ from outboxio.clock import Clock, ShardClock
 from outboxio.dispatcher import Counters
 from outboxio.duration import parse_duration
 from outboxio.emission import Emitter
-from outboxio.errors import ConfigurationError, NoTransaction, RegistrationError, SameDatabase
+from outboxio.errors import ConfigurationError, DrainTimeout, NoTransaction, RegistrationError, SameDatabase
 from outboxio.event import Event, EventTypes, checked_name
 from outboxio.executor import ActionExecutor, current_cause
 from outboxio.handler import (
@@ -288,8 +288,9 @@ class Outbox:
     async def drain(self, timeout: timedelta | float | str | None = None) -> Drained:
         """Fan out and dispatch until nothing is due; what was done. For tests, cron jobs and scripts.
 
-        Beside this outbox's own ``running()`` it waits until nothing is due. While another process holds the locks it
-        waits for that one, up to ``timeout``: then :class:`DrainTimeout` is raised.
+        Beside this outbox's own ``running()`` it waits until nothing is due, and while another process holds the locks
+        it waits for that one. After ``timeout`` (default: never) :class:`DrainTimeout` is raised; handlers that still
+        run are cancelled then, which uses up no attempt.
 
         Example::
 
@@ -380,12 +381,17 @@ class Outbox:
     async def _drain_shard(self, shard: ShardRuntime, deadline: float) -> tuple[int, ...]:
         work, beside_loops = shard.work, shard.work is not None
         if work is None:
-            roles = Roles(fanout=True, handling=True)
+            roles = Roles(fanout=True, handling=self.settings.handling_enabled)
             await shard.prepare(roles)
             work = shard.start_work(roles)
         before = _totals(work.fanout.events, work.counters)
         try:
-            await work.drain(deadline, beside_loops=beside_loops)
+            async with asyncio.timeout_at(deadline) as limit:
+                await work.drain(beside_loops=beside_loops)
+        except TimeoutError as error:
+            if limit.expired():
+                raise DrainTimeout(shard.name) from error
+            raise
         finally:
             if not beside_loops:
                 shard.work = None

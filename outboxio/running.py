@@ -34,6 +34,7 @@ class Running:
         self._roles = roles
         self._refuse_same_database = refuse_same_database
         self._blocks = 1
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     def join(self, roles: Roles) -> None:
@@ -74,9 +75,11 @@ class Running:
             logger.error("shard %s is down and is probed until it comes: %s", name, reason)
             self._shard(name).start_work(self._roles)
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
+        self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """Wind all shards down; raises :class:`ShutdownError` if outcomes were lost on the way."""
+        self._stopping = True
         for shard in self._shards:
             if shard.work is not None:
                 shard.work.leave()
@@ -95,6 +98,11 @@ class Running:
             for shard in self._shards:
                 assert shard.work is not None
                 group.create_task(shard.work.run(unprepared=shard.name in down))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Loops survive their errors, so this end is either asked for or a defect that nobody must miss."""
+        if not task.cancelled() and task.exception() is not None and not self._stopping:
+            logger.critical("all loops have ended, no event is handled any more", exc_info=task.exception())
 
     def _shard(self, name: str) -> ShardRuntime:
         return next(shard for shard in self._shards if shard.name == name)

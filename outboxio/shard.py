@@ -16,14 +16,15 @@ from outboxio.clock import ShardClock
 from outboxio.dispatcher import Counters, Dispatcher
 from outboxio.emission import Emitter
 from outboxio.envelope import Execute, HandlerContext
-from outboxio.errors import DrainTimeout, ShutdownError
+from outboxio.errors import ShutdownError
 from outboxio.fanout import Announcer, Fanout
 from outboxio.handler import HandlerRegistry
 from outboxio.keeper import LockKeeper, standby_pause
-from outboxio.loop import Loop, Round
+from outboxio.loop import Loop
 from outboxio.names import LockName, channel_name
 from outboxio.notifier import Notifier
 from outboxio.outcome import Lease
+from outboxio.round import Round
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database
 
@@ -302,7 +303,7 @@ class ShardWork:
 
     # --- draining ------------------------------------------------------------------------------
 
-    async def drain(self, deadline: float, *, beside_loops: bool) -> None:
+    async def drain(self, *, beside_loops: bool) -> None:
         """Fan out and dispatch until nothing is due, here or where another process holds the locks."""
         while True:
             if not beside_loops:
@@ -313,8 +314,6 @@ class ShardWork:
             if not await self._due_elsewhere():
                 await self._keep_house()
                 return
-            if asyncio.get_running_loop().time() > deadline:
-                raise DrainTimeout(self._shard.name)
             await asyncio.sleep(standby_pause() / 4)
 
     async def _drain_pass(self) -> int:

@@ -1,0 +1,259 @@
+"""The ``events`` table on SQLite."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.ids import uuid7
+from outboxio.storage.protocols import FannedOut
+from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.sqlite.values import as_json, as_text
+
+# Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
+# a newer one. A name that is a live handler's alias gets no new rows.
+SUBSCRIBED = """
+SELECT json_group_array(json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
+FROM eventlog_subscriptions s
+WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_name NOT IN (
+  SELECT a.value FROM eventlog_subscriptions r, json_each(r.aliases) a
+  WHERE r.namespace = :namespace AND r.last_seen_date > :seen_since)
+"""
+
+# The next four exist for event types and for topics. Each names its index: with statistics from when the table was
+# small the planner would scan it for ever. In one transaction they all mean the same rows, for nobody else writes.
+
+# Which of these keys have anything.
+FIND_WAITING = """
+SELECT json_group_array(k.value) FROM json_each(:keys) k WHERE EXISTS (
+  SELECT 1 FROM eventlog_events e INDEXED BY {index}
+  WHERE e.namespace = :namespace AND e.{column} = k.value AND e.delivered = FALSE AND e.event_type IS NOT NULL)
+"""
+
+# How far a batch of one key reaches, and what its events are.
+MEASURE = """
+SELECT json_object('last', max(sequence), 'size', count(*),
+  'types', json_group_array(DISTINCT event_type), 'topics', json_group_array(DISTINCT topic))
+FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY {index}
+  WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND e.event_type IS NOT NULL
+  ORDER BY e.sequence LIMIT :room)
+"""
+
+# The payloads stay inside the database. An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie
+# together in the index of ids.
+_NOTIFY = """
+INSERT INTO eventlog_event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
+  causation_id, headers, hops, retention_from)
+SELECT lower(:id_head || substr(hex(randomblob(2)), 2) || '-' || substr('89AB', 1 + (random() & 3), 1)
+    || substr(hex(randomblob(2)), 2) || '-' || hex(randomblob(6))),
+  e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date,
+  e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING', 0,
+  max(coalesce(e.available_at, :now), :now), :now, :now, e.sequence,
+  CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id, e.causation_id,
+  e.headers, e.hops, max(coalesce(e.available_at, :now), :now)
+"""
+
+NOTIFY = f"""
+WITH s AS MATERIALIZED (
+  SELECT json_extract(value, '$[0]') AS handler_name, json_extract(value, '$[1]') AS event_type,
+    json_extract(value, '$[2]') AS topic, json_extract(value, '$[3]') AS priority, json_extract(value, '$[4]') AS ordered
+  FROM json_each(:subscriptions))
+{_NOTIFY}
+FROM s CROSS JOIN eventlog_events e INDEXED BY {{index}}
+WHERE e.namespace = :namespace AND e.{{column}} = :key AND e.delivered = FALSE AND e.event_type IS NOT NULL
+  AND e.sequence <= :last AND (e.event_type = s.event_type OR e.topic = s.topic)
+ON CONFLICT (event_id, handler_name) DO NOTHING
+"""
+
+MARK_DELIVERED = """
+UPDATE eventlog_events AS e INDEXED BY {index} SET delivered = TRUE
+WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND e.event_type IS NOT NULL
+  AND e.sequence <= :last
+"""
+
+COUNT_UNDELIVERED = """
+SELECT count(*) FROM eventlog_events INDEXED BY eventlog_events_undelivered
+WHERE namespace = :namespace AND delivered = FALSE AND event_type IS NOT NULL
+"""
+
+PAYLOADS = """
+SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events
+  WHERE namespace = :namespace AND event_type IN (SELECT value FROM json_each(:types)) ORDER BY sequence)
+"""
+
+# History can be long, and while one transaction writes no other can: it is gone through in pieces.
+PIECE = 1000
+END_OF_PIECE = f"""
+SELECT max(sequence) FROM (
+  SELECT sequence FROM eventlog_events NOT INDEXED WHERE sequence > :after ORDER BY sequence LIMIT {PIECE})
+"""
+BACKFILL = f"""
+{_NOTIFY}
+FROM eventlog_subscriptions s CROSS JOIN eventlog_events e NOT INDEXED
+WHERE s.namespace = :namespace AND s.handler_name = :handler_name AND e.sequence > :after AND e.sequence <= :last
+  AND e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
+  AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> ''))
+  AND (:types = '[]' OR e.event_type IN (SELECT value FROM json_each(:types)))
+ON CONFLICT (event_id, handler_name) DO NOTHING
+"""
+
+
+class _Subscribed(Struct, frozen=True, array_like=True):
+    handler_name: str
+    event_type: str | None
+    topic: str | None
+    priority: int
+    ordered: int
+
+
+class _Batch(Struct, frozen=True):
+    last: int | None
+    size: int
+    types: frozenset[str]
+    topics: frozenset[str | None]
+
+
+class Key(Struct, frozen=True):
+    """An event type or a topic, and the statements for its kind."""
+
+    kind: Kind
+    value: str
+
+    @property
+    def name(self) -> str:
+        """As :class:`FannedOut` calls it."""
+        return f"{self.kind.sign}{self.value}"
+
+
+class Kind:
+    """The statements for one kind of key."""
+
+    def __init__(self, column: str, index: str, sign: str) -> None:
+        self.column = column
+        self.sign = sign
+        self.find_waiting, self.measure, self.notify, self.mark_delivered = (
+            statement.format(column=column, index=index)
+            for statement in (FIND_WAITING, MEASURE, NOTIFY, MARK_DELIVERED)
+        )
+
+    def of(self, subscribed: Iterable[_Subscribed]) -> list[str]:
+        """The keys of this kind that anybody wants."""
+        wanted = (getattr(s, self.column) for s in subscribed)
+        return list(dict.fromkeys(key for key in wanted if key is not None))
+
+
+TYPES = Kind("event_type", "eventlog_events_undelivered", "")
+TOPICS = Kind("topic", "eventlog_events_undelivered_topic", "#")
+
+_subscriptions = msgspec.json.Decoder(list[_Subscribed])
+_strings = msgspec.json.Decoder(list[str])
+_batch = msgspec.json.Decoder(_Batch)
+
+
+class SqliteEvents:
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def fan_out(
+        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+    ) -> FannedOut:
+        # Most rounds find nothing, and these must not keep a writer waiting.
+        if not await self.any_undelivered(namespace, seen_since):
+            return FannedOut({}, frozenset(), 0)
+        scope = {
+            "namespace": namespace,
+            "now": as_text(now),
+            "seen_since": as_text(seen_since),
+            "id_head": str(uuid7())[:15],
+        }
+        return await self._connections.transact(lambda connection: _fan_out(connection, scope, rooms, batch_size))
+
+    async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
+        scope = {"namespace": namespace, "seen_since": as_text(seen_since)}
+        return bool(await self._connections.read(lambda connection: _waiting(connection, scope, _subscribed(connection, scope))))
+
+    async def count_undelivered(self, namespace: str) -> int:
+        parameters = {"namespace": namespace}
+        return int(await self._connections.fetch_value(COUNT_UNDELIVERED, parameters))
+
+    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
+        parameters = {"namespace": namespace, "types": as_json(types)}
+        return _strings.decode(await self._connections.fetch_value(PAYLOADS, parameters))
+
+    async def backfill(
+        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
+    ) -> int:
+        parameters = {
+            "namespace": namespace,
+            "handler_name": handler_name,
+            "types": as_json(types),
+            "since": as_text(since),
+            "now": as_text(now),
+            "id_head": str(uuid7())[:15],
+        }
+        made, after = 0, 0
+        while (last := await self._connections.fetch_value(END_OF_PIECE, {"after": after})) is not None:
+            made += await self._connections.write(BACKFILL, {**parameters, "after": after, "last": last})
+            after = last
+        return made
+
+
+def _fan_out(
+    connection: sqlite3.Connection, scope: Mapping[str, Any], rooms: Mapping[str, int], batch_size: int
+) -> FannedOut:
+    subscribed = _subscribed(connection, scope)
+    waiting = _waiting(connection, scope, subscribed)
+    share = max(1, batch_size // max(1, sum(key.name not in rooms for key in waiting)))
+    events: dict[str, int] = {}
+    full: set[str] = set()
+    notifications = 0
+    for key in waiting:
+        room = rooms.get(key.name, share)
+        taken, made = _take(connection, scope, key, room, subscribed)
+        notifications += made
+        if taken:
+            events[key.name] = taken
+        if taken >= room:
+            full.add(key.name)
+    return FannedOut(events, frozenset(full), notifications)
+
+
+def _take(
+    connection: sqlite3.Connection, scope: Mapping[str, Any], key: Key, room: int, subscribed: Iterable[_Subscribed]
+) -> tuple[int, int]:
+    """Fan out one batch of one key, to whoever wants its events by type or by topic; how many events, notifications.
+
+    Types come before topics, and what is taken is marked at once, so that no event is taken twice.
+    """
+    chosen = {**scope, "key": key.value, "room": room}
+    batch = _batch.decode(fetch_value(connection, key.kind.measure, chosen))
+    if not batch.size:
+        return 0, 0
+    takers = [s for s in subscribed if s.event_type in batch.types or (s.topic is not None and s.topic in batch.topics)]
+    chosen.update(last=batch.last, subscriptions=as_json(takers))
+    made = connection.execute(key.kind.notify, chosen).rowcount
+    connection.execute(key.kind.mark_delivered, chosen)
+    return batch.size, made
+
+
+def _waiting(
+    connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]
+) -> list[Key]:
+    """The keys that somebody wants and that have undelivered events."""
+    found: list[Key] = []
+    for kind in (TYPES, TOPICS):
+        if keys := kind.of(subscribed):
+            waiting = fetch_value(connection, kind.find_waiting, {**scope, "keys": as_json(keys)})
+            found += [Key(kind, value) for value in _strings.decode(waiting)]
+    return found
+
+
+def _subscribed(connection: sqlite3.Connection, scope: Mapping[str, Any]) -> list[_Subscribed]:
+    return _subscriptions.decode(fetch_value(connection, SUBSCRIBED, scope))

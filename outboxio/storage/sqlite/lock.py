@@ -1,0 +1,208 @@
+"""Cluster locks on SQLite: locked files beside the database, and fencing terms inside it.
+
+A lock is a file of its own in ``<database>.locks/``, held by ``flock`` for as long as the file is open: when the
+holder's process dies, however it dies, the system closes the file and the next try of a standby succeeds. It is never
+the database file itself: closing any descriptor of that one would drop SQLite's own locks on it. Two descriptors of
+one file exclude each other inside a process as well.
+
+A database in memory belongs to one process, so its locks are names in a set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Protocol
+
+import msgspec
+
+from outboxio.clock import utc_now
+from outboxio.errors import DatabaseUnavailable
+from outboxio.names import LockName
+from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.sqlite.values import as_json, as_text
+
+RAISE_TERMS = """
+INSERT INTO eventlog_leases (name, term, owner, acquired_date)
+SELECT value, 1, :owner, :now FROM json_each(:names) WHERE TRUE
+ON CONFLICT (name) DO UPDATE SET term = term + 1, owner = excluded.owner, acquired_date = excluded.acquired_date
+"""
+
+TERMS = """
+SELECT json_group_object(name, term) FROM eventlog_leases WHERE name IN (SELECT value FROM json_each(:names))
+"""
+
+
+class Held(Protocol):
+    """One lock that was taken."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it still excludes others."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class Locks(Protocol):
+    """Where the locks of one database are."""
+
+    def take(self, name: LockName) -> Held | None:
+        """The lock, or ``None`` if somebody has it."""
+        ...
+
+
+class SqliteClusterLock:
+    def __init__(self, connections: Connections, locks: Locks, shard: str, owner: str) -> None:
+        self._connections = connections
+        self._locks = locks
+        self._shard = shard
+        self._owner = owner[:255]
+        self._held: dict[LockName, Held] = {}
+
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+        taken: dict[LockName, Held] = {}
+        try:
+            for name in names:
+                if (lock := self._locks.take(name)) is not None:
+                    taken[name] = lock
+            terms = await self._raise_terms([name.lease for name in taken]) if taken else {}
+        except BaseException:
+            for lock in taken.values():
+                lock.release()
+            raise
+        self._held.update(taken)
+        return {name: terms[name.lease] for name in taken}
+
+    async def try_probe(self, name: LockName) -> bool:
+        lock = self._locks.take(name)
+        if lock is not None:
+            self._held[name] = lock
+        return lock is not None
+
+    async def heartbeat(self) -> datetime:
+        if not all(lock.is_ours for lock in self._held.values()):
+            await self.close()
+            raise DatabaseUnavailable(self._shard, "its lock files", "they were removed or replaced by others")
+        return utc_now()  # everybody who can reach the file has this clock
+
+    async def release(self, names: Sequence[LockName]) -> None:
+        for name in names:
+            if (lock := self._held.pop(name, None)) is not None:
+                lock.release()
+
+    async def listen(self, heard: Callable[[str], None]) -> None:
+        """SQLite cannot wake other processes: they poll."""
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        """There is no session that could end before the process does."""
+
+    async def close(self) -> None:
+        await self.release(list(self._held))
+
+    async def _raise_terms(self, leases: Sequence[str]) -> Mapping[str, int]:
+        parameters = {"names": as_json(leases), "owner": self._owner, "now": as_text(utc_now())}
+
+        def raise_and_read(connection: sqlite3.Connection) -> str:
+            connection.execute(RAISE_TERMS, parameters)
+            return str(fetch_value(connection, TERMS, parameters))
+
+        return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, int])
+
+
+# --- beside a file -------------------------------------------------------------------------------
+
+
+class FileLocks:
+    """Lock files in a folder beside the database. They stay there: removing one would let two processes hold it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def take(self, name: LockName) -> Held | None:
+        # By whatever links the database is reached, its locks are the same.
+        folder = os.path.realpath(self._path) + ".locks"
+        os.makedirs(folder, exist_ok=True)
+        lock = FileLock(os.path.join(folder, name.text))
+        if lock.try_flock() and lock.is_ours:
+            return lock
+        lock.release()
+        return None
+
+
+class FileLock:
+    """One open lock file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        _open_files.add(self)
+
+    def try_flock(self) -> bool:
+        import fcntl  # not on Windows, where only databases in memory have locks
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the file that we hold is the one that others would find."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        if self in _open_files:
+            _open_files.discard(self)
+            os.close(self._descriptor)
+
+
+_open_files: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child shares the open files, so a worker that outlives us would keep our locks. Closing frees none."""
+    for lock in list(_open_files):
+        with contextlib.suppress(OSError):
+            lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+# --- in memory -----------------------------------------------------------------------------------
+
+
+class MemoryLocks:
+    """The locks of one database in memory."""
+
+    def __init__(self) -> None:
+        self._taken: set[LockName] = set()
+
+    def take(self, name: LockName) -> Held | None:
+        if name in self._taken:
+            return None
+        self._taken.add(name)
+        return MemoryLock(self._taken, name)
+
+
+class MemoryLock:
+    """One name in the set."""
+
+    is_ours = True
+
+    def __init__(self, taken: set[LockName], name: LockName) -> None:
+        self._taken = taken
+        self._name = name
+
+    def release(self) -> None:
+        self._taken.discard(self._name)

@@ -1,0 +1,251 @@
+"""The ``event_notifications`` table on SQLite."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from outboxio.notification import BEGINNING, Notification, NotificationRecord, Position, Wanted
+from outboxio.outcome import Bucket
+from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.sqlite.session import INSERT_EVENTS, event_parameters
+from outboxio.storage.sqlite.values import as_json, as_text
+
+_JSON = ("action_params", "payload", "headers", "errors")
+
+
+def _object(columns: Iterable[str]) -> str:
+    """A row as a JSON object; JSON columns stay text in it."""
+    return "json_object(" + ", ".join(f"'{column}', {column}" for column in columns) + ")"
+
+
+_DUE_COLUMNS = Notification.__struct_fields__
+_RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
+
+# SQLite uses a partial index for a query only if it repeats the index's own condition word for word.
+_DUE = "state IN ('PENDING', 'FAILED', 'DYING') AND state <> 'DYING'"
+_UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
+# Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
+_BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
+# SQLite's own name for the index of a table's first key, here that of the primary key.
+_BY_ID = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
+
+# Which of the wanted have anything due: an idle poll is this one statement.
+FIND_BUSY = f"""
+SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
+  SELECT 1 FROM {_BY_DUE}
+  WHERE namespace = :namespace AND handler_name = json_extract(w.value, '$[0]') AND {_DUE} AND next_retry_at <= :now
+    AND (next_retry_at, sequence) > (json_extract(w.value, '$[1]'), json_extract(w.value, '$[2]')))
+"""
+
+# One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
+# that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
+FIND_DUE = f"""
+SELECT json_group_array({_object(_DUE_COLUMNS)}) FROM (
+  SELECT {", ".join(_DUE_COLUMNS)} FROM {_BY_DUE}
+  WHERE namespace = :namespace AND handler_name = :handler_name AND {_DUE} AND next_retry_at <= :now
+    AND (next_retry_at, sequence) > (:due, :sequence)
+  ORDER BY next_retry_at, sequence LIMIT :limit)
+"""
+
+# The one statement that writes also reads the leases, so no successor can raise a term between the two.
+_HELD = """
+SELECT json_extract(mine.value, '$[1]') FROM json_each(:leases) mine CROSS JOIN eventlog_leases l
+  ON l.name = json_extract(mine.value, '$[0]') AND l.term = json_extract(mine.value, '$[2]')
+"""
+
+SETTLE = f"""
+UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
+WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
+"""
+
+# What differs by row is one JSON object with the ids as its keys. A join would be free to scan the table.
+SETTLE_WITH_DETAILS = f"""
+UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now,
+  next_retry_at = coalesce(json_extract(:details, '$."' || id || '"[0]'), next_retry_at),
+  errors = CASE WHEN json_extract(:details, '$."' || id || '"[1]') IS NULL THEN errors
+    ELSE json_insert(CASE WHEN json_array_length(errors) >= 10 THEN json_remove(errors, '$[0]') ELSE errors END,
+      '$[#]', json(json_extract(:details, '$."' || id || '"[1]'))) END
+WHERE id IN (SELECT key FROM json_each(:details)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
+"""
+
+COUNT_STATES = """
+SELECT json_group_object(state, number) FROM (
+  SELECT state, count(*) AS number FROM eventlog_event_notifications WHERE namespace = :namespace GROUP BY state)
+"""
+
+# Jumps from one handler name to the next along the due index.
+UNFINISHED_NAMES = f"""
+WITH RECURSIVE names(name) AS (
+  SELECT (SELECT handler_name FROM {_BY_DUE}
+          WHERE namespace = :namespace AND {_UNFINISHED} ORDER BY handler_name LIMIT 1)
+  UNION ALL
+  SELECT (SELECT handler_name FROM {_BY_DUE}
+          WHERE namespace = :namespace AND {_UNFINISHED} AND handler_name > names.name ORDER BY handler_name LIMIT 1)
+  FROM names WHERE names.name IS NOT NULL)
+SELECT json_group_array(name) FROM names WHERE name IS NOT NULL
+"""
+
+COUNT_UNFINISHED = f"""
+SELECT count(*) FROM {_BY_DUE}
+WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+"""
+
+# Found without the write lock, for it may have to read the whole backlog of these names.
+FIND_EXPIRED = f"""
+SELECT json_group_array(id) FROM (SELECT id FROM {_BY_DUE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_DUE}
+    AND retention_from < :before LIMIT :limit)
+"""
+
+EXPIRE = f"""
+UPDATE {_BY_ID} SET state = 'EXPIRED', updated_date = :now
+WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND retention_from < :before
+"""
+
+SELECT = f"""
+SELECT json_group_array({_object(_RECORD_COLUMNS)}) FROM (
+  SELECT {", ".join(_RECORD_COLUMNS)} FROM eventlog_event_notifications
+  WHERE namespace = :namespace AND (:state IS NULL OR state = :state)
+    AND (:handler_name IS NULL OR handler_name = :handler_name) AND (:event_type IS NULL OR event_type = :event_type)
+  ORDER BY created_date, sequence, handler_name LIMIT :limit)
+"""
+
+RETRY = f"""
+UPDATE {_BY_ID} SET state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :now
+WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids))
+"""
+
+SKIP = f"""
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
+WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
+"""
+
+_NONE = "[]"
+
+_notifications = msgspec.json.Decoder(list[Notification])
+_rows = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class SqliteNotifications:
+    def __init__(self, connections: Connections, shard: str) -> None:
+        self._connections = connections
+        self._shard = shard
+
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
+        return await self._connections.read(lambda connection: _find_due(connection, namespace, as_text(now), wanted))
+
+    async def settle(self, bucket: Bucket, now: datetime) -> int:
+        return await self._connections.write(*settlement(bucket, now))
+
+    async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
+        def settle_and_insert(connection: sqlite3.Connection) -> int:
+            settled = connection.execute(*settlement(bucket, now)).rowcount
+            if settled < len(bucket.outcomes):
+                raise _Refused
+            for action, events in bucket.emitted:
+                connection.execute(INSERT_EVENTS, event_parameters(action, events))
+            return settled
+
+        try:
+            return await self._connections.transact(settle_and_insert)
+        except _Refused:
+            return 0
+
+    async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
+        wanted = _positions((name, BEGINNING) for name in names)
+        parameters = {"namespace": namespace, "now": as_text(now), "wanted": wanted}
+        return bool(await self._connections.fetch_value(FIND_BUSY, parameters) != _NONE)
+
+    async def count_states(self, namespace: str) -> dict[str, int]:
+        counts = await self._connections.fetch_value(COUNT_STATES, {"namespace": namespace})
+        return msgspec.json.decode(counts, type=dict[str, int])
+
+    async def unfinished_names(self, namespace: str) -> list[str]:
+        names = await self._connections.fetch_value(UNFINISHED_NAMES, {"namespace": namespace})
+        return msgspec.json.decode(names, type=list[str])
+
+    async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
+        parameters = {"namespace": namespace, "names": as_json(names)}
+        return int(await self._connections.fetch_value(COUNT_UNFINISHED, parameters))
+
+    async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
+        parameters = {"namespace": namespace, "names": as_json(names), "before": as_text(before), "limit": limit}
+        ids = await self._connections.fetch_value(FIND_EXPIRED, parameters)
+        if ids == _NONE:
+            return 0
+        return await self._connections.write(EXPIRE, {"ids": ids, "before": as_text(before), "now": as_text(now)})
+
+    async def select(
+        self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
+    ) -> list[NotificationRecord]:
+        parameters = {
+            "namespace": namespace,
+            "state": state,
+            "handler_name": handler_name,
+            "event_type": event_type,
+            "limit": limit,
+        }
+        return [self._record(row) for row in _rows.decode(await self._connections.fetch_value(SELECT, parameters))]
+
+    async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        return await self._connections.write(RETRY, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
+
+    async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        return await self._connections.write(SKIP, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
+
+    def _record(self, row: dict[str, Any]) -> NotificationRecord:
+        for column in _JSON:
+            row[column] = None if row[column] is None else msgspec.json.decode(row[column])
+        return msgspec.convert({**row, "shard": self._shard}, NotificationRecord)
+
+
+class _Refused(Exception):
+    """The fence let some of a bucket through, and not all: take it all back."""
+
+
+def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
+    """The statement that writes a bucket, and its parameters."""
+    parameters = {
+        "state": bucket.state.value,
+        "attempts": bucket.attempts,
+        "now": as_text(now),
+        "leases": as_json((lease.name, lease.handler_name, lease.term) for lease in bucket.leases),
+    }
+    if not bucket.has_details:
+        return SETTLE, {**parameters, "ids": as_json(bucket.ids)}
+    details = {
+        str(outcome.notification_id): (
+            None if outcome.next_retry_at is None else as_text(outcome.next_retry_at),
+            outcome.error,
+        )
+        for outcome in bucket.outcomes
+    }
+    return SETTLE_WITH_DETAILS, {**parameters, "details": msgspec.json.encode(details).decode()}
+
+
+def _find_due(
+    connection: sqlite3.Connection, namespace: str, now: str, wanted: Sequence[Wanted]
+) -> list[Notification]:
+    scope = {"namespace": namespace, "now": now}
+    positions = _positions((w.handler_name, w.after) for w in wanted)
+    busy = msgspec.json.decode(fetch_value(connection, FIND_BUSY, {**scope, "wanted": positions}), type=list[int])
+    found: list[Notification] = []
+    for number in busy:
+        found += _find_due_of(connection, scope, wanted[number])
+    return found
+
+
+def _find_due_of(connection: sqlite3.Connection, scope: Mapping[str, str], wanted: Wanted) -> list[Notification]:
+    due, sequence = wanted.after
+    parameters = {"handler_name": wanted.handler_name, "due": as_text(due), "sequence": sequence, "limit": wanted.limit}
+    return _notifications.decode(fetch_value(connection, FIND_DUE, {**scope, **parameters}))
+
+
+def _positions(wanted: Iterable[tuple[str, Position]]) -> str:
+    return as_json((name, as_text(due), sequence) for name, (due, sequence) in wanted)

@@ -1,0 +1,200 @@
+"""The one writing connection, checked out for one transaction of the application; and a caller's own connection."""
+
+from __future__ import annotations
+
+import inspect
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from outboxio.errors import TransactionError
+from outboxio.event import ActionRecord, EventRecord
+from outboxio.storage.sqlite.connection import Connections, Parameters, Work, begin, fetch_value, roll_back
+from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
+
+Run = Callable[[Work[Any]], Awaitable[Any]]
+
+# One statement however many events there are, so that a caller who catches its error has all of them or none.
+# json_each takes the list apart in order, which is the order in which the rows are numbered.
+INSERT_EVENTS = """
+INSERT INTO eventlog_events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
+    model_id, model_type, event_type, payload, event_date, delivered, ordering_key, topic, source, correlation_id,
+    causation_id, headers, available_at, hops)
+SELECT json_extract(value, '$[0]'), :namespace, :action_id, :action_name, :action_params, :started_date,
+    :completion_date, json_extract(value, '$[1]'), json_extract(value, '$[2]'), json_extract(value, '$[3]'),
+    json_extract(value, '$[4]'), :completion_date, FALSE, json_extract(value, '$[5]'), json_extract(value, '$[6]'),
+    :source, :correlation_id, :causation_id, :headers, json_extract(value, '$[7]'), :hops
+FROM json_each(:events)
+"""
+
+
+def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
+    """The parameters of ``INSERT_EVENTS``."""
+    return {
+        "namespace": action.namespace,
+        "action_id": str(action.action_id),
+        "action_name": action.action_name,
+        "action_params": action.action_params,
+        "started_date": as_text(action.started_date),
+        "completion_date": as_text(action.completion_date),
+        "source": action.source,
+        "correlation_id": action.correlation_id,
+        "causation_id": None if action.causation_id is None else str(action.causation_id),
+        "headers": action.headers,
+        "hops": action.hops,
+        "events": as_json(
+            (
+                event.id,
+                event.model_id,
+                event.model_type,
+                event.event_type,
+                event.payload,
+                event.ordering_key,
+                event.topic,
+                None if event.available_at is None else as_text(event.available_at),
+            )
+            for event in events
+        ),
+    }
+
+
+class SqliteSession:
+    """One transaction on the writing connection."""
+
+    def __init__(self, run: Run, discard: Callable[[], None]) -> None:
+        self._run_in_thread = run
+        self._discard = discard
+        self._connection: Any = None
+        self.is_clean = True
+        """Whether nothing was begun, or what was begun has ended."""
+
+    @property
+    def connection(self) -> Any:
+        return self._connection
+
+    async def begin(self) -> None:
+        self.is_clean = False
+        try:
+            self._connection = await self._run_in_thread(begin)
+        except Exception:
+            self.is_clean = True  # only a cancellation leaves open whether it began
+            raise
+
+    async def commit(self) -> None:
+        await self._run(lambda connection: connection.execute("COMMIT"))
+        self.is_clean = True
+
+    async def rollback(self) -> None:
+        await self._run(roll_back)
+        self.is_clean = True
+
+    def discard(self) -> None:
+        self._discard()
+        self.is_clean = True
+
+    def in_transaction(self) -> bool:
+        return bool(self._connection.in_transaction)
+
+    async def execute(self, sql: str, args: Sequence[Any]) -> int:
+        parameters = as_parameters(sql, args)
+        return int(await self._run(lambda connection: _execute(connection, sql, parameters)))
+
+    async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]:
+        parameters = as_parameters(sql, args)
+        return list(await self._run(lambda connection: _fetch(connection, sql, parameters)))
+
+    async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
+        parameters = as_parameters(sql, args)
+        return await self._run(lambda connection: _fetch_first(connection, sql, parameters))
+
+    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        parameters = event_parameters(action, events)
+        await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
+
+    async def _run(self, work: Work[Any]) -> Any:
+        """Always on the connection that began, never on one that has taken its place."""
+        connection = self._connection
+        return await self._run_in_thread(lambda _: work(connection))
+
+
+class CheckedOutSession:
+    """Takes the writer's turn, and gives it on with no transaction open, whatever happened meanwhile."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._session = SqliteSession(connections.writer.run, connections.discard_writer)
+
+    async def __aenter__(self) -> SqliteSession:
+        await self._connections.turn.take()
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._session.is_clean:
+                # Even if this is cancelled, the thread does it before anything that comes after.
+                await self._connections.writer.run(roll_back)
+        finally:
+            self._connections.turn.pass_on()
+
+
+class CallersSession(SqliteSession):
+    """A caller's own ``sqlite3`` or ``aiosqlite`` connection: events are written on it, and nothing else."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(_refuse, _nothing)
+        self._connection = connection
+
+    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        cursor = await _awaited(self._connection.execute(INSERT_EVENTS, event_parameters(action, events)))
+        await _awaited(cursor.close())
+
+
+def is_connection(connection: object) -> bool:
+    """Whether it is a connection of sqlite3, or of aiosqlite, which need not be installed."""
+    return isinstance(connection, sqlite3.Connection) or any(
+        f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
+    )
+
+
+def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
+    before = connection.total_changes
+    cursor = connection.execute(sql, parameters)
+    returned = len(cursor.fetchall())  # RETURNING counts, and ends, with its last row
+    if cursor.rowcount >= 0:
+        return cursor.rowcount
+    # sqlite3 counts for statements that begin with INSERT, UPDATE, DELETE or REPLACE; WITH may lead to one of them.
+    return returned if connection.total_changes == before else int(fetch_value(connection, "SELECT changes()", ()))
+
+
+def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> list[Any]:
+    return _with_names(connection).execute(sql, parameters).fetchall()
+
+
+def _fetch_first(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> Any | None:
+    cursor = _with_names(connection)
+    try:
+        return cursor.execute(sql, parameters).fetchone()
+    finally:
+        cursor.close()  # a statement that is not at its end would hold up COMMIT
+
+
+def _with_names(connection: sqlite3.Connection) -> sqlite3.Cursor:
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor
+
+
+async def _awaited(value: Any) -> Any:
+    """What aiosqlite has to be waited for, and sqlite3 has at once."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _refuse(work: Work[Any]) -> Any:
+    raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,76 @@
+"""How values are written in SQLite, which has text, numbers and bytes, and no more."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from outboxio.clock import naive_utc
+from outboxio.storage.sqlite.connection import Parameters
+
+# What may hold a character that looks like a placeholder and is none, then the placeholders.
+_PLACEHOLDER = re.compile(
+    r"""'[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|(?P<positional>\?)|\$(?P<number>\d+)\b""", re.DOTALL
+)
+
+
+def as_text(moment: datetime) -> str:
+    """A naive moment, always with six decimals, so that texts sort as the moments do."""
+    return moment.isoformat(" ", "microseconds")
+
+
+def as_json(values: Iterable[Any]) -> str:
+    """A list as the one text that ``json_each`` takes apart again."""
+    return msgspec.json.encode(list(values)).decode()
+
+
+def as_parameters(sql: str, arguments: Sequence[Any]) -> Parameters:
+    """The caller's arguments as sqlite3 takes them.
+
+    ``?`` is sqlite3's own: arguments go in by position. For SQLite ``$1`` is a name, so arguments are bound by the
+    names 1, 2, ... if the first placeholder of the statement, outside of quotes and comments, is of this kind.
+    """
+    values = [as_value(argument) for argument in arguments]
+    highest = _highest_number(sql) if "$" in sql else 0
+    if not highest:
+        return values
+    if highest != len(values):
+        raise sqlite3.ProgrammingError(
+            f"the statement has placeholders up to ${highest}, and there are {len(values)} arguments"
+        )
+    return {str(number): value for number, value in enumerate(values, 1)}
+
+
+def as_value(value: Any) -> Any:
+    """A value of the application as SQLite stores it; unknown types are left for sqlite3 to refuse."""
+    match value:
+        case UUID() | Decimal():
+            return str(value)
+        case datetime():
+            return as_text(naive_utc(value))
+        case date():
+            return value.isoformat()
+        case time():
+            return value.isoformat("microseconds")
+        case Enum():
+            return as_value(value.value)
+        case _:
+            return value
+
+
+@lru_cache(maxsize=512)
+def _highest_number(sql: str) -> int:
+    """The highest n of the statement's ``$n``; 0 if its placeholders are of another kind."""
+    found = [match for match in _PLACEHOLDER.finditer(sql) if match["positional"] or match["number"]]
+    if not found or found[0]["positional"]:
+        return 0
+    return max(int(match["number"] or 0) for match in found)

@@ -1,0 +1,180 @@
+"""A poll costs what it finds, whatever else lies in the tables and whatever the planner believes.
+
+The plans are those of the loops' own statements on a loop's own settings, as generic plans, with the rows and buffers
+that they really touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox
+from outboxio.notification import BEGINNING
+from outboxio.storage.postgres.connection import LOOP_SETTINGS
+from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT
+from outboxio.storage.postgres.notifications import ANY_DUE, FIND_DUE, UNFINISHED_NAMES
+
+NOW = datetime(2030, 1, 1)
+LONG_AGO = NOW - timedelta(days=365)
+TYPES = 8
+BATCH = 1000
+
+EVENTS = """
+INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
+  model_id, model_type, event_type, payload, event_date, delivered)
+SELECT gen_random_uuid(), $1, gen_random_uuid(), 'Deposit', '{"amount": 1}', $2::timestamp, $2::timestamp, i::text, 'Wallet',
+  $3 || (i % $4::int), '{"amount": 1, "currency": "EUR"}', $2::timestamp + i * interval '1 ms', $6
+FROM generate_series(1, $5::int) AS i
+"""
+
+NOTIFICATIONS = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name, action_params,
+  started_date, completion_date, model_id, model_type, event_type, payload, event_date, state, attempts, next_retry_at,
+  created_date, updated_date, sequence, retention_from)
+SELECT gen_random_uuid(), gen_random_uuid(), $1, $2, gen_random_uuid(), 'Deposit', '{"amount": 1}', $3, $3, i::text,
+  'Wallet', 'T0', '{"amount": 1}', $3, $4, 1, $3, $3, $3, i, $3
+FROM generate_series(1, $5::int) AS i
+"""
+
+SUBSCRIBE = """
+INSERT INTO eventlog.subscriptions SELECT 'app', $1, 'T' || i, '', '[]', 0, FALSE, $2 FROM generate_series(0, 7) AS i
+"""
+
+
+@asynccontextmanager
+async def loop_connection(url: str) -> AsyncIterator[Any]:
+    """A connection as the loops have theirs, on a database with our tables that no autovacuum analyses."""
+    async with Outbox(url, namespace="app") as outbox:
+        await outbox.migrate()
+    connection = await asyncpg.connect(url)
+    for table in ("events", "event_notifications", "subscriptions"):
+        await connection.execute(f"ALTER TABLE eventlog.{table} SET (autovacuum_enabled = false)")
+    for name, value in LOOP_SETTINGS.items():
+        await connection.execute(f"SET {name} = '{value}'")
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+class Plan:
+    """What one execution of a statement touched."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.nodes = list(_nodes(root))
+        # What inserting costs grows with the height of the indexes; what finding costs must not grow at all.
+        finding = next((node for node in self.nodes if node.get("Subplan Name") == "CTE batch"), root)
+        self.buffers: int = finding["Shared Hit Blocks"] + finding["Shared Read Blocks"]
+        self.rows_read = sum(
+            (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+            for node in self.nodes
+            if node["Node Type"].startswith("Index") and node.get("Relation Name") in ("events", "event_notifications")
+        )
+        self.indexes = {node["Index Name"] for node in self.nodes if "Index Name" in node}
+        self.sorts = [node for node in self.nodes if "Sort" in node["Node Type"]]
+        self.table_scans = {
+            node["Relation Name"]
+            for node in self.nodes
+            if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan") and node["Relation Name"].startswith("event")
+        }
+
+
+async def explain(connection: Any, statement: str, *args: Any) -> Plan:
+    """Run a statement as the generic plan that the loops get, take back what it did, and tell what it touched."""
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        await connection.execute(f"PREPARE poll AS {statement}")
+        literals = ", ".join(_literal(arg) for arg in args)
+        text = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE poll({literals})")
+        return Plan(json.loads(text)[0]["Plan"])
+    finally:
+        await transaction.rollback()
+        await connection.execute("DEALLOCATE poll")
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return "'{" + ", ".join(f'"{item}"' for item in value) + "}'"
+    return str(value) if isinstance(value, int) else f"'{value}'"
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for child in node.get("Plans", ()):
+        yield from _nodes(child)
+
+
+async def fan_out(connection: Any) -> Plan:
+    types = [f"T{i}" for i in range(TYPES)]
+    return await explain(connection, FAN_OUT, "app", NOW, LONG_AGO, types, [BATCH // TYPES] * TYPES, BATCH)
+
+
+async def find_due(connection: Any, names: Sequence[str]) -> Plan:
+    number = len(names)
+    positions = [BEGINNING[0]] * number, [BEGINNING[1]] * number
+    return await explain(connection, FIND_DUE, "app", NOW, list(names), [BATCH // number] * number, *positions)
+
+
+def assert_flat(small: Plan, large: Plan, what: str) -> None:
+    """A poll in a large table reads the same rows as in a small one, and no more of the index above them."""
+    assert not large.table_scans, f"{what} scans {large.table_scans}"
+    assert large.rows_read <= small.rows_read * 1.1 + 10, (
+        f"{what} reads {large.rows_read} rows, {small.rows_read} before"
+    )
+    assert large.buffers <= small.buffers * 1.3 + 50, f"{what} touches {large.buffers} buffers, {small.buffers} before"
+
+
+async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str) -> None:
+    async with loop_connection(postgres_url) as connection:
+        await connection.execute(SUBSCRIBE, "h", NOW)
+        await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 2 * BATCH, False)
+        small = await fan_out(connection)
+        assert small.rows_read == pytest.approx(BATCH, rel=0.05)
+
+        await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 200_000, False)
+        await connection.execute(EVENTS, "app", LONG_AGO, "Unsubscribed", 3, 50_000, False)
+        await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000, False)
+        await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "SUCCEEDED", 200_000)
+        for statistics in ("none", "fresh"):
+            if statistics == "fresh":
+                await connection.execute("ANALYZE")
+            large = await fan_out(connection)
+            assert "events_undelivered" in large.indexes
+            assert_flat(small, large, f"fan-out with {statistics} statistics")
+            waiting = await explain(connection, ANY_UNDELIVERED, "app", LONG_AGO)
+            assert waiting.rows_read <= TYPES
+            assert not waiting.table_scans
+
+
+async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgres_url: str) -> None:
+    async with loop_connection(postgres_url) as connection:
+        await connection.execute(NOTIFICATIONS, "quick", "app", LONG_AGO, "PENDING", BATCH)
+        await connection.execute(NOTIFICATIONS, "other", "app", LONG_AGO, "FAILED", BATCH)
+        small = await find_due(connection, ["quick", "other"])
+        assert small.rows_read == pytest.approx(BATCH, rel=0.05)
+
+        before = LONG_AGO - timedelta(days=1)
+        await connection.execute(NOTIFICATIONS, "quick", "app", LONG_AGO, "SUCCEEDED", 200_000)
+        await connection.execute(NOTIFICATIONS, "without-a-slot", "app", before, "PENDING", 300_000)
+        await connection.execute(NOTIFICATIONS, "quick", "another", LONG_AGO, "PENDING", 20_000)
+        for statistics in ("none", "fresh"):
+            if statistics == "fresh":
+                await connection.execute("ANALYZE")
+            large = await find_due(connection, ["quick", "other"])
+            assert "event_notifications_due" in large.indexes
+            assert not large.sorts, "the index has the rows in order"
+            assert_flat(small, large, f"the due query with {statistics} statistics")
+            due = await explain(connection, ANY_DUE, "app", NOW, ["quick", "other", "nobody"])
+            assert due.rows_read <= 3
+            assert not due.table_scans
+            names = await explain(connection, UNFINISHED_NAMES, "app")
+            assert names.rows_read <= 10
+            assert not names.table_scans
