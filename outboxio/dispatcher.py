@@ -49,6 +49,7 @@ SLICE = 0.001  # seconds that workers may run on without giving the event loop a
 SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
 SWEEP_IN_FLIGHT = 0.05  # seconds between sweeps while so much is in flight that reading past it costs something
 FEW_IN_FLIGHT = 100
+MOST_READY = 10_000  # rows that all handlers together have ready at most
 FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with
 QUICK, SLOW = 0.25, 2.0  # seconds between two reads that double, or halve, that number
 LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it stuck
@@ -89,11 +90,12 @@ class Run:
 class HandlerQueue:
     """What one handler has ready and running."""
 
-    def __init__(self, handler: Handler, settings: Settings, limit: int) -> None:
+    def __init__(self, handler: Handler, settings: Settings, handlers: int) -> None:
         self.handler = handler
         self.function = handler.function
-        self.limit = limit
         options = handler.options
+        self.limit = min(options.concurrency or settings.concurrency, settings.concurrency)
+        self.share = min(self.limit, max(1, settings.concurrency // (2 * handlers)))
         self.policy = options.retry
         self.retention = self.policy.retention or settings.handling_retention_window
         self.cap = settings.handling_max_backoff_cap
@@ -103,14 +105,10 @@ class HandlerQueue:
         self.ready: deque[Run] = deque()
         self.running: dict[Run, None] = {}  # in the order in which they started, so in that of their deadlines
         self.is_listed = False
-        self._largest_window = settings.handling_batch_size
-        self.window = min(self._largest_window, max(limit, FIRST_WINDOW))
+        self._largest_window = max(self.limit, min(settings.handling_batch_size, MOST_READY // handlers))
+        self.window = min(self._largest_window, max(self.limit, FIRST_WINDOW))
         self.read_at = 0.0
         self.was_full = False
-
-    @property
-    def can_start(self) -> bool:
-        return bool(self.ready) and len(self.running) < self.limit
 
     @property
     def wants_more(self) -> bool:
@@ -175,7 +173,9 @@ class Dispatcher:
         self._settings = settings
         self._context = context
         self._emitted = emitted
-        self._queues = {id(h): HandlerQueue(h, settings, self._limit(h, len(handlers))) for h in handlers}
+        self._queues = {id(h): HandlerQueue(h, settings, len(handlers)) for h in handlers}
+        self._unclaimed = sum(queue.share for queue in self._queues.values())
+        self._held_back: list[HandlerQueue] = []
         self._sources: dict[str, Source] = {}
         self._quotas = Quotas(settings.handling_batch_size)
         self._in_flight: dict[UUID, Run] = {}
@@ -227,9 +227,11 @@ class Dispatcher:
 
     async def finish(self) -> None:
         """Wait until nothing is ready or running, and everything is settled."""
-        while self._ready or self._running or self._waiting:
+        while True:
             await self._quiet.wait()
-            await self.settle_once()
+            await self.settle_once()  # takes its turn behind a write that is under way
+            if self.is_idle:
+                return
 
     @property
     def is_idle(self) -> bool:
@@ -255,7 +257,7 @@ class Dispatcher:
 
     def _next_reads(self, now: float) -> list[tuple[Source, Wanted]]:
         batch = self._settings.handling_batch_size
-        if self._stopping or now > self._proven_until or self._ready >= 2 * batch:
+        if self._stopping or now > self._proven_until:
             return []
         if len(self._waiting) > 4 * self._settings.outcome_batch + batch:
             return []  # the database takes outcomes more slowly than handlers make them
@@ -309,17 +311,32 @@ class Dispatcher:
     # --- running -------------------------------------------------------------------------------
 
     def _list(self, queue: HandlerQueue) -> None:
-        """Handlers take turns: a queue stands in line while it can start something."""
-        if not queue.is_listed and queue.can_start:
+        """Handlers take turns: a queue stands in line while it has something to start."""
+        if not queue.is_listed and queue.ready and len(queue.running) < queue.limit:
             queue.is_listed = True
             self._runnable.append(queue)
+
+    def _has_slot(self, queue: HandlerQueue) -> bool:
+        """Every handler has its share of the slots, and any that others have not claimed beyond theirs.
+
+        So however many runs of slow handlers there are, another handler can always start something at once.
+        """
+        if len(queue.running) < queue.share:
+            return True
+        free = self._settings.concurrency - self._running
+        return free > min(self._unclaimed, self._settings.concurrency // 2)
 
     def _next_run(self) -> Run | None:
         while self._runnable:
             queue = self._runnable.popleft()
             queue.is_listed = False
-            if not queue.can_start:
+            if not queue.ready or len(queue.running) >= queue.limit:
                 continue
+            if not self._has_slot(queue):
+                self._held_back.append(queue)
+                continue
+            if len(queue.running) < queue.share:
+                self._unclaimed -= 1
             run = queue.ready.popleft()
             queue.running[run] = None
             self._ready -= 1
@@ -494,9 +511,14 @@ class Dispatcher:
             self._add(outcome)
 
     def _leave(self, run: Run) -> None:
-        run.queue.running.pop(run, None)
+        queue = run.queue
+        del queue.running[run]
         self._running -= 1
-        self._list(run.queue)
+        if len(queue.running) < queue.share:
+            self._unclaimed += 1
+        self._list(queue)
+        while self._held_back:
+            self._list(self._held_back.pop())
         if not self._running and not self._ready:
             self._quiet.set()
 
@@ -719,21 +741,16 @@ class Dispatcher:
 
     async def _settle_all(self, deadline: float) -> None:
         pause = 0.05
-        while self._waiting:
+        while True:
             try:
-                await self.settle_once()
+                await self.settle_once()  # takes its turn behind a write that is under way
+                if not self._waiting:
+                    return
             except Exception as error:
                 if asyncio.get_running_loop().time() + pause > deadline:
                     raise ShutdownError([outcome.notification_id for outcome in self._waiting]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
-
-    def _limit(self, handler: Handler, handlers: int) -> int:
-        """How many runs of one handler go on at once: its own limit, or all slots but those kept for others."""
-        everything = self._settings.concurrency
-        if handler.options.concurrency is not None:
-            return min(handler.options.concurrency, everything)
-        return everything if handlers == 1 else max(1, everything - everything // 4)
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ LOOP_SETTINGS: Mapping[str, str] = {
     "default_transaction_isolation": "read committed",
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
+    "enable_sort": "off",
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
 }

@@ -56,7 +56,7 @@ WITH live AS MATERIALIZED (
     0, greatest(e.available_at, $2), $2, $2, e.sequence,
     CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id,
     e.causation_id, e.headers, e.hops, greatest(e.available_at, $2)
-  FROM batch e JOIN subscribed s ON s.topic = e.topic
+  FROM batch e JOIN subscribed s ON s.topic = e.topic AND s.topic <> ''
   ON CONFLICT (event_id, handler_name) DO NOTHING
   RETURNING 1
 ), done AS (
@@ -67,14 +67,19 @@ FROM batch GROUP BY key
 """
 
 ANY_UNDELIVERED = """
+WITH live AS MATERIALIZED (
+  SELECT handler_name, event_type, topic, aliases
+  FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $2
+), subscribed AS MATERIALIZED (
+  SELECT * FROM live WHERE handler_name NOT IN (
+    SELECT jsonb_array_elements_text(aliases) FROM live WHERE aliases <> '[]')
+)
 SELECT EXISTS (
-  SELECT FROM (SELECT DISTINCT event_type FROM eventlog.subscriptions
-               WHERE namespace = $1 AND last_seen_date > $2 AND topic = '') t CROSS JOIN LATERAL (
+  SELECT FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t CROSS JOIN LATERAL (
     SELECT FROM eventlog.events e WHERE e.namespace = $1 AND e.event_type = t.event_type AND e.delivered = FALSE
     ORDER BY e.sequence LIMIT 1) e
   UNION ALL
-  SELECT FROM (SELECT DISTINCT topic FROM eventlog.subscriptions
-               WHERE namespace = $1 AND last_seen_date > $2 AND topic <> '') t CROSS JOIN LATERAL (
+  SELECT FROM (SELECT DISTINCT topic FROM subscribed WHERE topic <> '') t CROSS JOIN LATERAL (
     SELECT FROM eventlog.events e WHERE e.namespace = $1 AND e.topic = t.topic AND e.delivered = FALSE
       AND e.event_type IS NOT NULL
     ORDER BY e.sequence LIMIT 1) e)
@@ -98,7 +103,7 @@ SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.acti
   0, $5, $5, $5, e.sequence, CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority,
   e.correlation_id, e.causation_id, e.headers, e.hops, $5
 FROM eventlog.events e JOIN eventlog.subscriptions s
-  ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic)
+  ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')
 WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
   AND (cardinality($3::text[]) = 0 OR e.event_type = ANY ($3))
 ORDER BY e.sequence

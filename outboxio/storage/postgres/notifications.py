@@ -46,18 +46,24 @@ WITH held AS MATERIALIZED (
   ORDER BY l.name FOR SHARE OF l)
 """
 
+# Rows are reached by their primary key and nothing else. Said in this way, neither the state nor the handler's name
+# can lure a planner that believes the table to be small into walking another index.
+_UNSETTLED = "state <> ALL ('{SUCCEEDED,EXPIRED,DEAD,SKIPPED}')"
+_IS_HELD = "ARRAY(SELECT handler_name FROM held) @> ARRAY[handler_name::text]"
+
 SETTLE = f"""{_HELD}
 UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $7
-WHERE id = ANY ($1::uuid[]) AND state IN ('PENDING', 'FAILED') AND handler_name IN (SELECT handler_name FROM held)
+WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
+# The same, with what differs from row to row at the place of the row's id in $1.
 SETTLE_WITH_DETAILS = f"""{_HELD}
-UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_date = $7,
-  next_retry_at = coalesce(o.next_retry_at, n.next_retry_at),
-  errors = CASE WHEN o.error IS NULL THEN n.errors
-    ELSE CASE WHEN jsonb_array_length(n.errors) >= 10 THEN n.errors - 0 ELSE n.errors END || o.error::jsonb END
-FROM unnest($1::uuid[], $8::timestamp[], $9::text[]) AS o(id, next_retry_at, error)
-WHERE n.id = o.id AND n.state IN ('PENDING', 'FAILED') AND n.handler_name IN (SELECT handler_name FROM held)
+UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_date = $7, (next_retry_at, errors) = (
+  SELECT coalesce(($8::timestamp[])[row.place], n.next_retry_at),
+    CASE WHEN jsonb_array_length(n.errors) >= 10 THEN n.errors - 0 ELSE n.errors END
+      || (($9::text[])[row.place])::jsonb
+  FROM (SELECT array_position($1::uuid[], n.id) AS place) AS row)
+WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
 ANY_DUE = """

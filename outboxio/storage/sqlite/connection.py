@@ -49,7 +49,8 @@ class Connection:
         """Call ``work`` with the connection, in the thread; what it returns or raises."""
         if self._jobs is None:
             self._jobs = self._start()
-        return await _ask(self._jobs, work)
+        result: T = await _ask(self._jobs, work)
+        return result
 
     async def close(self) -> None:
         """Close the connection after everything that was handed over."""
@@ -122,28 +123,30 @@ class Turn:
 
 
 class Connections:
-    """The connections of one database: one that writes, and one that reads what is committed.
+    """The connections of one database: one that writes, and those that read what is committed.
 
-    A database in memory has one connection for both. Then reading takes its turn too, for it must not see what an
-    action has not committed yet.
+    The loops read on a connection of their own, so that an operator's long look keeps no handler waiting. A database
+    in memory has one connection for everything. Then reading takes its turn too, for it must not see what an action
+    has not committed yet.
     """
 
     def __init__(self, shard: str, path: str | None) -> None:
-        self.writer = Connection(lambda: connect(shard, path))
+        def connection() -> Connection:
+            return Connection(lambda: connect(shard, path))
+
+        self.writer = connection()
         self.turn = Turn(shard)
-        self._reader = self.writer if path is None else Connection(lambda: connect(shard, path))
         self._in_memory = path is None
+        self._reader = self.writer if self._in_memory else connection()
+        self._inspector = self.writer if self._in_memory else connection()
 
     async def read(self, work: Work[T]) -> T:
-        """Call ``work`` with a connection for reading."""
-        if not self._in_memory or self.turn.is_mine:
-            return await self._reader.run(work)
-        async with self.turn:
-            return await self._reader.run(work)
+        """Call ``work`` with the loops' connection for reading."""
+        return await self._read(self._reader, work)
 
-    async def fetch_value(self, sql: str, parameters: Parameters) -> Any:
-        """Run one query; the first column of its first row."""
-        return await self.read(lambda connection: fetch_value(connection, sql, parameters))
+    async def inspect(self, sql: str, parameters: Parameters) -> Any:
+        """Run a query that may take long; the first column of its first row."""
+        return await self._read(self._inspector, lambda connection: fetch_value(connection, sql, parameters))
 
     async def write(self, sql: str, parameters: Parameters) -> int:
         """Run one autocommit statement; the number of rows it touched."""
@@ -160,14 +163,21 @@ class Connections:
         if not self._in_memory:
             self.writer.drop()
 
-    async def close_reader(self) -> None:
+    async def close_readers(self) -> None:
         if not self._in_memory:
             await self._reader.close()
+            await self._inspector.close()
 
     async def close(self) -> None:
-        await self.close_reader()
+        await self.close_readers()
         async with self.turn:
             await self.writer.close()
+
+    async def _read(self, connection: Connection, work: Work[T]) -> T:
+        if not self._in_memory or self.turn.is_mine:
+            return await connection.run(work)
+        async with self.turn:
+            return await connection.run(work)
 
 
 def begin(connection: sqlite3.Connection) -> sqlite3.Connection:

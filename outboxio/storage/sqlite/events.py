@@ -18,7 +18,8 @@ from outboxio.storage.sqlite.values import as_json, as_text
 # Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
 # a newer one. A name that is a live handler's alias gets no new rows.
 SUBSCRIBED = """
-SELECT json_group_array(json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
+SELECT json_group_array(
+  json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
 FROM eventlog_subscriptions s
 WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_name NOT IN (
   SELECT a.value FROM eventlog_subscriptions r, json_each(r.aliases) a
@@ -38,19 +39,23 @@ SELECT json_group_array(k.value) FROM json_each(:keys) k WHERE EXISTS (
 # How far a batch of one key reaches, and what its events are.
 MEASURE = """
 SELECT json_object('last', max(sequence), 'size', count(*),
-  'types', json_group_array(DISTINCT event_type), 'topics', json_group_array(DISTINCT topic))
+  'types', json_group_array(DISTINCT event_type),
+  'topics', json_group_array(DISTINCT topic) FILTER (WHERE topic IS NOT NULL))
 FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY {index}
   WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND e.event_type IS NOT NULL
   ORDER BY e.sequence LIMIT :room)
 """
 
-# The payloads stay inside the database. An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie
-# together in the index of ids.
-_NOTIFY = """
+_INTO = """
 INSERT INTO eventlog_event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
   action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
   attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
   causation_id, headers, hops, retention_from)
+"""
+
+# The payloads stay inside the database. An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie
+# together in the index of ids.
+_OWED = """
 SELECT lower(:id_head || substr(hex(randomblob(2)), 2) || '-' || substr('89AB', 1 + (random() & 3), 1)
     || substr(hex(randomblob(2)), 2) || '-' || hex(randomblob(6))),
   e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date,
@@ -61,11 +66,13 @@ SELECT lower(:id_head || substr(hex(randomblob(2)), 2) || '-' || substr('89AB', 
 """
 
 NOTIFY = f"""
+{_INTO}
 WITH s AS MATERIALIZED (
   SELECT json_extract(value, '$[0]') AS handler_name, json_extract(value, '$[1]') AS event_type,
-    json_extract(value, '$[2]') AS topic, json_extract(value, '$[3]') AS priority, json_extract(value, '$[4]') AS ordered
+    json_extract(value, '$[2]') AS topic, json_extract(value, '$[3]') AS priority,
+    json_extract(value, '$[4]') AS ordered
   FROM json_each(:subscriptions))
-{_NOTIFY}
+{_OWED}
 FROM s CROSS JOIN eventlog_events e INDEXED BY {{index}}
 WHERE e.namespace = :namespace AND e.{{column}} = :key AND e.delivered = FALSE AND e.event_type IS NOT NULL
   AND e.sequence <= :last AND (e.event_type = s.event_type OR e.topic = s.topic)
@@ -84,24 +91,29 @@ WHERE namespace = :namespace AND delivered = FALSE AND event_type IS NOT NULL
 """
 
 PAYLOADS = """
-SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events
+SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events NOT INDEXED
   WHERE namespace = :namespace AND event_type IN (SELECT value FROM json_each(:types)) ORDER BY sequence)
 """
 
-# History can be long, and while one transaction writes no other can: it is gone through in pieces.
-PIECE = 1000
-END_OF_PIECE = f"""
-SELECT max(sequence) FROM (
-  SELECT sequence FROM eventlog_events NOT INDEXED WHERE sequence > :after ORDER BY sequence LIMIT {PIECE})
+# History can be long, and while one transaction writes no other can: it is read first, and written in pieces.
+HISTORY = """
+SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
+  WHERE e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
+    AND (:types = '[]' OR e.event_type IN (SELECT value FROM json_each(:types)))
+    AND EXISTS (SELECT 1 FROM eventlog_subscriptions s
+      WHERE s.namespace = :namespace AND s.handler_name = :handler_name
+        AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> '')))
+  ORDER BY e.sequence)
 """
+PIECE = 1000
+# SQLite's own name for the index of a table's first key, here that of id.
 BACKFILL = f"""
-{_NOTIFY}
-FROM eventlog_subscriptions s CROSS JOIN eventlog_events e NOT INDEXED
-WHERE s.namespace = :namespace AND s.handler_name = :handler_name AND e.sequence > :after AND e.sequence <= :last
-  AND e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
+{_INTO}
+{_OWED}
+FROM json_each(:ids) h CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1 ON e.id = h.value
+CROSS JOIN eventlog_subscriptions s ON s.namespace = :namespace AND s.handler_name = :handler_name
   AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> ''))
-  AND (:types = '[]' OR e.event_type IN (SELECT value FROM json_each(:types)))
-ON CONFLICT (event_id, handler_name) DO NOTHING
+WHERE TRUE ON CONFLICT (event_id, handler_name) DO NOTHING
 """
 
 
@@ -117,7 +129,7 @@ class _Batch(Struct, frozen=True):
     last: int | None
     size: int
     types: frozenset[str]
-    topics: frozenset[str | None]
+    topics: frozenset[str]
 
 
 class Key(Struct, frozen=True):
@@ -171,37 +183,37 @@ class SqliteEvents:
             "namespace": namespace,
             "now": as_text(now),
             "seen_since": as_text(seen_since),
-            "id_head": str(uuid7())[:15],
+            "id_head": _id_head(),
         }
         return await self._connections.transact(lambda connection: _fan_out(connection, scope, rooms, batch_size))
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         scope = {"namespace": namespace, "seen_since": as_text(seen_since)}
-        return bool(await self._connections.read(lambda connection: _waiting(connection, scope, _subscribed(connection, scope))))
+
+        def look(connection: sqlite3.Connection) -> bool:
+            return bool(_waiting(connection, scope, _subscribed(connection, scope)))
+
+        return await self._connections.read(look)
 
     async def count_undelivered(self, namespace: str) -> int:
-        parameters = {"namespace": namespace}
-        return int(await self._connections.fetch_value(COUNT_UNDELIVERED, parameters))
+        return int(await self._connections.inspect(COUNT_UNDELIVERED, {"namespace": namespace}))
 
     async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
-        parameters = {"namespace": namespace, "types": as_json(types)}
-        return _strings.decode(await self._connections.fetch_value(PAYLOADS, parameters))
+        return _strings.decode(
+            await self._connections.inspect(PAYLOADS, {"namespace": namespace, "types": as_json(types)})
+        )
 
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
     ) -> int:
-        parameters = {
-            "namespace": namespace,
-            "handler_name": handler_name,
-            "types": as_json(types),
-            "since": as_text(since),
-            "now": as_text(now),
-            "id_head": str(uuid7())[:15],
-        }
-        made, after = 0, 0
-        while (last := await self._connections.fetch_value(END_OF_PIECE, {"after": after})) is not None:
-            made += await self._connections.write(BACKFILL, {**parameters, "after": after, "last": last})
-            after = last
+        scope = {"namespace": namespace, "handler_name": handler_name}
+        sought = {**scope, "types": as_json(types), "since": as_text(since)}
+        history = _strings.decode(await self._connections.inspect(HISTORY, sought))
+        owed = {**scope, "now": as_text(now), "id_head": _id_head()}
+        made = 0
+        for start in range(0, len(history), PIECE):
+            ids = as_json(history[start : start + PIECE])
+            made += await self._connections.write(BACKFILL, {**owed, "ids": ids})
         return made
 
 
@@ -236,17 +248,15 @@ def _take(
     batch = _batch.decode(fetch_value(connection, key.kind.measure, chosen))
     if not batch.size:
         return 0, 0
-    takers = [s for s in subscribed if s.event_type in batch.types or (s.topic is not None and s.topic in batch.topics)]
+    takers = [s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics]
     chosen.update(last=batch.last, subscriptions=as_json(takers))
     made = connection.execute(key.kind.notify, chosen).rowcount
     connection.execute(key.kind.mark_delivered, chosen)
     return batch.size, made
 
 
-def _waiting(
-    connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]
-) -> list[Key]:
-    """The keys that somebody wants and that have undelivered events."""
+def _waiting(connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]) -> list[Key]:
+    """The keys that somebody wants and that have undelivered events, types first."""
     found: list[Key] = []
     for kind in (TYPES, TOPICS):
         if keys := kind.of(subscribed):
@@ -257,3 +267,8 @@ def _waiting(
 
 def _subscribed(connection: sqlite3.Connection, scope: Mapping[str, Any]) -> list[_Subscribed]:
     return _subscriptions.decode(fetch_value(connection, SUBSCRIBED, scope))
+
+
+def _id_head() -> str:
+    """The time and the version of a UUIDv7."""
+    return str(uuid7())[:15]

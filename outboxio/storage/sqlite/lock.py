@@ -10,12 +10,12 @@ A database in memory belongs to one process, so its locks are names in a set.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from io import FileIO
 from typing import Protocol
 
 import msgspec
@@ -65,30 +65,23 @@ class SqliteClusterLock:
         self._held: dict[LockName, Held] = {}
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
-        taken: dict[LockName, Held] = {}
         try:
-            for name in names:
-                if (lock := self._locks.take(name)) is not None:
-                    taken[name] = lock
-            terms = await self._raise_terms([name.lease for name in taken]) if taken else {}
+            taken = [name for name in names if self._take(name)]
+            terms = await self._raise_terms(taken)
         except BaseException:
-            for lock in taken.values():
-                lock.release()
+            # Nobody knows by now what was taken, and a standby may be luckier with the database.
+            self._release_all()
             raise
-        self._held.update(taken)
         return {name: terms[name.lease] for name in taken}
 
     async def try_probe(self, name: LockName) -> bool:
-        lock = self._locks.take(name)
-        if lock is not None:
-            self._held[name] = lock
-        return lock is not None
+        return self._take(name)
 
     async def heartbeat(self) -> datetime:
         if not all(lock.is_ours for lock in self._held.values()):
-            await self.close()
-            raise DatabaseUnavailable(self._shard, "its lock files", "they were removed or replaced by others")
-        return utc_now()  # everybody who can reach the file has this clock
+            self._release_all()
+            raise DatabaseUnavailable(self._shard, "its lock files", "somebody has removed or replaced them")
+        return utc_now()  # the clock of everybody who can open the file
 
     async def release(self, names: Sequence[LockName]) -> None:
         for name in names:
@@ -96,16 +89,32 @@ class SqliteClusterLock:
                 lock.release()
 
     async def listen(self, heard: Callable[[str], None]) -> None:
-        """SQLite cannot wake other processes: they poll."""
+        """Nothing is ever heard: SQLite cannot wake other processes, so they poll."""
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """There is no session that could end before the process does."""
+        """Nothing is ever lost before the process ends."""
 
     async def close(self) -> None:
-        await self.release(list(self._held))
+        self._release_all()
 
-    async def _raise_terms(self, leases: Sequence[str]) -> Mapping[str, int]:
-        parameters = {"names": as_json(leases), "owner": self._owner, "now": as_text(utc_now())}
+    def _take(self, name: LockName) -> bool:
+        try:
+            lock = self._locks.take(name)
+        except OSError as error:
+            raise DatabaseUnavailable(self._shard, str(error.filename), f"cannot lock: {error.strerror}") from error
+        if lock is not None:
+            self._held[name] = lock
+        return lock is not None
+
+    def _release_all(self) -> None:
+        held, self._held = self._held, {}
+        for lock in held.values():
+            lock.release()
+
+    async def _raise_terms(self, names: Sequence[LockName]) -> Mapping[str, int]:
+        if not names:
+            return {}
+        parameters = {"names": as_json(name.lease for name in names), "owner": self._owner, "now": as_text(utc_now())}
 
         def raise_and_read(connection: sqlite3.Connection) -> str:
             connection.execute(RAISE_TERMS, parameters)
@@ -128,51 +137,50 @@ class FileLocks:
         folder = os.path.realpath(self._path) + ".locks"
         os.makedirs(folder, exist_ok=True)
         lock = FileLock(os.path.join(folder, name.text))
-        if lock.try_flock() and lock.is_ours:
+        if lock.is_ours:
             return lock
         lock.release()
         return None
 
 
 class FileLock:
-    """One open lock file."""
+    """One lock file, held if it was free."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        _open_files.add(self)
-
-    def try_flock(self) -> bool:
-        import fcntl  # not on Windows, where only databases in memory have locks
-
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        self._file = FileIO(path, "a")
+        self._locked = _flock(self._file)
+        _open_files.add(self._file)
 
     @property
     def is_ours(self) -> bool:
-        """Whether the file that we hold is the one that others would find."""
+        """Whether we hold it, and it is still the file that others would find."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            return self._locked and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except OSError:
             return False
 
     def release(self) -> None:
-        if self in _open_files:
-            _open_files.discard(self)
-            os.close(self._descriptor)
+        self._file.close()
 
 
-_open_files: weakref.WeakSet[FileLock] = weakref.WeakSet()
+def _flock(file: FileIO) -> bool:
+    import fcntl  # not on Windows, where only databases in memory have locks
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+_open_files: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child shares the open files, so a worker that outlives us would keep our locks. Closing frees none."""
-    for lock in list(_open_files):
-        with contextlib.suppress(OSError):
-            lock.release()
+    """A forked child shares our open files, and would hold our locks after our death. Its closing them frees none."""
+    for file in list(_open_files):
+        file.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -33,7 +33,7 @@ _UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
 _BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
 # SQLite's own name for the index of a table's first key, here that of the primary key.
-_BY_ID = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
+_BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
 
 # Which of the wanted have anything due: an idle poll is this one statement.
 FIND_BUSY = f"""
@@ -64,14 +64,18 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
 WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
 """
 
-# What differs by row is one JSON object with the ids as its keys. A join would be free to scan the table.
+# What differs by row is looked up for each row; a join would be free to scan the table.
 SETTLE_WITH_DETAILS = f"""
-UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now,
-  next_retry_at = coalesce(json_extract(:details, '$."' || id || '"[0]'), next_retry_at),
-  errors = CASE WHEN json_extract(:details, '$."' || id || '"[1]') IS NULL THEN errors
-    ELSE json_insert(CASE WHEN json_array_length(errors) >= 10 THEN json_remove(errors, '$[0]') ELSE errors END,
-      '$[#]', json(json_extract(:details, '$."' || id || '"[1]'))) END
-WHERE id IN (SELECT key FROM json_each(:details)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
+UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (next_retry_at, errors) = (
+  WITH o AS MATERIALIZED (
+    SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS next_retry_at,
+      json_extract(value, '$[2]') AS error
+    FROM json_each(:details))
+  SELECT coalesce(o.next_retry_at, n.next_retry_at), CASE WHEN o.error IS NULL THEN n.errors
+    ELSE json_insert(CASE WHEN json_array_length(n.errors) >= 10 THEN json_remove(n.errors, '$[0]') ELSE n.errors END,
+      '$[#]', json(o.error)) END
+  FROM o WHERE o.id = n.id)
+WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
 """
 
 COUNT_STATES = """
@@ -160,23 +164,25 @@ class SqliteNotifications:
     async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
         wanted = _positions((name, BEGINNING) for name in names)
         parameters = {"namespace": namespace, "now": as_text(now), "wanted": wanted}
-        return bool(await self._connections.fetch_value(FIND_BUSY, parameters) != _NONE)
+        return bool(
+            await self._connections.read(lambda connection: fetch_value(connection, FIND_BUSY, parameters)) != _NONE
+        )
 
     async def count_states(self, namespace: str) -> dict[str, int]:
-        counts = await self._connections.fetch_value(COUNT_STATES, {"namespace": namespace})
+        counts = await self._connections.inspect(COUNT_STATES, {"namespace": namespace})
         return msgspec.json.decode(counts, type=dict[str, int])
 
     async def unfinished_names(self, namespace: str) -> list[str]:
-        names = await self._connections.fetch_value(UNFINISHED_NAMES, {"namespace": namespace})
+        names = await self._connections.inspect(UNFINISHED_NAMES, {"namespace": namespace})
         return msgspec.json.decode(names, type=list[str])
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
         parameters = {"namespace": namespace, "names": as_json(names)}
-        return int(await self._connections.fetch_value(COUNT_UNFINISHED, parameters))
+        return int(await self._connections.inspect(COUNT_UNFINISHED, parameters))
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
         parameters = {"namespace": namespace, "names": as_json(names), "before": as_text(before), "limit": limit}
-        ids = await self._connections.fetch_value(FIND_EXPIRED, parameters)
+        ids = await self._connections.inspect(FIND_EXPIRED, parameters)
         if ids == _NONE:
             return 0
         return await self._connections.write(EXPIRE, {"ids": ids, "before": as_text(before), "now": as_text(now)})
@@ -191,7 +197,7 @@ class SqliteNotifications:
             "event_type": event_type,
             "limit": limit,
         }
-        return [self._record(row) for row in _rows.decode(await self._connections.fetch_value(SELECT, parameters))]
+        return [self._record(row) for row in _rows.decode(await self._connections.inspect(SELECT, parameters))]
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._connections.write(RETRY, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
@@ -215,23 +221,23 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
         "state": bucket.state.value,
         "attempts": bucket.attempts,
         "now": as_text(now),
+        "ids": as_json(bucket.ids),
         "leases": as_json((lease.name, lease.handler_name, lease.term) for lease in bucket.leases),
     }
     if not bucket.has_details:
-        return SETTLE, {**parameters, "ids": as_json(bucket.ids)}
-    details = {
-        str(outcome.notification_id): (
+        return SETTLE, parameters
+    details = as_json(
+        (
+            outcome.notification_id,
             None if outcome.next_retry_at is None else as_text(outcome.next_retry_at),
             outcome.error,
         )
         for outcome in bucket.outcomes
-    }
-    return SETTLE_WITH_DETAILS, {**parameters, "details": msgspec.json.encode(details).decode()}
+    )
+    return SETTLE_WITH_DETAILS, {**parameters, "details": details}
 
 
-def _find_due(
-    connection: sqlite3.Connection, namespace: str, now: str, wanted: Sequence[Wanted]
-) -> list[Notification]:
+def _find_due(connection: sqlite3.Connection, namespace: str, now: str, wanted: Sequence[Wanted]) -> list[Notification]:
     scope = {"namespace": namespace, "now": now}
     positions = _positions((w.handler_name, w.after) for w in wanted)
     busy = msgspec.json.decode(fetch_value(connection, FIND_BUSY, {**scope, "wanted": positions}), type=list[int])

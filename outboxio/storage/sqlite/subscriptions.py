@@ -38,16 +38,14 @@ class SqliteSubscriptions:
         self._connections = connections
 
     async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
-        rows = as_json(
-            (s.handler_name, s.event_type, s.topic, s.aliases, s.priority, s.ordered) for s in subscriptions
-        )
+        rows = as_json((s.handler_name, s.event_type, s.topic, s.aliases, s.priority, s.ordered) for s in subscriptions)
         if subscriptions:
             await self._connections.write(
                 ANNOUNCE, {"namespace": namespace, "now": as_text(now), "subscriptions": rows}
             )
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
-        names = await self._connections.fetch_value(
+        names = await self._connections.inspect(
             ROUTABLE_NAMES, {"namespace": namespace, "seen_since": as_text(seen_since)}
         )
         return set(msgspec.json.decode(names, type=list[str]))

@@ -1,0 +1,20 @@
+"""The ``outboxio`` command: ``migrate``, ``check``, ``worker``, ``status``, ``demo``."""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib.util import find_spec
+
+
+def main() -> None:
+    """Run the command. Without the extra ``cli`` it says what to install, and exits with 2."""
+    if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
+        print(f"The outboxio command needs {' and '.join(missing)}: pip install 'outboxio[cli]'", file=sys.stderr)
+        sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
+    from outboxio.cli.app import app
+
+    app(prog_name="outboxio")

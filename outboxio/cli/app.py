@@ -1,0 +1,190 @@
+"""The commands and their options. What a command does is in the module of its name."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from outboxio import __version__
+from outboxio.cli import schema
+from outboxio.cli import status as status_command
+from outboxio.cli import worker as worker_command
+from outboxio.cli.answer import Exit, answer
+from outboxio.cli.demo import demo as tell_demo
+from outboxio.cli.target import TargetError, opened, refuse_both_or_none
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 fine, 1 the answer is no, 2 usage or configuration, 3 a database cannot be reached.",
+)
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODULE:OUTBOX]",
+        help="Your outbox, as in [cyan]app.main:outbox[/], or a callable that returns it. "
+        "Modules in the current directory are found.",
+        show_default=False,
+    ),
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="A database instead: [cyan]postgresql://host/name[/] or [cyan]sqlite:///file.db[/]",
+        show_default=False,
+    ),
+]
+Namespace = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The namespace in that database.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
+
+
+@app.callback(invoke_without_command=True)
+def outboxio(
+    version: Annotated[bool, typer.Option("--version", help="Show the version, and exit.", is_eager=True)] = False,
+) -> None:
+    """The transactional outbox for asyncio: commit rows and events together, handle every event afterwards."""
+    if version:
+        typer.echo(f"outboxio {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example: [cyan]outboxio migrate app.main:outbox[/]")
+def migrate(
+    target: Target = None,
+    database: Database = None,
+    namespace: Namespace = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make the tables, or bring them up to date.
+
+    Safe to run at every deployment and from several machines at once. It never touches a table of yours.
+    """
+
+    async def work() -> Exit:
+        refuse_both_or_none(target, database)
+        async with opened(target, database, namespace) as outbox:
+            return await schema.migrate(outbox, as_json=json)
+
+    answer(work, as_json=json, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio check --database postgresql://localhost/app[/]")
+def check(
+    target: Target = None,
+    database: Database = None,
+    namespace: Namespace = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say whether everything is in place: settings, connections, tables, columns, indexes.
+
+    Names what is missing and the file that brings it. Changes nothing.
+    """
+
+    async def work() -> Exit:
+        refuse_both_or_none(target, database)
+        async with opened(target, database, namespace) as outbox:
+            return await schema.check(outbox, as_json=json)
+
+    answer(work, as_json=json, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio status --database postgresql://localhost/app --namespace wallets[/]")
+def status(
+    target: Target = None,
+    database: Database = None,
+    namespace: Namespace = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Count the notifications in each state, the events that wait, and what no process can handle."""
+
+    async def work() -> Exit:
+        refuse_both_or_none(target, database)
+        if database is not None and namespace is None:
+            raise TargetError("status counts what is in one namespace: give --namespace beside --database")
+        async with opened(target, database, namespace) as outbox:
+            return await status_command.status(outbox, as_json=json)
+
+    answer(work, as_json=json, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio worker app.main:outbox --log-level debug[/]")
+def worker(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:OUTBOX",
+            help="Your outbox with its handlers, as in [cyan]app.main:outbox[/], or a callable that returns it.",
+        ),
+    ],
+    fanout: Annotated[bool, typer.Option("--fanout/--no-fanout", help="Turn events into notifications.")] = True,
+    handling: Annotated[bool, typer.Option("--handling/--no-handling", help="Run handlers.")] = True,
+    drain: Annotated[bool, typer.Option("--drain", help="Do what is due, and end; 1 if something is left.")] = False,
+    timeout: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s."),
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.INFO,
+    verbose: Verbose = False,
+) -> None:
+    """Fan out and run handlers until SIGINT or SIGTERM comes.
+
+    Then nothing new is started, and running handlers have the setting shutdown_timeout to finish. A second signal ends
+    the process at once; what was running then is run again later.
+    """
+
+    async def work() -> Exit:
+        worker_command.log_to_stderr(log_level)
+        duties = worker_command.Duties(fanout=fanout, handling=handling)
+        _refuse_what_is_nothing(duties, drain=drain, timeout=timeout)
+        async with opened(target) as outbox:
+            if drain:
+                return await worker_command.drain(outbox, timeout)
+            return await worker_command.work(outbox, duties)
+
+    answer(work, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio demo --database postgresql://localhost/postgres[/]")
+def demo(
+    database: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where to run: it leaves nothing behind there. Without it, in an SQLite file that is gone afterwards.",
+            show_default=False,
+        ),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Show a small wallet service at work, step by step, and prove that it adds up."""
+    answer(lambda: tell_demo(database), verbose=verbose)
+
+
+def _refuse_what_is_nothing(duties: worker_command.Duties, *, drain: bool, timeout: str | None) -> None:
+    if not (duties.fanout or duties.handling):
+        raise TargetError("--no-fanout and --no-handling together leave nothing to do")
+    if drain and not (duties.fanout and duties.handling):
+        raise TargetError("--drain fans out and handles; it goes with neither --no-fanout nor --no-handling")
+    if timeout is not None and not drain:
+        raise TargetError("--timeout goes with --drain only")

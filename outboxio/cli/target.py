@@ -1,0 +1,94 @@
+"""Which outbox a command is about: ``module:outbox`` in the user's code, or a database URL."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+from outboxio.errors import ConfigurationError, OutboxError
+from outboxio.outbox import Outbox
+from outboxio.settings import Settings
+
+_EXPECTED = "expected module:outbox, as in app.main:outbox"
+_ANY_NAMESPACE = "outboxio"  # the tables are the same for every namespace
+
+
+class TargetError(ConfigurationError):
+    """There is no outbox where the command was told to look."""
+
+
+@asynccontextmanager
+async def opened(
+    target: str | None, database: str | None = None, namespace: str | None = None
+) -> AsyncGenerator[Outbox]:
+    """The outbox that the command line names; closed at the end.
+
+    Raises :class:`TargetError` for a target that is not there or is no outbox, and whatever the user's module raises on
+    outboxio's account while it is imported, such as :class:`SettingsError`.
+    """
+    outbox = await _outbox_of(target) if target is not None else _outbox_at(database, namespace)
+    try:
+        yield outbox
+    finally:
+        await outbox.close()
+
+
+def refuse_both_or_none(target: str | None, database: str | None) -> None:
+    """Exactly one of the two says which outbox is meant."""
+    if (target is None) == (database is None):
+        raise TargetError("name an outbox of yours (module:outbox), or give --database; one of them, and not both")
+
+
+def _outbox_at(database: str | None, namespace: str | None) -> Outbox:
+    assert database is not None
+    return Outbox(database, namespace=namespace or _ANY_NAMESPACE, settings=Settings.load())
+
+
+async def _outbox_of(target: str) -> Outbox:
+    module_name, _, path = target.partition(":")
+    if not module_name or not path:
+        raise TargetError(f"{target!r} names no outbox: {_EXPECTED}")
+    found = _attribute(_module(module_name), path)
+    if callable(found):
+        found = found()
+    if inspect.isawaitable(found):
+        found = await found
+    if not isinstance(found, Outbox):
+        raise TargetError(f"{target} is {found!r}, neither an Outbox nor a callable that returns one")
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except OutboxError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise TargetError(f"there is no module {name!r}, neither in {os.getcwd()} nor installed") from error
+        raise TargetError(f"importing {name} failed: there is no module {error.name!r}") from error
+    except Exception as error:
+        raise TargetError(f"importing {name} failed: {type(error).__name__}: {error} (--verbose says where)") from error
+
+
+def _attribute(module: ModuleType, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            raise TargetError(f"module {module.__name__} has no {path!r}{_instead(module)}") from error
+    return found
+
+
+def _instead(module: ModuleType) -> str:
+    names = [name for name, value in vars(module).items() if isinstance(value, Outbox)]
+    return f"; its outboxes: {', '.join(f'{module.__name__}:{name}' for name in names)}" if names else ""
