@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -37,7 +38,7 @@ from outboxio.event import ActionRecord, Event
 from outboxio.handler import Handler, HandlerRegistry
 from outboxio.ids import uuid7
 from outboxio.notification import BEGINNING, Notification, Position, State, Wanted
-from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, success, too_old
+from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, shown, success, too_old
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
@@ -364,6 +365,8 @@ class Dispatcher:
         self._stuck.pop(worker, None)
         if not worker.cancelled() and worker.exception() is not None:
             logger.error("a worker failed; another takes its place", exc_info=worker.exception())
+        for run in [run for queue in self._queues.values() for run in queue.running if run.task is worker]:
+            self._finished(run, None)  # nobody knows how it ended: its row is found again
         if self._runnable and not self._stopping:
             self._call_workers(1)
 
@@ -416,9 +419,9 @@ class Dispatcher:
                 outcome: Outcome | None = self._succeeded(run, envelope)
             else:
                 outcome = self._judge(run, self._timeout_error(run))  # it came back, but too late
-        except GeneratorExit:
-            raise
         except BaseException as error:
+            if isinstance(error, GeneratorExit) and not _is_current(task):
+                raise  # the worker itself is thrown away with its event loop
             outcome = self._failed(run, error, task)
         if run.cancelled_at is not None:
             task.uncancel()
@@ -477,8 +480,8 @@ class Dispatcher:
         )
         logger.log(
             logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
-            "handler %r failed for event %s (attempt %d, now %s): %r",
-            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state, error,
+            "handler %r failed for event %s (attempt %d, now %s): %s",
+            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state, shown(error),
             extra={
                 "handler_name": queue.handler.name, "event_id": str(notification.event_id),
                 "notification_id": str(notification.id), "attempt": notification.attempts + 1,
@@ -584,12 +587,11 @@ class Dispatcher:
         self._workers.discard(run.task)
         self._stuck[run.task] = run
         error = self._timeout_error(run)
-        frames = run.task.get_stack()
-        where = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "an unknown place"
-        error.add_note(f"it ignores its cancellation, stuck at {where}")
+        stack = _stack_of(run.task)
+        error.add_note(f"it ignores its cancellation, stuck at\n{stack}")
         logger.error(
-            "handler %r is stuck for event %s: it ignores its cancellation, at %s; its slot is replaced",
-            run.queue.handler.name, run.notification.event_id, where,
+            "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at\n%s",
+            run.queue.handler.name, run.notification.event_id, stack,
             extra={"handler_name": run.queue.handler.name, "event_id": str(run.notification.event_id)},
         )  # fmt: skip
         self._leave(run)
@@ -751,6 +753,27 @@ class Dispatcher:
                     raise ShutdownError([outcome.notification_id for outcome in self._waiting]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
+
+
+def _is_current(task: asyncio.Task[None]) -> bool:
+    """Whether this is called by the task, rather than by whoever throws its coroutine away."""
+    try:
+        return asyncio.current_task() is task
+    except RuntimeError:
+        return False
+
+
+def _stack_of(worker: asyncio.Task[None]) -> str:
+    """Where the handler that a worker runs is waiting, from the handler's own frame to the innermost one."""
+    frames: list[traceback.FrameSummary] = []
+    waiting: Any = worker.get_coro()
+    while waiting is not None:
+        frame = next(filter(None, (getattr(waiting, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))), None)
+        if frame is None:
+            break
+        frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        waiting = getattr(waiting, "cr_await", getattr(waiting, "gi_yieldfrom", getattr(waiting, "ag_await", None)))
+    return "".join(traceback.format_list([f for f in frames if f.filename != __file__])).rstrip() or "an unknown place"
 
 
 def _nothing() -> None:

@@ -272,8 +272,8 @@ class DrainTimeout(OutboxError, TimeoutError):
     def __init__(self, shard: str) -> None:
         self.shard = shard
         super().__init__(
-            f"shard {shard!r} still has due work after the timeout of drain(): handlers take longer, or another process "
-            "holds the locks and is not through yet"
+            f"shard {shard!r} still has due work after the timeout of drain(): handlers take longer, or another "
+            "process holds the locks and is not through yet"
         )
 
 

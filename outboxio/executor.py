@@ -129,31 +129,36 @@ class ActionExecutor:
         record = self._action_record(
             target.emitter, action_name, params, headers, action_id or uuid7(), correlation_id, cause, begun
         )
-        async with target.database.session() as session:
-            await session.begin()
-            tx = Transaction(
-                session,
-                target.emitter,
-                action_id=record.action_id,
-                action_name=action_name,
-                now=begun,
-                shard=target.database.name,
-                resources=self._resources,
-                cause=cause,
-            )
-            token = _open_transaction.set((self, tx))
-            try:
-                yield tx
-                tx.close()
-                await self._write(target, session, record, tx.events)
-            except BaseException:
-                tx.abandon()
-                await to_the_end(_roll_back(session))
-                raise
-            finally:
-                _open_transaction.reset(token)
-            await to_the_end(_commit(session, record))
-        target.committed()
+        tx: Transaction | None = None
+        try:
+            async with target.database.session() as session:
+                await session.begin()
+                tx = Transaction(
+                    session,
+                    target.emitter,
+                    action_id=record.action_id,
+                    action_name=action_name,
+                    now=begun,
+                    shard=target.database.name,
+                    resources=self._resources,
+                    cause=cause,
+                )
+                token = _open_transaction.set((self, tx))
+                try:
+                    yield tx
+                    tx.close()
+                    await self._write(target, session, record, tx.events)
+                except BaseException:
+                    tx.abandon()
+                    await to_the_end(_roll_back(session))
+                    raise
+                finally:
+                    _open_transaction.reset(token)
+                await to_the_end(_commit(session, record, tx))
+        finally:
+            # Even if this task was cancelled meanwhile: what is committed waits to be fanned out.
+            if tx is not None and tx.is_committed:
+                target.committed()
 
     async def record(
         self,
@@ -254,11 +259,17 @@ def _is_stale_data(error: BaseException) -> bool:
     return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)
 
 
-async def _commit(session: Session, record: ActionRecord) -> None:
+async def _commit(session: Session, record: ActionRecord, tx: Transaction) -> None:
     try:
         await session.commit()
     except CommitLost as lost:
+        session.discard()
         raise CommitUnknown(record.action_name, record.action_id) from lost.__cause__
+    except BaseException:
+        if session.in_transaction():
+            await _roll_back(session)
+        raise
+    tx.is_committed = True
 
 
 async def _roll_back(session: Session) -> None:

@@ -36,7 +36,7 @@ from outboxio.handler import (
 from outboxio.names import LockName
 from outboxio.running import Running, Stay
 from outboxio.settings import Settings
-from outboxio.shard import Roles, ShardRuntime
+from outboxio.shard import Roles, ShardRuntime, ShardWork
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.transaction import Transaction
 from outboxio.waiting import to_the_end
@@ -386,24 +386,29 @@ class Outbox:
             work = shard.start_work(roles)
         before = _totals(work.fanout.events, work.counters)
         try:
-            async with asyncio.timeout_at(deadline) as limit:
-                await work.drain(beside_loops=beside_loops)
-        except TimeoutError as error:
-            if limit.expired():
-                raise DrainTimeout(shard.name) from error
-            raise
+            await self._drain_until(deadline, work, beside_loops=beside_loops)
         finally:
             if not beside_loops:
                 shard.work = None
                 await to_the_end(work.end_drain())
         return tuple(b - a for a, b in zip(before, _totals(work.fanout.events, work.counters), strict=True))
 
+    async def _drain_until(self, deadline: float, work: ShardWork, *, beside_loops: bool) -> None:
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                await work.drain(beside_loops=beside_loops)
+        except TimeoutError as error:
+            if limit.expired():
+                raise DrainTimeout(work.name) from error
+            raise
+
     async def _refuse_same_database(self, shards: list[ShardRuntime]) -> None:
         """Every shard tries one lock that nobody else knows; where it is taken already, two reach one database."""
         if len(shards) < 2:
             return
         probe = LockName(secrets.token_hex(16), "probe")
-        locks = [(s, s.database.cluster_lock(self._owner, "outboxio_probe", 10.0)) for s in shards]
+        locks = [(s, s.database.cluster_lock(self._owner, None, 10.0)) for s in shards]
         try:
             held: list[str] = []
             for shard, lock in locks:

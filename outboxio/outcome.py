@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 2_000  # characters of an error that are kept
 LONGEST_TRACEBACK = 4_000
+LONGEST_SHOWN = 500
 
 
 class Lease(Struct):
@@ -153,9 +154,17 @@ def describe(error: BaseException, now: datetime, attempt: int) -> str:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-6))
     try:
         message = str(error)
-    except Exception as broken:  # an exception whose own __str__ fails must not lose its row
+    except BaseException as broken:  # an exception whose own __str__ fails must not lose its row
         message = f"<unprintable: {type(broken).__name__}>"
     return _error_json(_type_name(error), message, now, trace, attempt)
+
+
+def shown(error: BaseException) -> str:
+    """An error as a log line shows it: never endless, and never another error."""
+    try:
+        return _storable(repr(error), LONGEST_SHOWN)
+    except BaseException:
+        return f"<unprintable {_type_name(error)}>"
 
 
 def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
@@ -167,9 +176,9 @@ def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryP
         return now + parse_duration(error.delay, key="RetryAfter.delay")
     except OverflowError:
         return datetime.max
-    except Exception:
+    except BaseException:
         # A backoff callable, or a delay, that is itself broken must not lose the row that failed.
-        logger.exception("cannot tell when to retry after %r; the default backoff applies", error)
+        logger.exception("cannot tell when to retry after %s; the default backoff applies", shown(error))
         return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
 
 

@@ -111,7 +111,7 @@ class ShardRuntime:
         names += [LockName(self._namespace, "dispatch", name) for name in self._handlers.names] * roles.handling
         heartbeat = settings.lock_heartbeat.total_seconds()
         keeper = LockKeeper(
-            self.database.cluster_lock(self._owner, self._channel, heartbeat),
+            self.database.cluster_lock(self._owner, self._channel if settings.notify else None, heartbeat),
             names,
             self.clock,
             heartbeat=heartbeat,
@@ -198,6 +198,10 @@ class ShardWork:
         self.dispatcher.wake_settling = self.settle_loop.wake
         self._reported_unroutable: set[str] = set()
         self.is_prepared = False
+
+    @property
+    def name(self) -> str:
+        return self._shard.name
 
     @property
     def loops(self) -> list[Loop]:

@@ -14,8 +14,9 @@ from outboxio.event import Event, EventRecord
 from outboxio.storage.protocols import Session
 
 # Only what ends or replaces the transaction; a savepoint and ROLLBACK TO one are the user's to use.
+# Atomic groups: each comment is passed over in one way only, or many of them would take for ever.
 _ENDS_TRANSACTION = re.compile(
-    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?>\s+|;|--[^\n]*\n|/\*.*?\*/)*+"
     r"(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b))"
     r"\b",
     re.IGNORECASE | re.DOTALL,
@@ -67,6 +68,8 @@ class Transaction:
         self.resources = resources
         """What the application gave as ``Outbox(resources=...)``."""
         self.events: list[EventRecord] = []
+        self.is_committed = False
+        """Whether the rows of the action, and its events, are in the database for good."""
 
     @property
     def connection(self) -> Any:
@@ -160,8 +163,16 @@ class Transaction:
         ending = _ENDS_TRANSACTION.match(sql)
         if ending is not None:
             raise TransactionEnded(self.action_name, ending[1])
+        # Outside of a transaction a statement would be committed at once, and without its events.
+        self._require_open("an earlier statement")
         self._busy = True
         try:
-            return await run(sql, args)
+            result = await run(sql, args)
         finally:
             self._busy = False
+        self._require_open(sql)
+        return result
+
+    def _require_open(self, statement: str) -> None:
+        if not self._session.in_transaction():
+            raise TransactionEnded(self.action_name, statement)

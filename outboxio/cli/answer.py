@@ -79,7 +79,7 @@ def say_aside(*lines: RenderableType) -> None:
 def say_error(text: str) -> None:
     """One line on stderr, however long."""
     console = _console(stderr=True)
-    console.print("[bold red]error[/]", end=" ")
+    console.print("[bold red]error:[/]", end=" ")
     console.print(text, markup=False, soft_wrap=True)
 
 

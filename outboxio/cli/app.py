@@ -35,7 +35,7 @@ class LogLevel(StrEnum):
 Target = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODULE:OUTBOX]",
+        metavar="MODULE:OUTBOX",
         help="Your outbox, as in [cyan]app.main:outbox[/], or a callable that returns it. "
         "Modules in the current directory are found.",
         show_default=False,
@@ -116,7 +116,7 @@ def status(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Count the notifications in each state, the events that wait, and what no process can handle."""
+    """Count notifications by state, events that wait, and what nobody can handle."""
 
     async def work() -> Exit:
         refuse_both_or_none(target, database)
@@ -149,8 +149,8 @@ def worker(
 ) -> None:
     """Fan out and run handlers until SIGINT or SIGTERM comes.
 
-    Then nothing new is started, and running handlers have the setting shutdown_timeout to finish. A second signal ends
-    the process at once; what was running then is run again later.
+    Then nothing new is started, and running handlers have the setting shutdown_timeout to finish.
+    A second signal ends the process at once; what was running then is run again later.
     """
 
     async def work() -> Exit:

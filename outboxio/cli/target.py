@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Any
@@ -56,12 +56,20 @@ async def _outbox_of(target: str) -> Outbox:
         raise TargetError(f"{target!r} names no outbox: {_EXPECTED}")
     found = _attribute(_module(module_name), path)
     if callable(found):
-        found = found()
-    if inspect.isawaitable(found):
-        found = await found
+        found = await _called(target, found)
     if not isinstance(found, Outbox):
         raise TargetError(f"{target} is {found!r}, neither an Outbox nor a callable that returns one")
     return found
+
+
+async def _called(target: str, make: Callable[[], Any]) -> Any:
+    try:
+        made = make()
+        return await made if inspect.isawaitable(made) else made
+    except OutboxError:
+        raise
+    except Exception as error:
+        raise TargetError(f"calling {target}() failed: {_shortly(error)}") from error
 
 
 def _module(name: str) -> ModuleType:
@@ -76,7 +84,7 @@ def _module(name: str) -> ModuleType:
             raise TargetError(f"there is no module {name!r}, neither in {os.getcwd()} nor installed") from error
         raise TargetError(f"importing {name} failed: there is no module {error.name!r}") from error
     except Exception as error:
-        raise TargetError(f"importing {name} failed: {type(error).__name__}: {error} (--verbose says where)") from error
+        raise TargetError(f"importing {name} failed: {_shortly(error)}") from error
 
 
 def _attribute(module: ModuleType, path: str) -> Any:
@@ -87,6 +95,10 @@ def _attribute(module: ModuleType, path: str) -> Any:
         except AttributeError as error:
             raise TargetError(f"module {module.__name__} has no {path!r}{_instead(module)}") from error
     return found
+
+
+def _shortly(error: Exception) -> str:
+    return f"{type(error).__name__}: {error} (--verbose says where)"
 
 
 def _instead(module: ModuleType) -> str:

@@ -56,7 +56,7 @@ async def drain(outbox: Outbox, timeout: str | None) -> Exit:
     counts = await outbox.admin.counts()
     left = counts["PENDING"] + counts["FAILED"]
     if left:
-        say_error(f"{left} notifications are left: they wait for a retry or a delay, or no process has their handler")
+        say_error(f"not all is done: {left} left, waiting for a retry, a delay, or a process that has the handler")
     return Exit.NO if left else Exit.FINE
 
 
@@ -125,6 +125,6 @@ def _subject(handler: Handler) -> str:
 
 def _sum_up(done: Drained, seconds: float) -> None:
     say_aside(
-        f"in {format_duration(timedelta(seconds=round(seconds, 1)))}: {done.fanned_out} events fanned out; "
-        f"{done.succeeded} notifications succeeded, {done.failed} runs failed, {done.expired} expired, {done.dead} dead"
+        f"done in {format_duration(timedelta(seconds=round(seconds, 1)))}: fanned out {done.fanned_out}, "
+        f"succeeded {done.succeeded}, failed {done.failed}, expired {done.expired}, dead {done.dead}"
     )

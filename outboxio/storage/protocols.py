@@ -244,7 +244,9 @@ class Database(Protocol):
         """A caller's own connection with whatever transaction it has open; ``None`` if it is of another driver."""
         ...
 
-    def cluster_lock(self, owner: str, channel: str, heartbeat: float) -> ClusterLock: ...
+    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> ClusterLock:
+        """A lock object of its own session, which hears ``channel`` (``None``: nothing)."""
+        ...
 
     async def notify(self, channel: str, payload: str) -> None:
         """Wake other processes, outside of every business transaction."""

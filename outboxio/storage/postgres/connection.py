@@ -33,9 +33,13 @@ class Dedicated:
     def __init__(self, connect: Connect, release: Release, settings: Mapping[str, str]) -> None:
         self._connect = connect
         self._release = release
-        self._settings = settings
+        self._settings = dict(settings)
         self._connection: Any = None
         self._turn = asyncio.Lock()
+
+    def set(self, name: str, value: str) -> None:
+        """Apply a session setting as well, from the next opening on."""
+        self._settings[name] = value
 
     async def fetch(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> list[Any]:
         """Run one autocommit statement; its rows."""

@@ -52,9 +52,12 @@ class PostgresDatabase:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
         return PostgresSession(connection) if is_ours else None
 
-    def cluster_lock(self, owner: str, channel: str, heartbeat: float) -> PostgresClusterLock:
-        silence = {"idle_session_timeout": str(round(heartbeat * 2000))}
-        self._lock_session = Dedicated(self._connect, self._release, {**LOOP_SETTINGS, **silence})
+    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> PostgresClusterLock:
+        silence = str(round(heartbeat * 2000))
+        # A settlement that writes events as well is a transaction of several statements. A process that freezes between
+        # them must not keep the lease rows locked that its successor raises.
+        self._settle.set("idle_in_transaction_session_timeout", silence)
+        self._lock_session = Dedicated(self._connect, self._release, {**LOOP_SETTINGS, "idle_session_timeout": silence})
         return PostgresClusterLock(self._lock_session, owner, channel, max(heartbeat, 1.0))
 
     async def notify(self, channel: str, payload: str) -> None:

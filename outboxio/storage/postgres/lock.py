@@ -9,12 +9,16 @@ has gone silent, so a frozen holder is replaced as well.
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
 from outboxio.names import LockName
 from outboxio.storage.postgres.connection import Dedicated
+
+logger = logging.getLogger(__name__)
 
 # One statement takes what is free and raises its terms. Leases are locked in name order, as every writer does.
 ACQUIRE = """
@@ -32,17 +36,23 @@ TRY = "SELECT pg_try_advisory_lock($1)"
 
 RELEASE = "SELECT pg_advisory_unlock(key) FROM unnest($1::bigint[]) AS key"
 
-HEARTBEAT = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
+# The beat also sends this session a wake-up of its own: if it does not come back, LISTEN is dead although the session
+# lives.
+HEARTBEAT = "SELECT clock_timestamp() AT TIME ZONE 'UTC', pg_notify($1, $2)"
+HEARTBEAT_IN_SILENCE = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
 
 
 class PostgresClusterLock:
-    def __init__(self, session: Dedicated, owner: str, channel: str, timeout: float) -> None:
+    def __init__(self, session: Dedicated, owner: str, channel: str | None, timeout: float) -> None:
         self._session = session
         self._owner = owner[:255]
         self._channel = channel
         self._timeout = timeout
         self._lost: Callable[[], None] = _nothing
+        self._heard: Callable[[str], None] = _ignored
         self._watched: Any = None
+        self._probe = f"probe {secrets.token_hex(8)}"
+        self._unheard = 0
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
         by_lease = {name.lease: name for name in names}
@@ -61,7 +71,11 @@ class PostgresClusterLock:
 
     async def heartbeat(self) -> datetime:
         try:
-            rows = await self._session.fetch(HEARTBEAT, timeout=self._timeout)
+            if self._channel is None:
+                rows = await self._session.fetch(HEARTBEAT_IN_SILENCE, timeout=self._timeout)
+            else:
+                await self._doubt_silence()
+                rows = await self._session.fetch(HEARTBEAT, self._channel, self._probe, timeout=self._timeout)
         except BaseException:
             self._session.terminate()
             raise
@@ -73,14 +87,13 @@ class PostgresClusterLock:
             await self._session.fetch(RELEASE, [name.key for name in names], timeout=self._timeout)
 
     async def listen(self, heard: Callable[[str], None]) -> None:
-        def on_notification(connection: Any, pid: int, channel: str, payload: Any) -> None:
-            heard(str(payload))
-
         async def start(connection: Any) -> None:
             if connection is not self._watched:
-                await connection.add_listener(self._channel, on_notification)
+                self._heard = heard
+                if self._channel is not None:
+                    await connection.add_listener(self._channel, self._on_notification)
                 connection.add_termination_listener(self._ended)
-                self._watched = connection
+                self._watched, self._unheard = connection, 0
 
         await asyncio.wait_for(self._session.use(start), self._timeout)
 
@@ -95,10 +108,33 @@ class PostgresClusterLock:
             await watched.reset(timeout=self._timeout)  # UNLISTEN, and every lock that is left
         await self._session.close()
 
+    def _on_notification(self, connection: Any, pid: int, channel: str, payload: Any) -> None:
+        if payload == self._probe:
+            self._unheard = 0
+        elif not str(payload).startswith("probe "):
+            self._heard(str(payload))
+
+    async def _doubt_silence(self) -> None:
+        """Listen anew if the last probe never came back; until one does, polling finds the work."""
+        if self._unheard and self._watched is not None:
+            if self._unheard == 1:
+                logger.warning("wake-ups do not arrive any more; listening anew, polling meanwhile")
+
+            async def listen_anew(connection: Any) -> None:
+                await connection.remove_listener(self._channel, self._on_notification)
+                await connection.add_listener(self._channel, self._on_notification)
+
+            await asyncio.wait_for(self._session.use(listen_anew), self._timeout)
+        self._unheard += 1
+
     def _ended(self, connection: Any) -> None:
         self._watched = None
         self._lost()
 
 
 def _nothing() -> None:
+    return None
+
+
+def _ignored(payload: str) -> None:
     return None

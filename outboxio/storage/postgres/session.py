@@ -90,7 +90,8 @@ class PostgresSession:
         self._connection.terminate()
 
     def in_transaction(self) -> bool:
-        return bool(self._connection.is_in_transaction())
+        # A connection that is gone speaks for itself, with the driver's own error.
+        return bool(self._connection.is_closed() or self._connection.is_in_transaction())
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         return row_count(await self._connection.execute(sql, *args))

@@ -45,7 +45,7 @@ class SqliteDatabase:
     def wrap(self, connection: Any) -> CallersSession | None:
         return CallersSession(connection) if is_connection(connection) else None
 
-    def cluster_lock(self, owner: str, channel: str, heartbeat: float) -> SqliteClusterLock:
+    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> SqliteClusterLock:
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
 
     async def notify(self, channel: str, payload: str) -> None:
