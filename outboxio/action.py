@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from outboxio.backoff import jittered
-from outboxio.duration import parse_duration
+from outboxio.duration import Duration, default_duration, parse_duration
 from outboxio.errors import SettingsError
 from outboxio.event import NamedStructMeta
 
@@ -37,9 +36,12 @@ class Retry(Struct, frozen=True, kw_only=True):
 
     on: type[BaseException] | tuple[type[BaseException], ...]
     attempts: int = 4
-    delay: timedelta = timedelta(milliseconds=50)
+    delay: Duration = default_duration("50ms")
 
     def __post_init__(self) -> None:
+        classes = self.on if isinstance(self.on, tuple) else (self.on,)
+        if not all(isinstance(cls, type) and issubclass(cls, BaseException) for cls in classes):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise SettingsError("Retry.on", self.on, "an exception class, or a tuple of them")
         force_setattr(self, "delay", parse_duration(self.delay, key="Retry.delay"))
         if self.attempts < 1:
             raise SettingsError("Retry.attempts", self.attempts, "1 or more: it counts every run")

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import fields, force_setattr
 
-from outboxio.duration import parse_duration
+from outboxio.duration import Duration, OptionalDuration, default_duration, parse_duration
 from outboxio.errors import SettingsError
 
 Backoff = Callable[[int, BaseException], timedelta]
@@ -38,11 +38,11 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """
 
     max_attempts: int | None = None
-    base: timedelta = timedelta(seconds=30)
+    base: Duration = default_duration("30s")
     factor: float = 2
-    cap: timedelta | None = None
+    cap: OptionalDuration = default_duration(None)
     jitter: float = 0.1
-    retention: timedelta | None = None
+    retention: OptionalDuration = default_duration(None)
     backoff: Backoff | None = None
 
     def __post_init__(self) -> None:

@@ -163,6 +163,7 @@ class Dispatcher:
         context: HandlerContext,
         *,
         emitted: Callable[[], None],
+        left_behind: set[UUID],
     ) -> None:
         self.counters = Counters()
         self.wake_finding: Callable[[], None] = _nothing
@@ -188,6 +189,7 @@ class Dispatcher:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._workers: set[asyncio.Task[None]] = set()
         self._stuck: dict[asyncio.Task[None], Run] = {}
+        self._left_behind = left_behind
         self._idle: list[asyncio.Future[bool]] = []
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -277,7 +279,7 @@ class Dispatcher:
         in_flight, sources, settled = self._in_flight, self._sources, self._settled_meanwhile
         for row in rows:
             source = sources.get(row.handler_name)
-            if source is None or row.id in in_flight or row.id in settled:
+            if source is None or row.id in in_flight or row.id in settled or row.id in self._left_behind:
                 continue
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
@@ -362,7 +364,9 @@ class Dispatcher:
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
-        self._stuck.pop(worker, None)
+        if (stuck := self._stuck.pop(worker, None)) is not None:
+            self._left_behind.discard(stuck.notification.id)
+            self.wake_finding()
         if not worker.cancelled() and worker.exception() is not None:
             logger.error("a worker failed; another takes its place", exc_info=worker.exception())
         for run in [run for queue in self._queues.values() for run in queue.running if run.task is worker]:
@@ -418,7 +422,7 @@ class Dispatcher:
             if run.cancelled_at is None or run.interrupted:
                 outcome: Outcome | None = self._succeeded(run, envelope)
             else:
-                outcome = self._judge(run, self._timeout_error(run))  # it came back, but too late
+                outcome = self._failed(run, self._timeout_error(run), task)  # it came back, but too late
         except BaseException as error:
             if isinstance(error, GeneratorExit) and not _is_current(task):
                 raise  # the worker itself is thrown away with its event loop
@@ -458,8 +462,8 @@ class Dispatcher:
         return outcome
 
     def _failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
-        """What a raising handler means; ``None`` if the shutdown interrupted it."""
-        if run.interrupted:
+        """What a raising handler means; ``None`` if the shutdown interrupted it, or it was judged before."""
+        if run.interrupted or run.abandoned:
             return None
         if run.cancelled_at is not None:
             return self._judge(run, self._timeout_error(run))
@@ -531,7 +535,7 @@ class Dispatcher:
 
     def _forget(self, notification_id: UUID, handler_name: str) -> None:
         run = self._in_flight.get(notification_id)
-        if run is not None and not (run.abandoned and run.task is not None and not run.task.done()):
+        if run is not None:
             del self._in_flight[notification_id]
             if self._finding.locked():
                 self._settled_meanwhile.add(notification_id)
@@ -585,7 +589,7 @@ class Dispatcher:
         run.abandoned = True
         self.counters.stuck += 1
         self._workers.discard(run.task)
-        self._stuck[run.task] = run
+        self._leave_behind(run)
         error = self._timeout_error(run)
         stack = _stack_of(run.task)
         error.add_note(f"it ignores its cancellation, stuck at\n{stack}")
@@ -598,15 +602,18 @@ class Dispatcher:
         self._add(self._judge(run, error))
         self._call_workers(1)
 
+    def _leave_behind(self, run: Run) -> None:
+        """While a stuck run lasts, its row is not started again in this process, in a later stay neither."""
+        assert run.task is not None
+        self._stuck[run.task] = run
+        self._left_behind.add(run.notification.id)
+
     def _returned(self, run: Run) -> None:
-        """A stuck handler came back at last: its result counts for nothing, but its row may be run again."""
+        """A stuck handler came back at last: its result counts for nothing."""
         logger.warning(
             "handler %r came back for event %s after it was given up; its result is refused",
             run.queue.handler.name, run.notification.event_id,
         )  # fmt: skip
-        run.abandoned = False
-        self._release(run.notification)
-        self.wake_finding()
 
     # --- settling ------------------------------------------------------------------------------
 
@@ -626,6 +633,7 @@ class Dispatcher:
                 self._flush_timer = None
             size = self._settings.outcome_batch * 2
             batch, self._waiting = self._waiting[:size], self._waiting[size:]
+            more = bool(self._waiting)
             buckets = in_buckets(batch)
             try:
                 while buckets:
@@ -637,7 +645,7 @@ class Dispatcher:
                 raise
         if batch:
             self.wake_finding_if_starved()
-        return Round(len(batch), more=len(self._waiting) >= self._settings.outcome_batch)
+        return Round(len(batch), more=more or len(self._waiting) >= self._settings.outcome_batch)
 
     def wake_finding_if_starved(self) -> None:
         """Finding holds back while too many outcomes wait to be written."""
@@ -730,26 +738,29 @@ class Dispatcher:
                 run.task.cancel()
         for task in self._stuck:
             task.cancel()
-        remaining = self._workers | self._stuck.keys()
         if runs:
             logger.warning(
                 "cancelled %d handlers that were still running at shutdown: %s", len(runs),
                 ", ".join(f"{run.queue.handler.name} for {run.notification.event_id}" for run in runs),
             )  # fmt: skip
-        if remaining:
-            _, stuck = await asyncio.wait(remaining, timeout=LONGEST_GRACE)
-            if stuck:
-                logger.error("%d handlers ignore their cancellation and are left behind", len(stuck))
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=LONGEST_GRACE)
+            for run in runs:
+                if run.task in self._workers:
+                    self._leave_behind(run)
+        if self._stuck:
+            logger.error("%d handlers ignore their cancellation and are left behind", len(self._stuck))
 
     async def _settle_all(self, deadline: float) -> None:
-        pause = 0.05
+        loop, pause = asyncio.get_running_loop(), 0.05
         while True:
             try:
-                await self.settle_once()  # takes its turn behind a write that is under way
+                async with asyncio.timeout_at(max(deadline, loop.time() + LONGEST_GRACE)):
+                    await self.settle_once()  # takes its turn behind a write that is under way
                 if not self._waiting:
                     return
             except Exception as error:
-                if asyncio.get_running_loop().time() + pause > deadline:
+                if loop.time() + pause > deadline:
                     raise ShutdownError([outcome.notification_id for outcome in self._waiting]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)

@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
 
 from outboxio.errors import SettingsError
 
 DurationLike: TypeAlias = timedelta | float | str
 """Whatever :func:`parse_duration` accepts, for signatures; a number is seconds."""
+
+
+if TYPE_CHECKING:
+
+    class Duration:
+        """A field that is read as a ``timedelta`` and may be given in every spelling of one.
+
+        Only type checkers see this: a descriptor is how they learn that a field's argument is wider than the field.
+        """
+
+        @overload
+        def __get__(self, instance: None, owner: type[Any]) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type[Any]) -> timedelta: ...
+        def __get__(self, instance: object | None, owner: type[Any]) -> Self | timedelta: ...
+        def __set__(self, instance: object, value: DurationLike) -> None: ...
+
+    class OptionalDuration:
+        """The same for a field that may be ``None``."""
+
+        @overload
+        def __get__(self, instance: None, owner: type[Any]) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type[Any]) -> timedelta | None: ...
+        def __get__(self, instance: object | None, owner: type[Any]) -> Self | timedelta | None: ...
+        def __set__(self, instance: object, value: DurationLike | None) -> None: ...
+
+else:
+    Duration = timedelta
+    OptionalDuration = timedelta | None
+
+
+def default_duration(value: DurationLike | None) -> Any:
+    """The default of a field of such a type."""
+    return None if value is None else parse_duration(value)
 
 
 def parse_duration(value: object, *, key: str = "duration") -> timedelta:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from outboxio.clock import naive_utc
 from outboxio.codec import encode_object
 from outboxio.errors import InvalidEvent, TooManyHops
-from outboxio.event import Event, EventRecord, EventTypes, checked_text
+from outboxio.event import Event, EventRecord, EventTypes, checked_name, checked_text
 from outboxio.ids import uuid7
 
 
@@ -56,7 +56,7 @@ class Emitter:
             model_id=_text(model_id, subject, "model_id"),
             model_type=_text(model_type, subject, "model_type"),
             ordering_key=_text(ordering_key, subject, "ordering_key"),
-            topic=_text(topic, subject, "topic"),
+            topic=None if topic is None else checked_name(topic, f"topic of {subject}"),
             available_at=None if available_at is None else naive_utc(available_at),
         )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 from uuid import UUID
 
-from msgspec import Struct, StructMeta
+from msgspec import Struct, StructMeta, field
 from msgspec.structs import replace
 
 from outboxio.errors import AmbiguousTypeName, InvalidEvent
@@ -45,6 +45,7 @@ def _not_text(aliases: Iterable[str], name: str) -> Iterable[str]:
     return aliases
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class NamedStructMeta(StructMeta):
     """Gives a struct class the name under which its rows are stored, apart from the class's own name."""
 

@@ -13,33 +13,12 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard
 
 import msgspec
 
-from outboxio.duration import DurationLike, format_duration, parse_duration
+from outboxio.duration import Duration, default_duration, format_duration, parse_duration
 from outboxio.errors import SettingsError
-
-if TYPE_CHECKING:
-
-    class Duration:
-        """A field that is read as a ``timedelta`` and may be given in every spelling of one.
-
-        Only type checkers see this: a descriptor is how they learn that a field's argument is wider than the field.
-        """
-
-        @overload
-        def __get__(self, instance: None, owner: type[Any]) -> Self: ...
-        @overload
-        def __get__(self, instance: object, owner: type[Any]) -> timedelta: ...
-        def __get__(self, instance: object | None, owner: type[Any]) -> Self | timedelta: ...
-        def __set__(self, instance: object, value: DurationLike) -> None: ...
-
-    def _default(spelling: str) -> Duration: ...
-
-else:
-    Duration = timedelta
-    _default = parse_duration
 
 
 class _SettingsMeta(msgspec.StructMeta):
@@ -70,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         outbox = Outbox("sqlite:///app.db", namespace="wallets", settings=settings)
     """
 
-    fanout_poll_delay: Duration = _default("1s")
+    fanout_poll_delay: Duration = default_duration("1s")
     """Longest wait of the idle fan-out for a wake-up before it looks by itself (jittered). 1 ms to 1 day."""
 
     fanout_batch_size: int = 1000
@@ -79,24 +58,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     handling_enabled: bool = True
     """Whether this process runs handlers. False for a deployment that only fans out."""
 
-    handling_poll_delay: Duration = _default("1s")
+    handling_poll_delay: Duration = default_duration("1s")
     """Longest wait of the idle dispatcher for a wake-up before it looks by itself (jittered). 1 ms to 1 day."""
 
     handling_batch_size: int = 1000
     """Due notifications that one look at the database takes, at most."""
 
-    handling_max_backoff_cap: Duration = _default("5m")
+    handling_max_backoff_cap: Duration = default_duration("5m")
     """Longest pause between two attempts of a failing handler; a ``RetryPolicy`` may give its own."""
 
     # A window shorter than the backoff cap is allowed: an attempt that would fall outside it has a meaning (EXPIRED).
-    handling_retention_window: Duration = _default("7d")
+    handling_retention_window: Duration = default_duration("7d")
     """Time after which an unfinished notification is EXPIRED, from when it could first run or was retried by hand."""
 
-    handler_timeout: Duration = _default("60s")
+    handler_timeout: Duration = default_duration("60s")
     """Time that one run of a handler may take before it is cancelled and counted as a failure."""
 
     concurrency: int = 100
-    """Handlers that run at the same time in this process, at most."""
+    """Handlers that run at the same time on one shard in this process, at most."""
 
     max_hops: int = 32
     """Events that may cause each other in one chain, at most: what stops two handlers that feed each other."""
@@ -104,17 +83,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     outcome_batch: int = 500
     """Outcomes of finished handlers that are written together, at most."""
 
-    outcome_delay: Duration = _default("20ms")
+    outcome_delay: Duration = default_duration("20ms")
     """Time that an outcome may wait for others to be written with it. Zero: none. A crash runs the waiting again."""
 
-    shutdown_timeout: Duration = _default("30s")
+    shutdown_timeout: Duration = default_duration("30s")
     """Time that running handlers get to finish when ``running()`` is left, before they are cancelled. Zero: none."""
 
-    lock_heartbeat: Duration = _default("5s")
+    lock_heartbeat: Duration = default_duration("5s")
     """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for twice
     as long. 50 ms to 1 day."""
 
-    subscription_ttl: Duration = _default("7d")
+    subscription_ttl: Duration = default_duration("7d")
     """Time for which a handler that no process has any more still gets its notifications."""
 
     notify: bool = True
@@ -126,13 +105,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     purge_enabled: bool = True
     """Whether ``running()`` removes rows that were kept long enough. ``outbox.admin.purge()`` does so when asked."""
 
-    keep_finished: Duration = _default("7d")
+    keep_finished: Duration = default_duration("7d")
     """Age at which finished notifications and fully settled events are removed."""
 
-    keep_dead: Duration = _default("90d")
+    keep_dead: Duration = default_duration("90d")
     """Age at which DEAD notifications are removed."""
 
-    dedup_retention: Duration = _default("100d")
+    dedup_retention: Duration = default_duration("100d")
     """Time for which the inbox recognises an event that it received before. Longer than events are kept, as a rule."""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+from uuid import UUID
 
 from msgspec import Struct
 
@@ -73,6 +74,7 @@ class ShardRuntime:
         self._channel = channel_name(namespace)
         self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
         self.work: ShardWork | None = None
+        self._left_behind: set[UUID] = set()  # notifications whose handlers ignore their cancellation, and still run
 
     @property
     def name(self) -> str:
@@ -138,7 +140,14 @@ class ShardRuntime:
             execute=self._execute,
         )
         dispatcher = Dispatcher(
-            self._namespace, self.database, self._handlers, self.clock, settings, context, emitted=self.committed
+            self._namespace,
+            self.database,
+            self._handlers,
+            self.clock,
+            settings,
+            context,
+            emitted=self.committed,
+            left_behind=self._left_behind,
         )
         return keeper, announcer, fanout, dispatcher
 

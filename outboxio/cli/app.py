@@ -171,7 +171,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where to run: it leaves nothing behind there. Without it, in an SQLite file that is gone afterwards.",
+            help="Where to run: its tables and rows are removed again. Without it, in a temporary SQLite file.",
             show_default=False,
         ),
     ] = None,

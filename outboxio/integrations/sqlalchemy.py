@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
-from outboxio.errors import NoTransaction
+from outboxio.errors import ConfigurationError, NoTransaction
 
 
 async def driver_connection(given: Any) -> Any:
     """The driver's own connection, with the transaction that SQLAlchemy has open really begun on it.
 
-    SQLAlchemy sends BEGIN with the first statement, so one is sent. Raises :class:`NoTransaction` if none is open.
+    SQLAlchemy sends BEGIN with the first statement, so one is sent. Raises :class:`NoTransaction` if none is open, and
+    :class:`ConfigurationError` for what is no asynchronous session or connection.
     """
-    if isinstance(given, AsyncSession | AsyncConnection) and not given.in_transaction():
+    if isinstance(given, async_scoped_session):
+        given = cast("async_scoped_session[AsyncSession]", given)()
+    if not isinstance(given, AsyncSession | AsyncConnection):
+        raise ConfigurationError(
+            f"record() was given {type(given).__module__}.{type(given).__qualname__}; give a connection of its driver, "
+            "or an AsyncSession or AsyncConnection"
+        )
+    if not given.in_transaction():
         raise NoTransaction(given)
     connection = await given.connection() if isinstance(given, AsyncSession) else given
     await connection.execute(text("SELECT 1"))
-    raw = await connection.get_raw_connection()
-    return raw.driver_connection
+    driver = (await connection.get_raw_connection()).driver_connection
+    if _begins_when_it_writes(driver):
+        await connection.exec_driver_sql("BEGIN")
+    return driver
+
+
+def _begins_when_it_writes(driver: Any) -> bool:
+    """Whether it is a connection of sqlite3, in the mode in which not even a SELECT begins a transaction."""
+    return getattr(driver, "in_transaction", True) is False and getattr(driver, "isolation_level", None) is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
@@ -28,14 +29,19 @@ LOOP_SETTINGS: Mapping[str, str] = {
 
 
 class Dedicated:
-    """One connection for one loop: session settings applied, one statement at a time, reopened after a failure."""
+    """One connection for one loop: session settings applied, one statement at a time, reopened after a failure.
 
-    def __init__(self, connect: Connect, release: Release, settings: Mapping[str, str]) -> None:
+    ``keeps=False``: given back after each use. What an earlier event loop left behind is forgotten.
+    """
+
+    def __init__(self, connect: Connect, release: Release, settings: Mapping[str, str], *, keeps: bool = True) -> None:
         self._connect = connect
         self._release = release
         self._settings = dict(settings)
+        self._keeps = keeps
         self._connection: Any = None
         self._turn = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def set(self, name: str, value: str) -> None:
         """Apply a session setting as well, from the next opening on."""
@@ -43,47 +49,60 @@ class Dedicated:
 
     async def fetch(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> list[Any]:
         """Run one autocommit statement; its rows."""
-        async with self._turn:
-            connection = await self._open()
+        async with self._opened() as connection:
             rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout)
             return rows
 
     async def execute(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> int:
         """Run one autocommit statement; the number of rows it touched."""
-        async with self._turn:
-            connection = await self._open()
+        async with self._opened() as connection:
             return row_count(await connection.execute(sql, *args, timeout=timeout))
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in one transaction, committed unless it raises."""
-        async with self._turn:
-            connection = await self._open()
-            async with connection.transaction():
-                return await work(connection)
+        async with self._opened() as connection, connection.transaction():
+            return await work(connection)
 
     async def use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection as it is."""
-        async with self._turn:
-            return await work(await self._open())
+        async with self._opened() as connection:
+            return await work(connection)
+
+    async def ready(self) -> None:
+        """Open the connection, if it is not open."""
+        if not self.is_open:
+            async with self._opened():
+                pass
 
     @property
     def is_open(self) -> bool:
-        return self._connection is not None and not self._connection.is_closed()
+        return self._connection is not None and self._loop is _current_loop() and not _is_closed(self._connection)
 
     async def close(self) -> None:
         """Give the connection back as it came, or close it if nobody can say how it is."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is not None and self._loop is _current_loop():
             await to_the_end(self._give_back(connection))
 
     def terminate(self) -> None:
         """Drop the connection at once, without a word to the server."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        if connection is not None and not _is_closed(connection):
             connection.terminate()
 
+    @asynccontextmanager
+    async def _opened(self) -> AsyncGenerator[Any]:
+        if self._loop is not _current_loop():
+            self._loop, self._turn, self._connection = _current_loop(), asyncio.Lock(), None
+        async with self._turn:
+            try:
+                yield await self._open()
+            finally:
+                if not self._keeps:
+                    await self.close()
+
     async def _open(self) -> Any:
-        if self._connection is not None and self._connection.is_closed():
+        if self._connection is not None and _is_closed(self._connection):
             await self.close()
         if self._connection is None:
             connection = await self._connect()
@@ -91,19 +110,34 @@ class Dedicated:
                 for name, value in self._settings.items():
                     await connection.execute(f"SET {name} = '{value}'")
             except BaseException:
-                connection.terminate()
+                if not _is_closed(connection):
+                    connection.terminate()
+                await self._release(connection)
                 raise
             self._connection = connection
         return self._connection
 
     async def _give_back(self, connection: Any) -> None:
         try:
-            if not connection.is_closed():
+            if not _is_closed(connection):
                 for name in self._settings:
                     await connection.execute(f"RESET {name}", timeout=5)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            connection.terminate()
+            if not _is_closed(connection):
+                connection.terminate()
         await self._release(connection)
+
+
+def _is_closed(connection: Any) -> bool:
+    """Whether the connection is of no use; a pool takes one back by itself when the server ends it."""
+    try:
+        return bool(connection.is_closed())
+    except asyncpg.InterfaceError:
+        return True
+
+
+def _current_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
 
 
 def row_count(status: str) -> int:

@@ -37,7 +37,9 @@ class PostgresDatabase:
         self._behind_proxy = direct_url is not None
         self._pool = None if isinstance(source, str) else source
         self._opening = asyncio.Lock()
-        self._admin = self._loop_connection()
+        self._opened_in: asyncio.AbstractEventLoop | None = None
+        # What is seldom asked keeps no connection of a given pool from the application.
+        self._admin = self._loop_connection(keeps=self._url is not None)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
         self._lock_session: Dedicated | None = None
         self.events = PostgresEvents(self._fanout, self._admin)
@@ -94,17 +96,21 @@ class PostgresDatabase:
         await self.release_loops()
         if self._url is not None and self._pool is not None:
             pool, self._pool = self._pool, None
-            await pool.close()
+            if self._opened_in is asyncio.get_running_loop():
+                await pool.close()
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
 
-    def _loop_connection(self) -> Dedicated:
-        return Dedicated(self._connect, self._release, LOOP_SETTINGS)
+    def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
+        return Dedicated(self._connect, self._release, LOOP_SETTINGS, keeps=keeps)
 
     async def _open_pool(self) -> asyncpg.Pool[Any]:
+        if self._url is not None and self._opened_in is not asyncio.get_running_loop():
+            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
+            self._pool, self._opening, self._opened_in = None, asyncio.Lock(), asyncio.get_running_loop()
         if self._pool is None:
             async with self._opening:
                 if self._pool is None:

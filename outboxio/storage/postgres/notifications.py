@@ -127,6 +127,8 @@ class PostgresNotifications:
         self._shard = shard
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
+        # What is started must be settled: while handlers hold all of a given pool, it would be too late to ask it.
+        await self._settle.ready()
         rows = await self._find.fetch(
             FIND_DUE,
             namespace,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +14,11 @@ from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.postgres.connection import row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.protocols import CommitLost
+from outboxio.waiting import to_the_end
+
+logger = logging.getLogger(__name__)
+
+ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for the pool to reset a connection, before it is dropped
 
 # The shared columns are sent once, those of each event as arrays: one round trip however many events there are.
 INSERT_EVENTS = """
@@ -65,7 +72,11 @@ class PostgresSession:
 
     async def begin(self) -> None:
         self._transaction = self._connection.transaction()
-        await self._transaction.start()
+        try:
+            await self._transaction.start()
+        except BaseException:
+            self.discard()  # nobody knows whether it began
+            raise
 
     async def commit(self) -> None:
         if not self._wrote:
@@ -79,19 +90,21 @@ class PostgresSession:
             raise
 
     async def rollback(self) -> None:
-        if self._connection.is_closed():
+        if self._is_gone():
             return
         if self._connection.is_in_transaction():
-            await self._transaction.rollback()
+            async with asyncio.timeout(ENDING_TIMEOUT):
+                await self._transaction.rollback()
         else:
             self.discard()  # the caller's SQL ended the transaction behind the driver's back
 
     def discard(self) -> None:
-        self._connection.terminate()
+        if not self._is_gone():
+            self._connection.terminate()
 
     def in_transaction(self) -> bool:
         # A connection that is gone speaks for itself, with the driver's own error.
-        return bool(self._connection.is_closed() or self._connection.is_in_transaction())
+        return self._is_gone() or bool(self._connection.is_in_transaction())
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         return row_count(await self._connection.execute(sql, *args))
@@ -105,6 +118,13 @@ class PostgresSession:
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await insert_events(self._connection, action, events)
         self._wrote = True
+
+    def _is_gone(self) -> bool:
+        """Whether the connection is closed. The pool takes a lost one back at once, and then it refuses to answer."""
+        try:
+            return bool(self._connection.is_closed())
+        except asyncpg.InterfaceError:
+            return True
 
 
 class PooledSession:
@@ -123,4 +143,11 @@ class PooledSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._pool.release(self._connection)
+        await to_the_end(self._give_back())
+
+    async def _give_back(self) -> None:
+        try:
+            await self._pool.release(self._connection, timeout=ENDING_TIMEOUT)
+        except Exception as error:
+            # The action has ended, one way or the other, and this changes nothing about it.
+            logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)

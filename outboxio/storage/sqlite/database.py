@@ -37,7 +37,7 @@ class SqliteDatabase:
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
         self.subscriptions = SqliteSubscriptions(self._connections)
-        self.schema = SqliteSchema(self._connections, name)
+        self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> CheckedOutSession:
         return CheckedOutSession(self._connections)

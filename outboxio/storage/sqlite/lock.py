@@ -10,6 +10,7 @@ A database in memory belongs to one process, so its locks are names in a set.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import weakref
@@ -135,7 +136,8 @@ class FileLocks:
     def take(self, name: LockName) -> Held | None:
         # By whatever links the database is reached, its locks are the same.
         folder = os.path.realpath(self._path) + ".locks"
-        os.makedirs(folder, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
         lock = FileLock(os.path.join(folder, name.text))
         if lock.is_ours:
             return lock
@@ -149,8 +151,12 @@ class FileLock:
     def __init__(self, path: str) -> None:
         self._path = path
         self._file = FileIO(path, "a")
-        self._locked = _flock(self._file)
         _open_files.add(self._file)
+        try:
+            self._locked = _flock(self._file)
+        except BaseException:
+            self._file.close()
+            raise
 
     @property
     def is_ours(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec.structs import replace
 
 from outboxio.notification import BEGINNING, Notification, NotificationRecord, Position, Wanted
 from outboxio.outcome import Bucket
@@ -64,7 +65,8 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
 WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
 """
 
-# What differs by row is looked up for each row; a join would be free to scan the table.
+# What differs by row is looked up for each row; a join would be free to scan the table. Errors that somebody has made
+# unreadable by hand are replaced: they must not keep all others from being settled.
 SETTLE_WITH_DETAILS = f"""
 UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (next_retry_at, errors) = (
   WITH o AS MATERIALIZED (
@@ -72,6 +74,7 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (
       json_extract(value, '$[2]') AS error
     FROM json_each(:details))
   SELECT coalesce(o.next_retry_at, n.next_retry_at), CASE WHEN o.error IS NULL THEN n.errors
+    WHEN NOT json_valid(n.errors) THEN json_array(json(o.error))
     ELSE json_insert(CASE WHEN json_array_length(n.errors) >= 10 THEN json_remove(n.errors, '$[0]') ELSE n.errors END,
       '$[#]', json(o.error)) END
   FROM o WHERE o.id = n.id)
@@ -131,6 +134,7 @@ WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND s
 """
 
 _NONE = "[]"
+_NO_DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
 
 _notifications = msgspec.json.Decoder(list[Notification])
 _rows = msgspec.json.Decoder(list[dict[str, Any]])
@@ -206,9 +210,17 @@ class SqliteNotifications:
         return await self._connections.write(SKIP, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
 
     def _record(self, row: dict[str, Any]) -> NotificationRecord:
-        for column in _JSON:
-            row[column] = None if row[column] is None else msgspec.json.decode(row[column])
-        return msgspec.convert({**row, "shard": self._shard}, NotificationRecord)
+        documents = {column: _document(row[column]) for column in _JSON}
+        record = msgspec.convert({**row, **_NO_DOCUMENTS, "shard": self._shard}, NotificationRecord)
+        return replace(record, **documents)
+
+
+def _document(text: str | None) -> Any:
+    """A JSON column as it is: an operator wants to see what is malformed, too."""
+    try:
+        return None if text is None else msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 class _Refused(Exception):
@@ -250,7 +262,13 @@ def _find_due(connection: sqlite3.Connection, namespace: str, now: str, wanted: 
 def _find_due_of(connection: sqlite3.Connection, scope: Mapping[str, str], wanted: Wanted) -> list[Notification]:
     due, sequence = wanted.after
     parameters = {"handler_name": wanted.handler_name, "due": as_text(due), "sequence": sequence, "limit": wanted.limit}
-    return _notifications.decode(fetch_value(connection, FIND_DUE, {**scope, **parameters}))
+    try:
+        return _notifications.decode(fetch_value(connection, FIND_DUE, {**scope, **parameters}))
+    except sqlite3.DataError:
+        # One text holds 1 GB at most; some of the rows go into it, and the next round finds the others.
+        if wanted.limit <= 1:
+            raise
+        return _find_due_of(connection, scope, replace(wanted, limit=wanted.limit // 2))
 
 
 def _positions(wanted: Iterable[tuple[str, Position]]) -> str:

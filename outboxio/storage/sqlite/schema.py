@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,15 +54,18 @@ KEYS = (
 
 
 class SqliteSchema:
-    def __init__(self, connections: Connections, shard: str) -> None:
+    def __init__(self, connections: Connections, shard: str, path: str | None) -> None:
         self._connections = connections
         self._shard = shard
+        self._path = path
 
     async def migrate(self) -> list[str]:
         # One transaction, which takes the write lock at once: instances that start together take turns.
         return await self._connections.transact(self._migrate)
 
     async def check(self) -> None:
+        if self._is_still_to_be_made():
+            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0))
         found, keys = await self._connections.read(
             lambda connection: (_look(connection), list(_missing_keys(connection)))
         )
@@ -69,6 +73,10 @@ class SqliteSchema:
         refuse_incomplete(self._shard, "sqlite", found)
         if keys:
             raise SchemaMissing(self._shard, [key for key, _ in keys], [f"sql/sqlite/{file}" for _, file in keys])
+
+    def _is_still_to_be_made(self) -> bool:
+        """Whether the file is not there yet: a check must not make it, as opening it would."""
+        return self._path is not None and not os.path.exists(self._path) and os.path.isdir(os.path.dirname(self._path))
 
     def _migrate(self, connection: sqlite3.Connection) -> list[str]:
         found = _look(connection)

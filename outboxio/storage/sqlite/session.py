@@ -91,7 +91,6 @@ class SqliteSession:
 
     def discard(self) -> None:
         self._discard()
-        self.is_clean = True
 
     def in_transaction(self) -> bool:
         return bool(self._connection.in_transaction)

@@ -1,0 +1,129 @@
+"""Outboxio in a FastAPI application: the loops run for as long as the application does.
+
+    pip install 'outboxio[postgres]' fastapi uvicorn
+    uvicorn examples.fastapi_app:app
+    curl -X PUT localhost:8000/wallets/ada
+    curl -X POST localhost:8000/wallets/ada/deposits -H 'content-type: application/json' -d '{"cents": 1000}'
+    curl localhost:8000/wallets/ada
+
+``DATABASE_URL`` says where; without it, in the file ``wallets.db``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, PositiveInt
+
+from outboxio import Action, Event, EventEnvelope, Outbox, Settings, Transaction
+
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS wallets (id VARCHAR(64) PRIMARY KEY, balance BIGINT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS receipts (event_id VARCHAR(36) PRIMARY KEY, wallet_id VARCHAR(64), cents BIGINT)",
+)
+
+# The action that only reads need not leave a row behind.
+outbox = Outbox(
+    os.environ.get("DATABASE_URL", "sqlite:///wallets.db"),
+    namespace="wallets",
+    settings=Settings(record_empty_actions=False),
+)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async with outbox:
+        await outbox.migrate()
+        async with outbox.transaction("MakeTables") as tx:
+            for ddl in TABLES:
+                await tx.execute(ddl)
+        async with outbox.running():
+            yield
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+# --- the domain ----------------------------------------------------------------------------------
+
+
+class MoneyDeposited(Event):
+    wallet_id: str
+    cents: int
+
+
+class OpenWallet(Action):
+    wallet_id: str
+
+    async def perform(self, tx: Transaction) -> None:
+        await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, 0) ON CONFLICT DO NOTHING", self.wallet_id)
+
+
+class DepositMoney(Action):
+    wallet_id: str
+    cents: int
+
+    async def perform(self, tx: Transaction) -> int:
+        balance: int | None = await tx.fetchval(
+            "UPDATE wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance", self.cents, self.wallet_id
+        )
+        if balance is None:
+            raise LookupError(self.wallet_id)
+        tx.emit(MoneyDeposited(self.wallet_id, self.cents), model_id=self.wallet_id, model_type="Wallet")
+        return balance
+
+
+class WriteReceipt(Action):
+    """Written once, however often it is executed: the event's id is the key."""
+
+    event_id: str
+    wallet_id: str
+    cents: int
+
+    async def perform(self, tx: Transaction) -> None:
+        await tx.execute(
+            "INSERT INTO receipts (event_id, wallet_id, cents) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
+            self.event_id,
+            self.wallet_id,
+            self.cents,
+        )
+
+
+@outbox.handler(MoneyDeposited, name="deposit-receipt")
+async def write_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
+    event = envelope.event
+    await envelope.execute(WriteReceipt(str(envelope.event_id), event.wallet_id, event.cents))
+
+
+# --- the endpoints -------------------------------------------------------------------------------
+
+
+class Deposit(BaseModel):
+    cents: PositiveInt
+
+
+@app.put("/wallets/{wallet_id}", status_code=204)
+async def open_wallet(wallet_id: str) -> None:
+    await outbox.executor.execute(OpenWallet(wallet_id))
+
+
+@app.post("/wallets/{wallet_id}/deposits")
+async def deposit_money(wallet_id: str, deposit: Deposit) -> dict[str, int]:
+    try:
+        return {"balance": await outbox.executor.execute(DepositMoney(wallet_id, deposit.cents))}
+    except LookupError:
+        raise HTTPException(404, f"there is no wallet {wallet_id!r}") from None
+
+
+@app.get("/wallets/{wallet_id}")
+async def read_wallet(wallet_id: str) -> dict[str, Any]:
+    async with outbox.transaction("ReadWallet") as tx:
+        balance = await tx.fetchval("SELECT balance FROM wallets WHERE id = $1", wallet_id)
+        receipts = await tx.fetch("SELECT cents FROM receipts WHERE wallet_id = $1", wallet_id)
+    if balance is None:
+        raise HTTPException(404, f"there is no wallet {wallet_id!r}")
+    return {"balance": balance, "receipts": [row[0] for row in receipts]}

@@ -1,0 +1,300 @@
+"""Reads what is really in the tables, and proves that it adds up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from outboxio import Outbox, Settings
+from outboxio.testing import emitted
+
+from .domain import TABLES, MoneyDeposited
+from .journal import Journal
+
+OURS = ("events", "event_notifications", "subscriptions", "schema_versions", "leases", "consumed_events")
+
+
+class Check(Struct):
+    """One thing that must be so, and what was found."""
+
+    rule: str
+    holds: bool
+    found: str
+
+
+class Footprint(Struct, frozen=True):
+    """What an action could leave behind anywhere."""
+
+    events: int
+    ledger: int
+    balances: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.events + self.ledger
+
+
+class Auditor:
+    """Looks at the tables through an outbox of its own, which leaves no trace in them."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self._url = url
+        self._namespace = namespace
+        self._is_sqlite = urlsplit(url).scheme == "sqlite"
+        self.outbox = Outbox(url, namespace=namespace, settings=Settings(record_empty_actions=False))
+
+    # --- before and after ------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def tables(self) -> AsyncIterator[bool]:
+        """The service's own tables, for as long as the block lasts; whether outboxio's had to be made for it."""
+        applied = await self.outbox.migrate()
+        made_them_all = any(file.startswith("0001") for files in applied.values() for file in files)
+        try:
+            await self._make_own_tables()
+            yield made_them_all
+        finally:
+            await self._clean_up(made_them_all)
+            await self.outbox.close()
+
+    async def _make_own_tables(self) -> None:
+        async with self.outbox.transaction("MakeTables") as tx:
+            for name, ddl in TABLES.items():
+                await tx.execute(f"DROP TABLE IF EXISTS {name}")  # of a demo that was killed
+                await tx.execute(ddl)
+
+    async def _clean_up(self, made_them_all: bool) -> None:
+        async with self.outbox.transaction("CleanUp") as tx:
+            for name in TABLES:
+                await tx.execute(f"DROP TABLE IF EXISTS {name}")
+            for name in ("events", "event_notifications", "subscriptions"):
+                await tx.execute(f"DELETE FROM {self._named(name)} WHERE namespace = $1", self._namespace)
+            await tx.execute(f"DELETE FROM {self._named('leases')} WHERE name LIKE $1", f"{self._namespace}/%")
+            if made_them_all and not await tx.fetchval(self._sql("SELECT count(*) FROM {subscriptions}")):
+                for statement in self._unmake():
+                    await tx.execute(statement)
+
+    def _unmake(self) -> list[str]:
+        if self._is_sqlite:
+            return [f"DROP TABLE {self._named(name)}" for name in OURS]
+        return ["DROP SCHEMA eventlog CASCADE"]
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    async def fetch(self, sql: str, *args: Any) -> list[Any]:
+        """All rows; ``{events}`` and the like stand for the tables' names in this database."""
+        async with self.outbox.transaction("Look") as tx:
+            return await tx.fetch(self._sql(sql), *args)
+
+    async def numbers(self, sql: str, *args: Any) -> tuple[int, ...]:
+        """The first row, as numbers."""
+        return tuple(int(value or 0) for value in (await self.fetch(sql, *args))[0])
+
+    async def footprint(self) -> Footprint:
+        (events,) = await self.numbers("SELECT count(*) FROM {events} WHERE namespace = $1", self._namespace)
+        (ledger,) = await self.numbers("SELECT count(*) FROM outboxio_demo_ledger")
+        balances = await self.fetch("SELECT balance FROM outboxio_demo_wallets ORDER BY id")
+        return Footprint(events, ledger, tuple(row[0] for row in balances))
+
+    async def committed_by(self, correlation_id: str) -> list[Any]:
+        """The rows that one execution left in ``events``, without what its handlers caused."""
+        return await self.fetch(
+            """SELECT action_name, event_type FROM {events}
+            WHERE namespace = $1 AND correlation_id = $2 AND causation_id IS NULL ORDER BY sequence""",
+            self._namespace,
+            correlation_id,
+        )
+
+    async def wallets(self) -> list[Any]:
+        return await self.fetch("""
+            SELECT w.id, w.owner, w.balance, count(l.cents) AS entries, coalesce(sum(l.cents), 0) AS booked
+            FROM outboxio_demo_wallets w LEFT JOIN outboxio_demo_ledger l ON l.wallet_id = w.id
+            GROUP BY w.id, w.owner, w.balance ORDER BY w.id""")
+
+    async def events(self) -> list[Any]:
+        return await self.fetch(
+            """SELECT id, action_name, event_type, model_id, causation_id, delivered FROM {events}
+            WHERE namespace = $1 ORDER BY sequence""",
+            self._namespace,
+        )
+
+    # --- proving ---------------------------------------------------------------------------------
+
+    async def checks(
+        self, executed: int, refused: Sequence[tuple[Footprint, Footprint]], journal: Journal
+    ) -> list[Check]:
+        """Everything that must be so at the end, from the tables and from what was seen to happen."""
+        return [
+            await self._money_in_is_money_there(),
+            await self._money_out_is_money_in(),
+            await self._balances_are_their_ledger(),
+            await self._rows_and_events_agree(),
+            _refused_left_nothing(refused),
+            await self._every_action_left_its_row(executed),
+            await self._every_pair_is_handled_once(),
+            await self._every_run_is_accounted_for(journal),
+            await self._the_alias_was_found(journal),
+            await self._causes_are_known(),
+            await self._what_nobody_wants_waits(),
+        ]
+
+    async def _money_in_is_money_there(self) -> Check:
+        deposited = sum(event.cents for event in await emitted(self.outbox, MoneyDeposited))
+        balances, wallets = await self.numbers("SELECT sum(balance), count(*) FROM outboxio_demo_wallets")
+        return Check(
+            "money in is money there",
+            deposited == balances,
+            f"{euros(deposited)} deposited, {euros(balances)} in {wallets} wallets",
+        )
+
+    async def _money_out_is_money_in(self) -> Check:
+        arrived, left = await self.numbers(
+            """SELECT sum(CASE WHEN l.cents > 0 THEN l.cents ELSE 0 END),
+              sum(CASE WHEN l.cents < 0 THEN -l.cents ELSE 0 END)
+            FROM outboxio_demo_ledger l JOIN {events} e ON CAST(e.action_id AS VARCHAR(36)) = l.action_id
+            WHERE e.namespace = $1 AND e.event_type IN ('MoneyTransferred', 'BonusPaid')""",
+            self._namespace,
+        )
+        return Check(
+            "money out is money in",
+            arrived == left > 0,
+            f"{euros(left)} sent, {euros(arrived)} received",
+        )
+
+    async def _balances_are_their_ledger(self) -> Check:
+        rows = await self.wallets()
+        entries, booked = sum(row["entries"] for row in rows), sum(int(row["booked"]) for row in rows)
+        return Check(
+            "each balance is the sum of its ledger",
+            all(row["balance"] == row["booked"] for row in rows),
+            f"{len(rows)} wallets, {entries} entries, {euros(booked)} in all",
+        )
+
+    async def _rows_and_events_agree(self) -> Check:
+        booked, both, told = await self.numbers(
+            """SELECT count(DISTINCT l.action_id), count(DISTINCT CASE WHEN e.id IS NOT NULL THEN l.action_id END),
+              (SELECT count(*) FROM {events} WHERE namespace = $1
+               AND event_type IN ('MoneyDeposited', 'MoneyTransferred', 'BonusPaid'))
+            FROM outboxio_demo_ledger l LEFT JOIN {events} e
+              ON CAST(e.action_id AS VARCHAR(36)) = l.action_id AND e.namespace = $1""",
+            self._namespace,
+        )
+        return Check(
+            "rows and events are committed together",
+            booked == both == told,
+            f"{booked} actions in the ledger, {told} events tell of them",
+        )
+
+    async def _every_action_left_its_row(self, executed: int) -> Check:
+        actions, sentinels = await self.numbers(
+            """SELECT count(DISTINCT action_id), sum(CASE WHEN event_type IS NULL THEN 1 ELSE 0 END) FROM {events}
+            WHERE namespace = $1 AND causation_id IS NULL""",
+            self._namespace,
+        )
+        return Check(
+            "every action leaves a row, event or not",
+            actions == executed,
+            f"{executed} succeeded, {actions} in events, {sentinels} of them a sentinel",
+        )
+
+    async def _every_pair_is_handled_once(self) -> Check:
+        # A handler is owed its events under its own name or an alias; one that is named as an alias is owed nothing.
+        owed, single, succeeded = await self.numbers(
+            """SELECT count(*), sum(CASE WHEN there = 1 THEN 1 ELSE 0 END), sum(succeeded) FROM (
+              SELECT e.id, s.handler_name, count(n.id) AS there,
+                sum(CASE WHEN n.state = 'SUCCEEDED' THEN 1 ELSE 0 END) AS succeeded
+              FROM {events} e
+              JOIN {subscriptions} s ON s.namespace = e.namespace AND s.event_type = e.event_type
+              LEFT JOIN {event_notifications} n ON n.event_id = e.id
+                AND (n.handler_name = s.handler_name OR CAST(s.aliases AS TEXT) LIKE '%"' || n.handler_name || '"%')
+              WHERE e.namespace = $1 AND NOT EXISTS (SELECT 1 FROM {subscriptions} other
+                WHERE other.namespace = s.namespace AND CAST(other.aliases AS TEXT) LIKE '%"' || s.handler_name || '"%')
+              GROUP BY e.id, s.handler_name) AS pairs""",
+            self._namespace,
+        )
+        (rows,) = await self.numbers("SELECT count(*) FROM {event_notifications} WHERE namespace = $1", self._namespace)
+        return Check(
+            "every event, every handler, once",
+            owed == single == succeeded == rows > 0,
+            f"{owed} owed, {rows} notifications, {succeeded} SUCCEEDED",
+        )
+
+    async def _every_run_is_accounted_for(self, journal: Journal) -> Check:
+        (attempts,) = await self.numbers(
+            "SELECT sum(attempts) FROM {event_notifications} WHERE namespace = $1", self._namespace
+        )
+        errors = sum(len(record.errors) for record in await self.outbox.admin.list(limit=1000))
+        failures = sum(run.error is not None for run in journal.runs)
+        return Check(
+            "every run is accounted for",
+            attempts == len(journal.runs) and errors == failures,
+            f"{len(journal.runs)} runs, {attempts} attempts; {failures} failures, {errors} errors kept",
+        )
+
+    async def _the_alias_was_found(self, journal: Journal) -> Check:
+        old, new, deposits = await self.numbers(
+            """SELECT sum(CASE WHEN handler_name = 'receipt' THEN 1 ELSE 0 END),
+              sum(CASE WHEN handler_name = 'deposit-receipt' THEN 1 ELSE 0 END),
+              (SELECT count(*) FROM {events} WHERE namespace = $1 AND event_type = 'MoneyDeposited')
+            FROM {event_notifications} WHERE namespace = $1""",
+            self._namespace,
+        )
+        runs = sum(run.handler == "deposit-receipt" for run in journal.runs)
+        return Check(
+            "a renamed handler misses nothing",
+            old > 0 and old + new == deposits == runs,
+            f"{deposits} deposits, {runs} receipts, {old} under the old name",
+        )
+
+    async def _causes_are_known(self) -> Check:
+        caused, known = await self.numbers(
+            """SELECT count(*), count(cause.id) FROM {events} e
+            LEFT JOIN {events} cause ON cause.id = e.causation_id AND cause.correlation_id = e.correlation_id
+            WHERE e.namespace = $1 AND e.causation_id IS NOT NULL""",
+            self._namespace,
+        )
+        return Check(
+            "what a handler causes names its cause",
+            caused == known > 0,
+            f"{caused} events caused, {known} causes found",
+        )
+
+    async def _what_nobody_wants_waits(self) -> Check:
+        unwanted, undelivered = await self.numbers(
+            """SELECT sum(CASE WHEN s.event_type IS NULL THEN 1 ELSE 0 END),
+              sum(CASE WHEN e.delivered THEN 0 ELSE 1 END)
+            FROM {events} e LEFT JOIN (SELECT DISTINCT event_type FROM {subscriptions} WHERE namespace = $1) s
+              ON s.event_type = e.event_type
+            WHERE e.namespace = $1 AND e.event_type IS NOT NULL""",
+            self._namespace,
+        )
+        return Check(
+            "an event without handler waits for one",
+            unwanted == undelivered > 0,
+            f"{unwanted} without handler, {undelivered} undelivered",
+        )
+
+    def _named(self, table: str) -> str:
+        return f"eventlog_{table}" if self._is_sqlite else f"eventlog.{table}"
+
+    def _sql(self, sql: str) -> str:
+        for table in OURS:
+            sql = sql.replace(f"{{{table}}}", self._named(table))
+        return sql
+
+
+def _refused_left_nothing(refused: Sequence[tuple[Footprint, Footprint]]) -> Check:
+    before, after = sum(one.rows for one, _ in refused), sum(other.rows for _, other in refused)
+    return Check(
+        "a refused action leaves nothing behind",
+        bool(refused) and all(one == other for one, other in refused),
+        f"{len(refused)} refused; {before} rows before, {after} rows after",
+    )
+
+
+def euros(cents: int) -> str:
+    return f"{cents / 100:,.2f}"

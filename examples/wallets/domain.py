@@ -1,0 +1,166 @@
+"""What the wallet service does: its tables, its events, and the actions that change both in one commit.
+
+The SQL runs on PostgreSQL and on SQLite as it stands. Amounts are whole cents, which every database adds up exactly.
+"""
+
+from __future__ import annotations
+
+from outboxio import Action, Event, Transaction
+
+TABLES = {
+    "outboxio_demo_wallets": """
+        CREATE TABLE outboxio_demo_wallets (
+            id      VARCHAR(64) PRIMARY KEY,
+            owner   VARCHAR(64) NOT NULL,
+            balance BIGINT      NOT NULL
+        )""",
+    # Why each balance is what it is: one row per change, under the id of the action that made it.
+    "outboxio_demo_ledger": """
+        CREATE TABLE outboxio_demo_ledger (
+            action_id VARCHAR(36) NOT NULL,
+            wallet_id VARCHAR(64) NOT NULL,
+            cents     BIGINT      NOT NULL,
+            PRIMARY KEY (action_id, wallet_id)
+        )""",
+    "outboxio_demo_bonuses": """
+        CREATE TABLE outboxio_demo_bonuses (
+            wallet_id VARCHAR(64) PRIMARY KEY
+        )""",
+}
+
+# --- what can happen -----------------------------------------------------------------------------
+
+
+class WalletOpened(Event):
+    wallet_id: str
+    owner: str
+
+
+class MoneyMoved(Event):
+    """Whatever changes a balance: a handler of this class receives everything below it."""
+
+    cents: int
+
+
+class MoneyDeposited(MoneyMoved):
+    wallet_id: str
+
+
+class MoneyTransferred(MoneyMoved):
+    source: str
+    target: str
+
+
+class BonusPaid(MoneyMoved):
+    wallet_id: str
+
+
+class ReceiptSent(Event):
+    wallet_id: str
+    cents: int
+
+
+# --- what can be done ----------------------------------------------------------------------------
+
+
+class Overdraft(Exception):
+    """A wallet holds less than it should give."""
+
+    def __init__(self, wallet_id: str, short_of: int) -> None:
+        self.wallet_id = wallet_id
+        self.short_of = short_of
+        super().__init__(f"{wallet_id} is {short_of / 100:.2f} short")
+
+
+class UnknownWallet(Exception):
+    """There is no wallet with this id."""
+
+    def __init__(self, wallet_id: str) -> None:
+        self.wallet_id = wallet_id
+        super().__init__(f"there is no wallet {wallet_id!r}")
+
+
+class OpenWallet(Action):
+    wallet_id: str
+    owner: str
+
+    async def perform(self, tx: Transaction) -> None:
+        await tx.execute(
+            "INSERT INTO outboxio_demo_wallets (id, owner, balance) VALUES ($1, $2, 0)", self.wallet_id, self.owner
+        )
+        tx.emit(WalletOpened(self.wallet_id, self.owner), model_id=self.wallet_id, model_type="Wallet")
+
+
+class DepositMoney(Action):
+    wallet_id: str
+    cents: int
+
+    async def perform(self, tx: Transaction) -> int:
+        balance = await _book(tx, self.wallet_id, self.cents)
+        tx.emit(MoneyDeposited(self.cents, self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
+        return balance
+
+
+class TransferMoney(Action):
+    source: str
+    target: str
+    cents: int
+
+    async def perform(self, tx: Transaction) -> None:
+        # The target first: when the source turns out to be short, there is something to take back.
+        await _book(tx, self.target, self.cents)
+        await _book(tx, self.source, -self.cents)
+        tx.emit(MoneyTransferred(self.cents, self.source, self.target), model_id=self.source, model_type="Wallet")
+
+
+class RenameWallet(Action):
+    """Nobody needs to hear of a new name, so this emits nothing."""
+
+    wallet_id: str
+    owner: str
+
+    async def perform(self, tx: Transaction) -> None:
+        await tx.expect_one(
+            "UPDATE outboxio_demo_wallets SET owner = $1 WHERE id = $2",
+            self.owner,
+            self.wallet_id,
+            model_type="Wallet",
+            model_id=self.wallet_id,
+        )
+
+
+class PayBonus(Action):
+    """Pays a wallet its one bonus. Handlers may run twice, so doing it again does nothing."""
+
+    house: str
+    wallet_id: str
+    cents: int
+
+    async def perform(self, tx: Transaction) -> bool:
+        is_first = await tx.execute(
+            "INSERT INTO outboxio_demo_bonuses (wallet_id) VALUES ($1) ON CONFLICT DO NOTHING", self.wallet_id
+        )
+        if not is_first:
+            return False
+        await _book(tx, self.wallet_id, self.cents)
+        await _book(tx, self.house, -self.cents)
+        tx.emit(BonusPaid(self.cents, self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
+        return True
+
+
+async def _book(tx: Transaction, wallet_id: str, cents: int) -> int:
+    """Change one balance and write down why; the new balance, which may not be below zero."""
+    balance: int | None = await tx.fetchval(
+        "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance", cents, wallet_id
+    )
+    if balance is None:
+        raise UnknownWallet(wallet_id)
+    if balance < 0:
+        raise Overdraft(wallet_id, short_of=-balance)
+    await tx.execute(
+        "INSERT INTO outboxio_demo_ledger (action_id, wallet_id, cents) VALUES ($1, $2, $3)",
+        str(tx.action_id),
+        wallet_id,
+        cents,
+    )
+    return balance

@@ -1,0 +1,477 @@
+"""The ``outboxio`` command as people and scripts run it: in a process of its own, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outboxio import Action, Event, Outbox, Transaction
+from outboxio.cli import main
+from outboxio.storage.schema import sql_files
+from tests.app import Look, eventually
+
+ROOT = Path(__file__).parents[2]
+
+# An application: its handler says on a file that it began, and waits for another one if there is to be one.
+SHOP = """
+import asyncio, os
+from pathlib import Path
+from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
+
+class Ordered(Event):
+    number: int
+
+outbox = Outbox(os.environ["SHOP_DATABASE"], namespace="shop")
+handlerless = Outbox(os.environ["SHOP_DATABASE"], namespace="shop")
+
+@outbox.handler(Ordered, name="ship", aliases={"send"})
+async def ship(envelope: EventEnvelope[Ordered]) -> None:
+    if envelope.event.number < 0:
+        raise ValueError("there is no such order")
+    Path("began").touch()
+    while Path("hold").exists():
+        await asyncio.sleep(0.01)
+
+def make() -> Outbox:
+    return outbox
+
+class Container:
+    outbox = outbox
+    @staticmethod
+    async def make_later() -> Outbox:
+        return outbox
+
+number = 7
+def broken(): raise RuntimeError("no configuration")
+"""
+
+
+class Ordered(Event):
+    number: int
+
+
+class Order(Action):
+    number: int
+
+    async def perform(self, tx: Transaction) -> None:
+        tx.emit(Ordered(self.number), model_id=self.number, model_type="Order")
+
+
+class Answer:
+    """What a command answered."""
+
+    def __init__(self, code: int | None, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def __repr__(self) -> str:
+        return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+class Command:
+    """Runs ``outboxio`` in the directory of an application."""
+
+    def __init__(self, directory: Path, database: str) -> None:
+        self.directory = directory
+        self.database = database
+        (directory / "shop.py").write_text(SHOP)
+
+    async def __call__(self, *arguments: str, **environ: str) -> Answer:
+        async with self.started(*arguments, **environ) as process:
+            out, err = await process.communicate()
+        return Answer(process.returncode, out.decode(), err.decode())
+
+    @asynccontextmanager
+    async def started(self, *arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+        """The command under way; it does not outlive the block."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("OUTBOXIO_")}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outboxio.cli", *arguments),
+            cwd=self.directory,
+            env={**inherited, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": self.database, **environ},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.communicate()
+
+
+@pytest.fixture
+def command(tmp_path: Path, database_url: str) -> Command:
+    return Command(tmp_path, database_url)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Command:
+    """The command where no server is needed: for what is the same on every database, or never reaches one."""
+    return Command(tmp_path, f"sqlite:///{tmp_path / 'local.db'}")
+
+
+@pytest.fixture
+async def shop(database_url: str) -> AsyncIterator[Outbox]:
+    """The same application in this process, without its handlers; its tables are made."""
+    async with Outbox(database_url, namespace="shop") as outbox:
+        await outbox.migrate()
+        yield outbox
+
+
+@pytest.fixture
+async def local_shop(local: Command) -> AsyncIterator[Outbox]:
+    async with Outbox(local.database, namespace="shop") as outbox:
+        await outbox.migrate()
+        yield outbox
+
+
+def dialect_of(url: str) -> str:
+    return "sqlite" if url.startswith("sqlite") else "postgres"
+
+
+async def line_with(stream: asyncio.StreamReader | None, text: str) -> None:
+    """Wait for a line of a process."""
+    assert stream is not None
+    async with asyncio.timeout(20):
+        async for line in stream:
+            if text in line.decode():
+                return
+    raise AssertionError(f"the process ended and never said {text!r}")
+
+
+# --- migrate and check ---------------------------------------------------------------------------
+
+
+async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(command: Command) -> None:
+    files = [file.name for file in sql_files(dialect_of(command.database))]
+
+    first, second = await command("migrate", "shop:outbox"), await command("migrate", "shop:outbox")
+    check = await command("check", "shop:outbox")
+
+    assert first.code == second.code == check.code == 0, first
+    assert all(file in first.out for file in files)
+    assert "up to date" in second.out
+    assert "every table, column and index is there" in check.out
+
+
+async def test_migrate_answers_machines_shard_by_shard(command: Command) -> None:
+    files = [file.name for file in sql_files(dialect_of(command.database))]
+
+    assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": files}}
+    assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": []}}
+
+
+async def test_check_of_an_empty_database_names_what_is_missing_and_the_file_to_apply(command: Command) -> None:
+    answer = await command("check", "shop:outbox")
+
+    assert answer.code == 1, answer
+    assert "table events" in answer.out
+    assert f"sql/{dialect_of(command.database)}/0001_events.sql" in answer.out
+    assert "Traceback" not in answer.err
+
+
+async def test_check_answers_machines(command: Command) -> None:
+    before = await command("check", "shop:outbox", "--json")
+    await command("migrate", "shop:outbox")
+    after = await command("check", "shop:outbox", "--json")
+
+    assert (before.code, before.json["ok"]) == (1, False)
+    shard = before.json["shards"]["default"]
+    assert "table events" in shard["missing"]
+    assert f"sql/{dialect_of(command.database)}/0001_events.sql" in shard["files"]
+    assert (after.code, after.json["ok"]) == (0, True)
+    assert after.json["shards"]["default"] == {"ok": True, "error": None, "missing": [], "files": []}
+
+
+async def test_check_names_one_missing_index(command: Command, shop: Outbox) -> None:
+    index = "eventlog_events_undelivered" if dialect_of(command.database) == "sqlite" else "eventlog.events_undelivered"
+    async with shop.transaction("DropIndex") as tx:
+        await tx.execute(f"DROP INDEX {index}")
+
+    answer = await command("check", "--database", command.database)
+
+    assert answer.code == 1
+    assert "index events_undelivered" in answer.out
+
+
+# --- status --------------------------------------------------------------------------------------
+
+
+async def test_status_counts_for_machines(command: Command, shop: Outbox) -> None:
+    await shop.executor.execute(Order(1))
+
+    answer = await command("status", "shop:outbox", "--json")
+
+    assert answer.code == 0, answer
+    assert answer.json["namespace"] == "shop"
+    assert answer.json["total"]["undelivered"] == 1
+    assert answer.json["shards"]["default"] == answer.json["total"]
+    assert answer.json["errors"] == {}
+
+
+async def test_status_counts_for_people(local: Command, local_shop: Outbox) -> None:
+    await local_shop.executor.execute(Order(1))
+
+    answer = await local("status", "--database", local.database, "--namespace", "shop")
+
+    assert answer.code == 0, answer
+    rows = {line.split()[0]: line.split()[1] for line in answer.out.splitlines() if len(line.split()) > 2}
+    assert (rows["undelivered"], rows["PENDING"]) == ("1", "0")
+
+
+async def test_status_without_tables_says_what_to_do(command: Command) -> None:
+    answer = await command("status", "shop:outbox")
+
+    assert answer.code == 1
+    assert "outboxio migrate" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+async def test_status_shows_the_other_shards_when_one_is_down(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "sharded.py").write_text(
+        "import os\nfrom outboxio import Outbox\n"
+        "outbox = Outbox({'up': os.environ['SHOP_DATABASE'], 'down': 'postgresql://127.0.0.1:1/x'}, namespace='shop')\n"
+    )
+
+    answer = await local("status", "sharded:outbox", "--json")
+
+    assert answer.code == 3
+    assert answer.json["shards"]["up"]["PENDING"] == 0
+    assert "127.0.0.1:1" in answer.json["errors"]["down"]
+
+
+# --- worker --------------------------------------------------------------------------------------
+
+
+async def test_a_worker_leaves_gracefully_on_sigterm(command: Command, shop: Outbox, look: Look) -> None:
+    hold, began = command.directory / "hold", command.directory / "began"
+    hold.touch()
+    await shop.executor.execute(Order(1))
+
+    async with command.started("worker", "shop:outbox") as worker:
+        await eventually(began.exists)
+        worker.send_signal(signal.SIGTERM)
+        await line_with(worker.stderr, "stopping")
+        hold.unlink()
+        _, err = await worker.communicate()
+
+    assert worker.returncode == 0
+    assert "succeeded 1, failed 0" in err.decode()
+    assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_a_second_signal_ends_a_worker_at_once_and_uses_up_no_attempt(local: Command, local_shop: Outbox) -> None:
+    look = Look(local.database)
+    (local.directory / "hold").touch()
+    await local_shop.executor.execute(Order(1))
+
+    async with local.started("worker", "shop:outbox") as worker:
+        await eventually((local.directory / "began").exists)
+        worker.send_signal(signal.SIGINT)
+        await line_with(worker.stderr, "stopping")
+        worker.send_signal(signal.SIGINT)
+        async with asyncio.timeout(5):
+            await worker.communicate()
+
+    assert worker.returncode == -signal.SIGINT
+    [notification] = await look.notifications()
+    assert (notification["state"], notification["attempts"]) == ("PENDING", 0)
+
+
+async def test_a_worker_says_what_it_runs_and_hides_the_password(command: Command, shop: Outbox) -> None:
+    environ = {}
+    if dialect_of(command.database) == "postgres":
+        environ["SHOP_DATABASE"] = command.database.replace("postgres@", "postgres:s3cret@")
+
+    async with command.started("worker", "shop:outbox", **environ) as worker:
+        await line_with(worker.stderr, "took shop/dispatch/ship")
+        worker.send_signal(signal.SIGTERM)
+        _, err = await worker.communicate()
+        answer = await command("worker", "shop:outbox", "--drain", **environ)
+
+    for part in ("fans out and runs handlers for namespace shop", "ship", "Ordered", "also found as send"):
+        assert part in answer.err
+    assert "s3cret" not in answer.err + err.decode()
+
+
+async def test_draining_ends_by_itself(command: Command, shop: Outbox, look: Look) -> None:
+    await shop.executor.execute(Order(1))
+
+    answer = await command("worker", "shop:outbox", "--drain")
+
+    assert answer.code == 0, answer
+    assert "fanned out 1, succeeded 1" in answer.err
+    assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_draining_answers_no_while_something_waits_for_its_retry(local: Command, local_shop: Outbox) -> None:
+    await local_shop.executor.execute(Order(-1))
+
+    answer = await local("worker", "shop:outbox", "--drain", "--log-level", "error")
+
+    assert answer.code == 1
+    assert "1 left" in answer.err
+    assert "there is no such order" not in answer.err
+
+
+async def test_a_worker_without_handling_only_fans_out(local: Command, local_shop: Outbox) -> None:
+    look = Look(local.database)
+    await local_shop.executor.execute(Order(1))
+
+    async with local.started("worker", "shop:outbox", "--no-handling") as worker:
+
+        async def is_fanned_out() -> bool:
+            return await look.states() == {"PENDING": 1}
+
+        await eventually(is_fanned_out)
+        worker.send_signal(signal.SIGTERM)
+        await worker.communicate()
+
+    assert worker.returncode == 0
+    assert await look.states() == {"PENDING": 1}
+
+
+async def test_a_worker_without_handlers_says_so(local: Command, local_shop: Outbox) -> None:
+    answer = await local("worker", "shop:handlerless", "--drain")
+
+    assert "no handlers are registered" in answer.err
+
+
+@pytest.mark.parametrize("target", ["shop:make", "shop:Container.outbox", "shop:Container.make_later"])
+async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: str) -> None:
+    assert (await local("migrate", target)).code == 0
+    assert (await local("worker", target, "--drain")).code == 0
+
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        (["worker", "nothing:outbox"], "there is no module 'nothing'"),
+        (["worker", "shop:nothing"], "module shop has no 'nothing'; its outboxes: shop:outbox, shop:handlerless"),
+        (["worker", "shop:Container.nothing"], "has no 'Container.nothing'"),
+        (["worker", "shop"], "expected module:outbox"),
+        (["worker", "shop:number"], "shop:number is 7, neither an Outbox nor a callable that returns one"),
+        (["worker", "shop:broken"], "calling shop:broken() failed: RuntimeError: no configuration"),
+        (["worker", "importing:outbox"], "importing importing failed: there is no module 'absent'"),
+        (["worker", "failing:outbox"], "importing failing failed: ZeroDivisionError"),
+        (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
+        (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
+        (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
+        (["check"], "give --database"),
+        (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
+        (["status", "--database", "sqlite://"], "give --namespace"),
+        (["check", "--database", "gopher://host"], "the scheme 'gopher'"),
+        (["dance"], "No such command 'dance'"),
+    ],
+)
+async def test_a_wrong_command_line_is_refused_in_words(local: Command, arguments: list[str], because: str) -> None:
+    (local.directory / "importing.py").write_text("import absent\n")
+    (local.directory / "failing.py").write_text("1 / 0\n")
+
+    answer = await local(*arguments)
+
+    assert answer.code == 2, answer
+    assert because in answer.err
+    assert "Traceback" not in answer.err
+
+
+async def test_an_unknown_setting_is_refused_by_name(local: Command) -> None:
+    answer = await local("check", "--database", "sqlite://", OUTBOXIO_CONCURENCY="5")
+
+    assert answer.code == 2
+    assert "OUTBOXIO_CONCURENCY" in answer.err
+    assert "did you mean OUTBOXIO_CONCURRENCY?" in answer.err
+
+
+async def test_a_setting_that_the_application_refuses_is_refused_by_name(local: Command) -> None:
+    (local.directory / "app.py").write_text("from outboxio import Settings\nSettings(concurrency=0)\n")
+
+    answer = await local("worker", "app:outbox")
+
+    assert answer.code == 2
+    assert "setting concurrency = 0: expected a whole number, 1 or more" in answer.err
+
+
+@pytest.mark.parametrize("name", ["migrate", "check", "status"])
+async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Command, name: str) -> None:
+    answer = await local(name, "--database", "postgresql://me:s3cret@127.0.0.1:1/app", "--namespace", "shop")
+
+    assert answer.code == 3
+    assert "127.0.0.1:1/app cannot be reached" in answer.out + answer.err
+    assert "s3cret" not in answer.out + answer.err
+    assert "Traceback" not in answer.err
+
+
+async def test_a_worker_whose_database_does_not_answer_ends_with_3(local: Command) -> None:
+    assert (await local("worker", "shop:outbox", SHOP_DATABASE="postgresql://127.0.0.1:1/app")).code == 3
+
+
+async def test_machines_are_told_of_errors_in_json(local: Command) -> None:
+    answer = await local("migrate", "--database", "postgresql://127.0.0.1:1/app", "--json")
+
+    assert answer.code == 3
+    assert answer.json["error"]["type"] == "DatabaseUnavailable"
+
+
+async def test_verbose_shows_where_an_error_came_from(local: Command) -> None:
+    (local.directory / "failing.py").write_text("1 / 0\n")
+
+    answer = await local("worker", "failing:outbox", "--verbose")
+
+    assert answer.code == 2
+    assert 'failing.py", line 1' in answer.err
+
+
+# --- the rest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["migrate", "check", "worker", "status", "demo"])
+async def test_every_command_explains_itself(local: Command, name: str) -> None:
+    answer = await local(name, "--help")
+
+    assert answer.code == 0
+    assert "Example: outboxio" in answer.out
+
+
+async def test_the_demo_proves_its_arithmetic(local: Command) -> None:
+    answer = await local("demo")
+
+    assert answer.code == 0, answer
+    assert "It adds up." in answer.out
+    assert answer.err == ""
+
+
+async def test_the_demo_is_shown_where_no_character_but_ascii_can_be(local: Command) -> None:
+    answer = await local("demo", PYTHONIOENCODING="ascii")
+
+    assert answer.code == 0, answer
+
+
+def test_without_its_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outboxio.cli.find_spec", lambda name: None)
+
+    with pytest.raises(SystemExit) as left:
+        main()
+
+    assert left.value.code == 2
+    assert "pip install 'outboxio[cli]'" in capsys.readouterr().err

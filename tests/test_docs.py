@@ -1,0 +1,135 @@
+"""What the documentation shows is what happens: every snippet runs, every setting and command is as described.
+
+The Python snippets of a page run one after the other in one module, in an empty directory, as a reader would enter them
+in ``python -m asyncio``. Functions that they define as tests are run as well. A snippet that is only an illustration
+says so in its first line, ``# illustration``.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer.main
+
+from outboxio import Outbox, Settings
+from outboxio.cli.app import app
+from outboxio.duration import format_duration
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def snippets(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """The fenced blocks of a language, each with the number of its first line."""
+    text = page.read_text("utf-8")
+    for fence in _FENCE.finditer(text):
+        if fence[1] == language:
+            yield text.count("\n", 0, fence.start(2)) + 1, fence[2]
+
+
+def by_name(page: Path) -> str:
+    return page.name
+
+
+class Session:
+    """Runs snippets as one module."""
+
+    def __init__(self, module: ModuleType, runner: asyncio.Runner) -> None:
+        self.names = vars(module)
+        self._runner = runner
+
+    def run(self, page: Path, line: int, source: str) -> None:
+        # The empty lines make a traceback point into the page.
+        padded = "\n" * (line - 1) + source
+        code = compile(padded, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        result = eval(code, self.names)
+        if inspect.iscoroutine(result):
+            self.wait_for(result)
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._runner.run(coroutine)
+
+    def close(self) -> None:
+        for outbox in [value for value in self.names.values() if isinstance(value, Outbox)]:
+            self.wait_for(outbox.close())
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("reader")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with asyncio.Runner() as runner:
+        session = Session(module, runner)
+        yield session
+        session.close()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(snippets(page, "python"))], ids=by_name)
+def test_the_snippets_of_a_page_run_as_they_stand(page: Path, session: Session) -> None:
+    for line, source in snippets(page, "python"):
+        if not source.startswith("# illustration"):
+            session.run(page, line, source)
+
+    for name, value in list(session.names.items()):
+        if name.startswith("test_"):
+            session.wait_for(value())
+
+
+def test_the_guide_lists_every_setting_with_its_default() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "guide.md").read_text("utf-8"), re.MULTILINE))
+
+    assert rows == {leaf: spelled(getattr(Settings(), leaf)) for leaf in Settings.__struct_fields__}
+
+
+def spelled(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else format_duration(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_command_on_a_page_exists(page: Path) -> None:
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # typer types it as a plain command
+    shown = [source for _, source in snippets(page, "sh")] + re.findall(r"`(outboxio [^`]+)`", page.read_text("utf-8"))
+    used = {name for source in shown for name in re.findall(r"^outboxio (\w+)", source, re.MULTILINE)}
+
+    assert used <= set(known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_every_link_into_the_project_leads_somewhere(page: Path) -> None:
+    for link in _LINK.findall(page.read_text("utf-8")):
+        path, _, anchor = link.partition("#")
+        if path.startswith("http"):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_illustrations_are_few() -> None:
+    illustrations = [
+        source for page in PAGES for _, source in snippets(page, "python") if source.startswith("# illustration")
+    ]
+
+    assert len(illustrations) <= 3

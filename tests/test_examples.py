@@ -1,0 +1,177 @@
+"""Every example runs as it stands, on every database; and the demo's proof really proves something."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from examples import quickstart
+from examples.wallets import demo, domain, handlers
+from outboxio import Outbox, Transaction
+from tests.app import Look, eventually
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+class Telling:
+    """One run of the demo: what it answered, and what it showed."""
+
+    def __init__(self, adds_up: bool, shown: str) -> None:
+        self.adds_up = adds_up
+        self.shown = shown
+
+
+async def told(database: str | None) -> Telling:
+    console = Console(file=io.StringIO(), width=100)
+    adds_up = await demo.run(database, console)
+    assert isinstance(console.file, io.StringIO)
+    return Telling(adds_up, console.file.getvalue())
+
+
+async def tables_of(look: Look) -> set[str]:
+    """Every table in the database, whoever made it."""
+    sql = (
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        if look.is_file
+        else """SELECT schemaname || '.' || tablename AS name FROM pg_tables
+                WHERE schemaname NOT IN ('pg_catalog', 'information_schema')"""
+    )
+    return {row["name"] for row in await look.fetch(sql)}
+
+
+# --- the demo ------------------------------------------------------------------------------------
+
+
+async def test_the_demo_adds_up_on_a_database_of_its_own() -> None:
+    telling = await told(None)
+
+    assert telling.adds_up, telling.shown
+    assert "It adds up." in telling.shown
+
+
+async def test_the_demo_adds_up_on_every_database_and_shows_what_it_promises(database_url: str) -> None:
+    telling = await told(database_url)
+
+    assert telling.adds_up, telling.shown
+    for part in (
+        "refused, bob is 500.00 short",
+        "no event: a sentinel row",
+        "found as receipt",
+        "failed: no answer",
+        "ok, at last",
+        "waits for a handler",
+        "The events at the end",
+        "The notifications at the end",
+    ):
+        assert part in telling.shown
+    assert max(map(len, telling.shown.splitlines())) <= 100
+
+
+async def test_the_demo_leaves_no_table_behind(database_url: str, look: Look) -> None:
+    await told(database_url)
+
+    assert await tables_of(look) == set()
+
+
+async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
+    outbox: Outbox, look: Look, database_url: str
+) -> None:
+    async with outbox.transaction("Theirs") as tx:
+        tx.emit(domain.WalletOpened("theirs", "Somebody"))
+    before = await tables_of(look), await look.events()
+
+    await told(database_url)
+
+    assert (await tables_of(look), await look.events()) == before
+    assert await look.fetch("SELECT * FROM {subscriptions}") == []
+    assert await look.fetch("SELECT * FROM {leases}") == []
+
+
+async def test_what_an_interrupted_demo_left_does_not_stop_the_next_one(database_url: str, look: Look) -> None:
+    for ddl in domain.TABLES.values():
+        await look.fetch(ddl)
+
+    assert (await told(database_url)).adds_up
+
+
+async def broken_transfer(self: domain.TransferMoney, tx: Transaction) -> None:
+    await domain._book(tx, self.source, -self.cents)
+    tx.emit(domain.MoneyTransferred(self.cents, self.source, self.target))
+
+
+async def lossy_receipt(envelope: Any) -> None:
+    return None
+
+
+BUGS: dict[str, tuple[type | ModuleType, str, Any, str]] = {
+    "money that vanishes": (domain.TransferMoney, "perform", broken_transfer, "money in is money there"),
+    "a receipt that is never sent on": (handlers, "send_receipt", lossy_receipt, "an event without handler"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+async def test_the_demo_says_so_when_it_does_not_add_up(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    where, name, replacement, rule = BUGS[bug]
+    monkeypatch.setattr(where, name, replacement)
+
+    telling = await told(None)
+
+    assert not telling.adds_up
+    assert "It does not add up." in telling.shown
+    [line] = [line for line in telling.shown.splitlines() if rule in line]
+    assert line.split()[0] == "NO"
+
+
+async def test_the_demo_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "LONGEST_WAIT", 0.3)
+
+    assert not (await told(None)).adds_up
+
+
+# --- the scripts ---------------------------------------------------------------------------------
+
+
+async def test_the_quickstart_runs_on_every_database(database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    await quickstart.main(database_url)
+
+    balance, mail = capsys.readouterr().out.splitlines()
+    assert balance == "the balance is 10.00"
+    assert mail.startswith("mail: wallet ")
+    assert mail.endswith(" received 10.00")
+
+
+def test_the_quickstart_needs_no_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["quickstart.py"])
+
+    runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+
+    assert "received 10.00" in capsys.readouterr().out
+
+
+async def test_the_fastapi_application_takes_deposits(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    app = runpy.run_path(str(EXAMPLES / "fastapi_app.py"))["app"]
+    transport = httpx.ASGITransport(app)
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://wallets") as client,
+    ):
+        assert (await client.put("/wallets/ada")).status_code == 204
+        assert (await client.post("/wallets/ada/deposits", json={"cents": 1000})).json() == {"balance": 1000}
+        assert (await client.post("/wallets/bob/deposits", json={"cents": 1000})).status_code == 404
+        assert (await client.post("/wallets/ada/deposits", json={"cents": -1})).status_code == 422
+
+        async def receipt_is_there() -> bool:
+            return (await client.get("/wallets/ada")).json() == {"balance": 1000, "receipts": [1000]}
+
+        await eventually(receipt_is_there)
+        assert (await client.get("/wallets/bob")).status_code == 404
