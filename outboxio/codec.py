@@ -30,8 +30,10 @@ def encode_object(value: object, subject: str, *, stores_nul: bool) -> str:
     # msgspec writes NaN and infinities as null, so only a text with a null in it can hide one.
     if b"null" in encoded:
         _refuse(value, subject, _is_not_finite, "is {!r}, which JSON cannot hold; use None, or a string")
+    # An escaped backslash before u0000 looks the same, so the strings themselves are asked.
     if not stores_nul and b"\\u0000" in encoded:
-        _refuse(value, subject, _has_nul, "{!r} contains NUL (U+0000), which this database cannot store in JSON")
+        decoded = msgspec.json.decode(encoded)
+        _refuse(decoded, subject, _has_nul, "{!r} contains NUL (U+0000), which this database cannot store in JSON")
     return encoded.decode()
 
 
@@ -71,5 +73,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
     elif hasattr(value, "__dataclass_fields__"):
         for field in value.__dataclass_fields__:
             yield from _leaves(getattr(value, field), f"{path}.{field}")
+    elif hasattr(value, "__attrs_attrs__"):
+        for attribute in value.__attrs_attrs__:
+            yield from _leaves(getattr(value, attribute.name), f"{path}.{attribute.name}")
     else:
         yield path, getattr(value, "value", value)

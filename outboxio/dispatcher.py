@@ -30,6 +30,7 @@ from uuid import UUID
 
 import msgspec
 
+from outboxio.backoff import pause_after
 from outboxio.clock import Clock
 from outboxio.emission import encode_params
 from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
@@ -53,6 +54,7 @@ FEW_IN_FLIGHT = 100
 MOST_READY = 10_000  # rows that all handlers together have ready at most
 FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with
 QUICK, SLOW = 0.25, 2.0  # seconds between two reads that double, or halve, that number
+TRIES_TO_SETTLE = 5  # of one drain, within about three seconds
 LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it stuck
 
 
@@ -168,6 +170,7 @@ class Dispatcher:
         self.counters = Counters()
         self.wake_finding: Callable[[], None] = _nothing
         self.wake_settling: Callable[[], None] = _nothing
+        self.doubt: Callable[[Lease], None] = lambda lease: None
         self._namespace = namespace
         self._database = database
         self._handlers = handlers
@@ -185,6 +188,7 @@ class Dispatcher:
         self._ready = 0
         self._running = 0
         self._waiting: list[Outcome] = []
+        self._writing: list[Bucket] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
         self._workers: set[asyncio.Task[None]] = set()
@@ -196,6 +200,7 @@ class Dispatcher:
         self._finding = asyncio.Lock()
         self._settled_meanwhile: set[UUID] = set()
         self._settling = asyncio.Lock()
+        self._refused_runs: dict[UUID, Run] = {}
         self._base_context = contextvars.copy_context()
         self._now = datetime.min
         self._proven_until = float("inf")
@@ -215,6 +220,7 @@ class Dispatcher:
         """It does no longer: nothing of this name is started any more. What runs goes on; the fence judges it."""
         if self._sources.pop(name, None) is not None:
             self._drop_ready(lambda run: run.notification.handler_name == name)
+            self._refused_runs = {i: r for i, r in self._refused_runs.items() if r.notification.handler_name != name}
 
     def trust_until(self, moment: float) -> None:
         """Start nothing after this moment of the event loop's clock, unless the locks are proven anew."""
@@ -229,16 +235,24 @@ class Dispatcher:
         return found
 
     async def finish(self) -> None:
-        """Wait until nothing is ready or running, and everything is settled."""
+        """Wait until nothing is ready or running, and everything is settled. A write that fails is tried again."""
+        failures = 0
         while True:
             await self._quiet.wait()
-            await self.settle_once()  # takes its turn behind a write that is under way
+            try:
+                await self.settle_once()  # takes its turn behind a write that is under way
+                failures = 0
+            except Exception:
+                failures += 1
+                if failures > TRIES_TO_SETTLE:
+                    raise
+                await asyncio.sleep(pause_after(failures))
             if self.is_idle:
                 return
 
     @property
     def is_idle(self) -> bool:
-        return not (self._ready or self._running or self._waiting)
+        return not (self._ready or self._running or self._waiting or self._writing)
 
     # --- finding -------------------------------------------------------------------------------
 
@@ -281,17 +295,27 @@ class Dispatcher:
             source = sources.get(row.handler_name)
             if source is None or row.id in in_flight or row.id in settled or row.id in self._left_behind:
                 continue
+            if self._refused_runs and self._proves_lease_over(row, source.lease):
+                self.doubt(source.lease)
+                continue
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
             source.in_flight += 1
             queue.ready.append(run)
+            self._ready += 1
+            self._quiet.clear()
             self._list(queue)
             taken += 1
-        if taken:
-            self._ready += taken
-            self._quiet.clear()
-            self._call_workers(taken)
+        self._call_workers(taken)
         return taken
+
+    def _proves_lease_over(self, row: Notification, lease: Lease) -> bool:
+        """Whether an outcome of this row was refused under this lease, although the row was never settled.
+
+        Then the lease is worth nothing, and running the row again would end in the same way for ever.
+        """
+        refused = self._refused_runs.pop(row.id, None)
+        return refused is not None and refused.lease is lease and refused.notification.attempts == row.attempts
 
     def _learn(self, asked: list[tuple[Source, Wanted]], rows: list[Notification], now: float) -> bool:
         """Move the positions on; whether there is more to read for which there is room."""
@@ -634,15 +658,24 @@ class Dispatcher:
             size = self._settings.outcome_batch * 2
             batch, self._waiting = self._waiting[:size], self._waiting[size:]
             more = bool(self._waiting)
-            buckets = in_buckets(batch)
+            self._writing = in_buckets(batch)
+            problem: Exception | None = None
+            unwritten: list[Bucket] = []
             try:
-                while buckets:
-                    await self._settle(buckets[-1])
-                    buckets.pop()
-            except BaseException:
+                while self._writing:
+                    try:
+                        self._writing[-1:] = await self._settle(self._writing[-1])
+                    except Exception as error:
+                        if self._database.is_unreachable(error):
+                            raise
+                        problem = error  # of this bucket alone, so the others go on
+                        unwritten.append(self._writing.pop())
+            finally:
                 # Nothing is lost: what was not written goes first next time.
-                self._waiting[:0] = [outcome for bucket in buckets for outcome in bucket.outcomes]
-                raise
+                self._waiting[:0] = [o for bucket in (*unwritten, *self._writing) for o in bucket.outcomes]
+                self._writing = []
+            if problem is not None:
+                raise problem
         if batch:
             self.wake_finding_if_starved()
         return Round(len(batch), more=more or len(self._waiting) >= self._settings.outcome_batch)
@@ -652,31 +685,32 @@ class Dispatcher:
         if any(source.has_backlog and source.queue.wants_more for source in self._sources.values()):
             self.wake_finding()
 
-    async def _settle(self, bucket: Bucket) -> None:
-        """Write one bucket; if the database refuses a value in it, find that one and write all others."""
+    async def _settle(self, bucket: Bucket) -> list[Bucket]:
+        """Write one bucket; what is still to be written of it.
+
+        That is nothing, or its halves: they lead to the one value in it that the database refuses.
+        """
         try:
             settled = await self._write(bucket)
         except Exception as error:
             if not self._database.refuses_value(error):
                 raise
             if len(bucket.outcomes) > 1:
-                for half in bucket.halves():
-                    await self._settle(half)
-                return
-            logger.error("the database refuses a value of %r: %r", bucket.outcomes[0], error)
-            bucket = Bucket(bucket.state, bucket.attempts, [self._storable(bucket.outcomes[0], error)])
+                return list(bucket.halves())
+            refused = bucket.outcomes[0]
+            logger.error("the database refuses a value of notification %s: %s", refused.notification_id, shown(error))
+            (bucket,) = in_buckets([self._storable(refused, error)])
             settled = await self._write(bucket)
         if settled < len(bucket.outcomes):
             if bucket.emitted and len(bucket.outcomes) > 1:
-                for half in bucket.halves():
-                    await self._settle(half)
-                return
+                return list(bucket.halves())
             self._refused(bucket, len(bucket.outcomes) - settled)
         self.counters.count(bucket.state, settled)
         if bucket.state is State.FAILED:
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         for outcome in bucket.outcomes:
             self._forget(outcome.notification_id, outcome.lease.handler_name)
+        return []
 
     def _wake_when_due(self, moment: datetime) -> None:
         """A retry that is due before the next poll is found on time, not up to a poll later."""
@@ -701,6 +735,8 @@ class Dispatcher:
 
     def _refused(self, bucket: Bucket, number: int) -> None:
         self.counters.refused += number
+        ids = [outcome.notification_id for outcome in bucket.outcomes]
+        self._refused_runs.update({i: self._in_flight[i] for i in ids if i in self._in_flight})
         logger.warning(
             "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
             number, len(bucket.outcomes), bucket.state, ", ".join(repr(lease.handler_name) for lease in bucket.leases),
@@ -761,7 +797,8 @@ class Dispatcher:
                     return
             except Exception as error:
                 if loop.time() + pause > deadline:
-                    raise ShutdownError([outcome.notification_id for outcome in self._waiting]) from error
+                    unwritten = [outcome for bucket in self._writing for outcome in bucket.outcomes]
+                    raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
 

@@ -57,7 +57,7 @@ class Emitter:
             model_type=_text(model_type, subject, "model_type"),
             ordering_key=_text(ordering_key, subject, "ordering_key"),
             topic=None if topic is None else checked_name(topic, f"topic of {subject}"),
-            available_at=None if available_at is None else naive_utc(available_at),
+            available_at=_moment(available_at, subject),
         )
 
 
@@ -77,3 +77,11 @@ def _text(value: object, subject: str, column: str) -> str | None:
         if value is None
         else checked_text(value if isinstance(value, str) else str(value), f"{column} of {subject}")
     )
+
+
+def _moment(value: object, subject: str) -> datetime | None:
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise InvalidEvent(f"available_at of {subject}", f"{value!r} is no datetime")
+    return naive_utc(value)

@@ -18,15 +18,16 @@ NAME_LENGTH = 255
 
 def checked_name(value: object, subject: str) -> str:
     """``value`` if a name column can hold it; otherwise :class:`InvalidEvent`, naming ``subject``."""
+    text = checked_text(value, subject)
+    if not text.strip():
+        raise InvalidEvent(subject, f"{text!r} is blank")
+    return text
+
+
+def checked_text(value: object, subject: str) -> str:
+    """``value`` if a varchar column can hold it; otherwise :class:`InvalidEvent`, naming ``subject``."""
     if not isinstance(value, str):
         raise InvalidEvent(subject, f"{value!r} is no string")
-    if not value.strip():
-        raise InvalidEvent(subject, f"{value!r} is blank")
-    return checked_text(value, subject)
-
-
-def checked_text(value: str, subject: str) -> str:
-    """``value`` if a varchar column can hold it; otherwise :class:`InvalidEvent`, naming ``subject``."""
     if len(value) > NAME_LENGTH:
         raise InvalidEvent(subject, f"{value[:40]!r}... has {len(value)} characters; the column holds {NAME_LENGTH}")
     if "\0" in value:

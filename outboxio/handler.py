@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 
@@ -248,10 +248,20 @@ def _is_async(function: Any) -> bool:
 
 def _type_parameters(cls: type) -> tuple[type[Event], ...]:
     """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
-    for ancestor in cls.__mro__:
-        for base in getattr(ancestor, "__orig_bases__", ()):
-            if get_origin(base) is EventHandler:
-                (parameter,) = get_args(base)
-                members = get_args(parameter) or (parameter,)
-                return tuple(cast("type[Event]", m) for m in members if isinstance(m, type))
-    return ()
+    parameter = _parameter_of(cls, {})
+    return tuple(cast("type[Event]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
+
+
+def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:
+    """What ``cls`` makes of EventHandler's type parameter, through generic classes in between; None if it does not."""
+    for base in vars(cls).get("__orig_bases__", cls.__bases__):
+        origin: Any = get_origin(base) or base
+        arguments = [known.get(argument, argument) for argument in get_args(base)]
+        if origin is EventHandler:
+            return arguments[0] if arguments else None
+        if issubclass(origin, EventHandler):
+            names: tuple[Any, ...] = getattr(cast(Any, origin), "__parameters__", ())
+            found = _parameter_of(cast(Any, origin), dict(zip(names, arguments, strict=False)))
+            if found is not None:
+                return found
+    return None

@@ -53,6 +53,7 @@ class LockKeeper:
         self._trusted_until = float("-inf")
         self._beat_at = float("-inf")
         self._turn = asyncio.Lock()
+        self._doubted: list[LockName] = []
         lock.when_lost(self._session_ended)
 
     def holds(self, name: LockName) -> bool:
@@ -75,11 +76,25 @@ class LockKeeper:
             try:
                 await self._lock.listen(self._heard)
                 await self._beat_if_due()
+                await self._give_back_doubted()
                 taken = await self._try_lacking()
             except BaseException:
-                self._session_ended()
+                self._lose_all()  # and no wake-up: the loop decides when to try again
                 raise
         return Round(taken)
+
+    def doubt(self, lease: Lease) -> None:
+        """The database refuses what is written under this lease: give its lock back, and take it with a new term.
+
+        So it is if somebody emptied or restored the tables under a running process.
+        """
+        for name, held in self._leases.items():
+            if held is lease and lease.held:
+                logger.warning("term %d of %s is over; taking the lock anew", lease.term, name.lease)
+                lease.held = False
+                self._doubted.append(name)
+                self._lost(name)
+                self.wake()
 
     async def release(self) -> None:
         """Give every lock back, so that a standby takes over at its next try."""
@@ -100,6 +115,11 @@ class LockKeeper:
         self._clock.correct(database_now, asked, utc_now())
         self._beat_at = now
         self._prove(now)
+
+    async def _give_back_doubted(self) -> None:
+        if self._doubted:
+            doubted, self._doubted = self._doubted, []
+            await self._lock.release(doubted)
 
     async def _try_lacking(self) -> int:
         lacking = self.lacking
@@ -127,10 +147,13 @@ class LockKeeper:
         self._proven_until(self._trusted_until)
 
     def _session_ended(self) -> None:
+        self._lose_all()
+        self.wake()
+
+    def _lose_all(self) -> None:
         if any(lease is not None and lease.held for lease in self._leases.values()):
             logger.warning("the session that holds the cluster locks has ended; starting nothing until they are back")
         self._let_go()
-        self.wake()
 
     def _let_go(self) -> None:
         self._trusted_until = self._beat_at = float("-inf")

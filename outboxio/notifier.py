@@ -15,15 +15,17 @@ from outboxio.waiting import Signal
 logger = logging.getLogger(__name__)
 
 PAUSE = 0.05  # seconds between two wake-ups of one process
-IDLE = 3600.0
 
 
 class Notifier:
-    """Sends one kind of wake-up, at most one per pause. A wake-up that fails is only logged: polling is the truth."""
+    """Sends one kind of wake-up, at most one per pause. A wake-up that fails is only logged: polling is the truth.
+
+    Its task lasts as long as a burst does.
+    """
 
     def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
         self._send = send
-        self._signal = Signal()
+        self._hurry = Signal()
         self._task: asyncio.Task[None] | None = None
         self._due = False
         self._closing = False
@@ -34,26 +36,23 @@ class Notifier:
         self._due = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="outboxio notifier")
-        self._signal.set()
 
     async def close(self) -> None:
         """Send what is due, and end."""
-        task, self._task = self._task, None
-        if task is not None:
+        task = self._task
+        if task is not None and not task.done():
             self._closing = True
-            self._signal.set()
-            await asyncio.gather(task, return_exceptions=True)
-            self._closing = False
+            self._hurry.set()
+            try:
+                await asyncio.wait([task])
+            finally:
+                self._closing = False
 
     async def _run(self) -> None:
-        while not self._closing:
-            await self._signal.wait(IDLE)
-            if self._due:
-                await self._send_once()
-            if not self._closing:
-                await asyncio.sleep(PAUSE)
-        if self._due:
+        while self._due:
             await self._send_once()
+            if not self._closing:
+                await self._hurry.wait(PAUSE)
 
     async def _send_once(self) -> None:
         self._due = False

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -39,7 +39,7 @@ from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime, ShardWork
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.transaction import Transaction
-from outboxio.waiting import to_the_end
+from outboxio.waiting import Exclusive, to_the_end
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class Outbox:
         self._types = EventTypes()
         self._handlers = HandlerRegistry(self._types)
         self._running: Running | None = None
+        self._changing = Exclusive()  # entering, leaving and a drain of its own take turns
         self._owner = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
         sources = database if isinstance(database, Mapping) else {"default": database}
         if not sources:
@@ -299,7 +300,8 @@ class Outbox:
         """
         longest = _FOR_EVER if timeout is None else parse_duration(timeout, key="drain timeout")
         deadline = asyncio.get_running_loop().time() + longest.total_seconds()
-        totals = [await self._drain_shard(shard, deadline) for shard in self._shards.values()]
+        async with nullcontext() if self._is_running else self._changing:
+            totals = [await self._drain_shard(shard, deadline) for shard in self._shards.values()]
         return Drained(*(sum(numbers) for numbers in zip(*totals, strict=True)))
 
     async def migrate(self) -> dict[str, list[str]]:
@@ -322,9 +324,10 @@ class Outbox:
 
     async def close(self) -> None:
         """Close every connection that this outbox opened. It may be used again afterwards."""
-        await self._stop()
-        for shard in self._shards.values():
-            await shard.close()
+        async with self._changing:
+            await self._stop()
+            for shard in self._shards.values():
+                await shard.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -353,25 +356,31 @@ class Outbox:
     async def _execute(self, action: Any, *, shard: str | None = None) -> Any:
         return await self.executor.execute(action, shard=shard)
 
+    @property
+    def _is_running(self) -> bool:
+        return self._running is not None and not self._running.is_over
+
     def _refuse_while_running(self) -> None:
-        if self._running is not None:
+        if self._is_running:
             raise RegistrationError("handlers are registered before running() is entered, not while it runs")
 
     async def _enter(self, roles: Roles) -> Outbox:
-        if self._running is not None:
-            self._running.join(roles)
-            return self
-        running = self._running = Running(list(self._shards.values()), roles, self._refuse_same_database)
-        try:
-            await running.start()
-        except BaseException:
-            self._running = None
-            raise
+        async with self._changing:
+            if self._running is not None and self._is_running:
+                self._running.join(roles)
+                return self
+            running = self._running = Running(list(self._shards.values()), roles, self._refuse_same_database)
+            try:
+                await running.start()
+            except BaseException:
+                self._running = None
+                raise
         return self
 
     async def _leave(self) -> None:
-        if self._running is not None and self._running.part():
-            await self._stop()
+        async with self._changing:
+            if self._running is not None and self._running.part():
+                await self._stop()
 
     async def _stop(self) -> None:
         running, self._running = self._running, None

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
-from outboxio.shard import Roles, ShardRuntime
+from outboxio.shard import Roles, ShardRuntime, ShardWork
 from outboxio.waiting import to_the_end
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ class Running:
         self._refuse_same_database = refuse_same_database
         self._blocks = 1
         self._stopping = False
+        self._works: list[ShardWork] = []
+        self._problems: list[Exception] = []
         self._task: asyncio.Task[None] | None = None
 
     def join(self, roles: Roles) -> None:
@@ -44,6 +46,11 @@ class Running:
                 f"running() is entered already as {self._roles} and cannot be {roles} as well; enter it once with all"
             )
         self._blocks += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its event loop ended before it was left."""
+        return self._task is not None and self._task.done()
 
     def part(self) -> bool:
         """A block ends; whether it was the last one."""
@@ -65,7 +72,8 @@ class Running:
                 raise next(iter(down.values()))
             await self._refuse_same_database(ready)
             for shard in ready:
-                await shard.start_work(self._roles).announcer.announce_if_due()
+                self._works.append(shard.start_work(self._roles))
+                await self._works[-1].announcer.announce_if_due()
         except BaseException:
             for shard in self._shards:
                 shard.work = None
@@ -73,36 +81,40 @@ class Running:
             raise
         for name, reason in down.items():
             logger.error("shard %s is down and is probed until it comes: %s", name, reason)
-            self._shard(name).start_work(self._roles)
+            self._works.append(self._shard(name).start_work(self._roles))
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
-        self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """Wind all shards down; raises :class:`ShutdownError` if outcomes were lost on the way."""
         self._stopping = True
-        for shard in self._shards:
-            if shard.work is not None:
-                shard.work.leave()
+        for work in self._works:
+            work.leave()
         assert self._task is not None
         try:
             await self._task
-        except BaseExceptionGroup as group:
-            self._raise_problem(group)
+        finally:
+            for shard in self._shards:
+                await shard.flush_wakes()
+        if self._problems:
+            self._raise_problem(ExceptionGroup("shards did not end well", self._problems))
+
+    async def _run(self, down: set[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for work in self._works:
+                    group.create_task(self._run_one(work, unprepared=work.name in down))
         finally:
             for shard in self._shards:
                 shard.work = None
-                await shard.flush_wakes()
 
-    async def _run(self, down: set[str]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for shard in self._shards:
-                assert shard.work is not None
-                group.create_task(shard.work.run(unprepared=shard.name in down))
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Loops survive their errors, so this end is either asked for or a defect that nobody must miss."""
-        if not task.cancelled() and task.exception() is not None and not self._stopping:
-            logger.critical("all loops have ended, no event is handled any more", exc_info=task.exception())
+    async def _run_one(self, work: ShardWork, *, unprepared: bool) -> None:
+        """What befalls one shard must not cut the others short, so it is raised when all have ended."""
+        try:
+            await work.run(unprepared=unprepared)
+        except Exception as error:
+            self._problems.append(error)
+            if not self._stopping:
+                logger.critical("all loops of shard %s have ended, its events wait", work.name, exc_info=error)
 
     def _shard(self, name: str) -> ShardRuntime:
         return next(shard for shard in self._shards if shard.name == name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from copy import copy
 from typing import Any
 from uuid import UUID
 
@@ -205,6 +206,7 @@ class ShardWork:
         self.keeper.wake = self.keeper_loop.wake
         self.dispatcher.wake_finding = self.find_loop.wake
         self.dispatcher.wake_settling = self.settle_loop.wake
+        self.dispatcher.doubt = self.keeper.doubt
         self._reported_unroutable: set[str] = set()
         self.is_prepared = False
 
@@ -250,14 +252,25 @@ class ShardWork:
 
     async def run(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. A shard that was down is waited for before that."""
+        try:
+            await self._run(unprepared=unprepared)
+        except asyncio.CancelledError:
+            # The event loop ends, and nobody has left running(): outcomes and locks are still worth a moment.
+            await self.end_drain()
+            raise
+
+    async def _run(self, *, unprepared: bool) -> None:
         if unprepared and not await self._prepare_at_last():
             return
         problem: ShutdownError | None = None
         async with asyncio.TaskGroup() as group:
-            for loop in self.loops:
-                group.create_task(loop.run(), name=f"outboxio {loop.name}")
+            tasks = [group.create_task(loop.run(), name=f"outboxio {loop.name}") for loop in self.loops]
             await self._leave.wait()
             problem = await self._wind_down()
+            _, late = await asyncio.wait(tasks, timeout=_LONGEST_LEAVE)
+            for task in late:
+                task.cancel()  # a statement that never answers must not keep us
+        await self._release_connections()
         if problem is not None:
             raise problem
 
@@ -295,7 +308,7 @@ class ShardWork:
             problem = error
         self.settle_loop.stop()
         self.keeper_loop.stop()
-        await self.release()
+        await self._release_locks()
         return problem
 
     async def end_drain(self) -> None:
@@ -304,21 +317,55 @@ class ShardWork:
             await self.dispatcher.stop(0)
         finally:
             await self.release()
+            await self._shard.flush_wakes()
 
     async def release(self) -> None:
         """Give back locks and connections; a database that is gone must not keep us."""
+        await self._release_locks()
+        await self._release_connections()
+
+    async def _release_locks(self) -> None:
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.keeper.release()
-                await self._shard.database.release_loops()
         except Exception as error:
             logger.warning("the locks of shard %s end with their session: %r", self._shard.name, error)
+
+    async def _release_connections(self) -> None:
+        """After everything that would open them again has ended."""
+        try:
+            async with asyncio.timeout(_LONGEST_LEAVE):
+                await self._shard.database.release_loops()
+        except Exception as error:
+            logger.warning("the connections of shard %s could not be given back: %r", self._shard.name, error)
 
     # --- draining ------------------------------------------------------------------------------
 
     async def drain(self, *, beside_loops: bool) -> None:
-        """Fan out and dispatch until nothing is due, here or where another process holds the locks."""
-        while True:
+        """Fan out and dispatch until nothing is due, here or where another process holds the locks.
+
+        Without the loops of ``running()`` it has two of its own, for handlers may take long: one keeps the locks, one
+        writes outcomes while other handlers still run. Beside them, it comes to an end when they do.
+        """
+        if beside_loops:
+            return await self._drain_all(beside_loops=True)
+        problem: Exception | None = None
+        async with asyncio.TaskGroup() as group:
+            helpers = [self.keeper_loop, self.settle_loop]
+            for loop in helpers:
+                group.create_task(loop.run(), name=f"outboxio {loop.name}")
+            try:
+                await self._drain_all(beside_loops=False)
+            except Exception as error:
+                problem = error  # as it is, not as a group
+            finally:
+                for loop in helpers:
+                    loop.stop()
+        if problem is not None:
+            raise problem
+
+    async def _drain_all(self, *, beside_loops: bool) -> None:
+        while not self._leave.is_set():
             if not beside_loops:
                 await self.announcer.announce_if_due()
                 await self.keeper.run_once()
@@ -329,11 +376,15 @@ class ShardWork:
                 return
             await asyncio.sleep(standby_pause() / 4)
 
-    async def _drain_pass(self) -> int:
-        """One look at everything that is ours; how much there was to do."""
-        fanned_out = (await self.fanout.run_once()).found
-        found = (await self.dispatcher.run_once()).found
-        return fanned_out + found
+    async def _drain_pass(self) -> bool:
+        """One look at everything that is ours; whether anything happened meanwhile, here or in the loops."""
+        before = self._progress()
+        found = (await self.fanout.run_once()).found
+        found += (await self.dispatcher.run_once()).found
+        return found > 0 or self._progress() != before
+
+    def _progress(self) -> tuple[int, Counters]:
+        return self.fanout.events, copy(self.counters)
 
     async def _due_elsewhere(self) -> bool:
         """Whether work of ours waits for a lock that another process holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -39,6 +40,25 @@ class Signal:
                 self._waiter = None
         was_set, self._set = self._set, False
         return was_set
+
+
+class Exclusive:
+    """A lock for what outlives event loops: each loop finds one of its own."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._lock = loop, asyncio.Lock()
+        await self._lock.acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
 
 
 async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:

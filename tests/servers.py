@@ -198,7 +198,9 @@ class Postgres:
     def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
         # The process id keeps apart two sessions on one server.
         name = f"outboxio_test_{os.getpid()}_{next(_numbers)}"
-        _run_apart(_postgres_execute(server.url, f"CREATE DATABASE {name}"))
+        # Copying files costs a tenth of writing them into the WAL page by page, which is the default since 15.
+        how = "STRATEGY FILE_COPY" if server.version >= 15 else ""
+        _run_apart(_postgres_execute(server.url, f"CREATE DATABASE {name} {how}"))
         yield urlsplit(server.url)._replace(path=f"/{name}").geturl()
         _run_apart(_postgres_execute(server.url, f"DROP DATABASE {name} WITH (FORCE)"))
 

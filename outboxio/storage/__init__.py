@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 _EXPECTED = (
     "a URL (postgresql://host/database, sqlite:///file.db, sqlite:// for memory), an asyncpg.Pool, or Shard(url, ...)"
 )
+
+# One host or several, each with its port: postgresql://first:5432,second:5432/app.
+_HOST = r"(?:\[[^\[\]]*\]|[^\[\]:,]*)(?::\d{0,5})?"
+_HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 
 class Shard(Struct, frozen=True):
@@ -61,8 +66,10 @@ def open_database(name: str, source: DatabaseSource) -> Database:
 
 
 def _from_url(name: str, url: str, direct_url: str | None) -> Database:
-    scheme = urlsplit(url).scheme
-    if scheme in ("postgresql", "postgres"):
+    scheme = _scheme(name, url)
+    if direct_url is not None and _scheme(name, direct_url) != scheme:
+        raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
+    if scheme == "postgresql":
         try:
             from outboxio.storage.postgres.database import PostgresDatabase
         except ModuleNotFoundError as error:
@@ -75,6 +82,21 @@ def _from_url(name: str, url: str, direct_url: str | None) -> Database:
 
         return SqliteDatabase(name, _sqlite_path(name, url))
     raise ConfigurationError(f"shard {name!r} has a URL with the scheme {scheme!r}; expected {_EXPECTED}")
+
+
+def _scheme(name: str, url: str) -> str:
+    """The URL's scheme; a URL that cannot be read is not shown, for nobody knows where the password ends in it."""
+    try:
+        parts = urlsplit(url)
+        hosts = _HOSTS.fullmatch(parts.netloc.rpartition("@")[2])
+    except ValueError:
+        hosts = None
+    if hosts is None:
+        raise ConfigurationError(
+            f"shard {name!r} has a URL that cannot be read; expected scheme://user:password@host:port/database, where "
+            "special characters of user and password are written as %XX"
+        ) from None
+    return "postgresql" if parts.scheme == "postgres" else parts.scheme
 
 
 def _sqlite_path(name: str, url: str) -> str | None:

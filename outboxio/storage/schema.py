@@ -98,6 +98,11 @@ def files_to_apply(shard: str, dialect: str, found: Found) -> list[SqlFile]:
     return [file for file in files if file.version > found.version]
 
 
+def is_occupied(found: Found) -> bool:
+    """Whether a table is there already that only a file not applied yet would make: somebody else made it."""
+    return any(found.columns.get(table.name) and int(table.file[:4]) > found.version for table in TABLES)
+
+
 def refuse_newer(shard: str, dialect: str, found: Found) -> None:
     """Raise :class:`SchemaNewer` if a newer outboxio has migrated this database."""
     newest = sql_files(dialect)[-1].version

@@ -1,13 +1,61 @@
-"""What becomes of events and notifications, on every database."""
+"""From notifications to handlers, and what becomes of them, on every database."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from datetime import datetime, timedelta
+from typing import Any
 
-from outboxio import Outbox
-from tests.app import Emit, Journal, Look, MoneyDeposited
+import pytest
+
+from outboxio import (
+    Action,
+    Event,
+    EventEnvelope,
+    Outbox,
+    RetryAfter,
+    RetryPolicy,
+    Settings,
+    Transaction,
+    Unprocessable,
+)
+from outboxio.testing import MovableClock
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.probes import second_database
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+WEEK = timedelta(days=7)
+
+
+class Noted(Event):
+    number: int
+
+
+class Note(Action):
+    number: int
+
+    async def perform(self, tx: Transaction) -> None:
+        tx.emit(Noted(self.number))
+
+
+def always_fails(envelope: EventEnvelope[Any]) -> BaseException:
+    return ValueError(f"attempt {envelope.attempt}")
+
+
+async def only_record(outbox: Outbox, handler: str | None = None) -> Any:
+    (record,) = await outbox.admin.list(handler=handler)
+    return record
+
+
+async def states(outbox: Outbox) -> dict[str, str]:
+    """The state of each handler's only notification."""
+    return {record.handler_name: str(record.state) for record in await outbox.admin.list()}
+
+
+# --- success and failure -------------------------------------------------------------------------
 
 
 async def test_every_handler_gets_every_event_once(outbox: Outbox, look: Look) -> None:
@@ -22,3 +70,524 @@ async def test_every_handler_gets_every_event_once(outbox: Outbox, look: Look) -
     assert first.amounts == second.amounts == [1, 2, 3]
     assert await look.states() == {"SUCCEEDED": 6}
     assert await look.value("SELECT count(*) FROM {events} WHERE delivered AND event_type IS NOT NULL") == 3
+
+
+async def test_events_of_every_shard_are_handled_there_and_so_are_the_chains_that_they_begin(database_url: str) -> None:
+    journal, chained = Journal(), Journal()
+    async with (
+        second_database(database_url) as second_url,
+        Outbox({"one": database_url, "two": second_url}, namespace="app") as outbox,
+    ):
+        await outbox.migrate()
+
+        @outbox.handler(MoneyDeposited, name="first")
+        async def first(envelope: EventEnvelope[MoneyDeposited]) -> None:
+            await journal(envelope)
+            await envelope.execute(Note(int(envelope.event.amount)))
+
+        outbox.handler(Noted, name="of-notes")(chained)
+        for amount, shard in ((1, "one"), (2, "two"), (3, "two")):
+            await outbox.executor.execute(Emit((amount,)), shard=shard)
+
+        drained = await outbox.drain()
+
+        assert (drained.fanned_out, drained.succeeded) == (6, 6)
+        where = {(int(e.event.amount), e.shard) for e in journal.envelopes}
+        assert where == {(e.event.number, e.shard) for e in chained.envelopes} == {(1, "one"), (2, "two"), (3, "two")}
+        assert len(await outbox.admin.list(shard="one")) == 2
+        assert len(await outbox.admin.list(shard="two")) == 4
+
+
+async def test_a_handler_that_fails_twice_is_called_three_times_and_succeeds(
+    outbox: Outbox, clock: MovableClock
+) -> None:
+    journal = Journal(lambda envelope: ValueError("not yet") if envelope.attempt <= 2 else None)
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    await outbox.executor.execute(Emit((1,)))
+
+    outcomes = []
+    async with outbox.running():
+        for _ in range(5):
+            drained = await outbox.drain()
+            outcomes.append((drained.succeeded, drained.failed))
+            clock.advance("5m")
+
+    assert outcomes == [(0, 1), (0, 1), (1, 0), (0, 0), (0, 0)]
+    assert [envelope.attempt for envelope in journal.envelopes] == [1, 2, 3]
+    assert len({envelope.notification_id for envelope in journal.envelopes}) == 1
+    record = await only_record(outbox)
+    assert (record.state, record.attempts) == ("SUCCEEDED", 3)
+    assert [error["attempt"] for error in record.errors] == [1, 2]
+
+
+async def test_the_handlers_of_one_event_fail_apart(outbox: Outbox, clock: MovableClock) -> None:
+    fails, succeeds = Journal(always_fails), Journal()
+    outbox.handler(MoneyDeposited, name="fails")(fails)
+    outbox.handler(MoneyDeposited, name="succeeds")(succeeds)
+    await outbox.executor.execute(Emit((1,)))
+
+    await outbox.drain()
+    clock.advance("5m")
+    await outbox.drain()
+
+    assert (len(fails), len(succeeds)) == (2, 1)
+    assert await states(outbox) == {"fails": "FAILED", "succeeds": "SUCCEEDED"}
+
+
+class Worse(BaseException):
+    pass
+
+
+DEATHS = (SystemExit("bye"), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Worse(), TimeoutError())
+
+
+async def test_a_handler_that_dies_of_whatever_fails_that_notification_alone(outbox: Outbox) -> None:
+    journal = Journal(lambda envelope: None if envelope.event.amount < 0 else DEATHS[int(envelope.event.amount)])
+    outbox.handler(MoneyDeposited, name="first", concurrency=1)(journal)
+    sibling = Journal()
+    outbox.handler(MoneyDeposited, name="sibling")(sibling)
+    await outbox.executor.execute(Emit((*range(len(DEATHS)), -1)))
+
+    drained = await outbox.drain(timeout=20)
+
+    assert (drained.failed, drained.succeeded) == (len(DEATHS), len(DEATHS) + 2)
+    failed = await outbox.admin.list(state="FAILED")
+    assert [str(r.errors[0]["type"]).rpartition(".")[2] for r in failed] == [type(d).__name__ for d in DEATHS]
+    assert {(r.handler_name, r.attempts) for r in failed} == {("first", 1)}
+
+
+async def test_cancelled_error_out_of_something_that_a_handler_awaited_is_a_failure(outbox: Outbox) -> None:
+    @outbox.handler(MoneyDeposited, name="first")
+    async def first(envelope: EventEnvelope[Any]) -> None:
+        cancelled = asyncio.get_running_loop().create_future()
+        cancelled.cancel()
+        await cancelled
+
+    await outbox.executor.execute(Emit((1,)))
+
+    assert (await outbox.drain()).failed == 1
+
+
+async def test_context_variables_that_a_handler_sets_do_not_reach_the_next(outbox: Outbox) -> None:
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+    seen = []
+
+    @outbox.handler(MoneyDeposited, name="first", concurrency=1)
+    async def first(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        seen.append(variable.get())
+        variable.set(int(envelope.event.amount))
+
+    await outbox.executor.execute(Emit((1, 2, 3, 4)))
+    await outbox.drain()
+
+    assert seen == [0, 0, 0, 0]
+
+
+# --- expiry --------------------------------------------------------------------------------------
+
+
+async def test_what_is_older_than_the_retention_window_expires_without_being_handled(
+    outbox: Outbox, clock: MovableClock
+) -> None:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    async with outbox.running(handling=False):
+        await outbox.executor.execute(Emit((1, 2, 3)))
+        await eventually(lambda: outbox.admin.list())
+    clock.advance(WEEK)
+    await outbox.executor.execute(Emit((4,)))
+    clock.advance("1s")
+
+    drained = await outbox.drain()
+
+    assert (drained.expired, drained.succeeded) == (3, 1)
+    assert journal.amounts == [4]
+    assert [(r.state, r.attempts) for r in await outbox.admin.list()][:3] == [("EXPIRED", 0)] * 3
+
+
+async def test_a_handler_that_always_fails_is_called_until_its_retention_ends_and_never_again(
+    outbox: Outbox, clock: MovableClock
+) -> None:
+    journal = Journal(always_fails)
+    outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(base="2d", cap="2d", jitter=0))(journal)
+    await outbox.executor.execute(Emit((1, 2)))
+
+    outcomes = []
+    async with outbox.running():
+        for _ in range(8):
+            drained = await outbox.drain()
+            outcomes.append((drained.failed, drained.expired))
+            clock.advance("2d")
+
+    assert outcomes == [(2, 0), (2, 0), (2, 0), (0, 2), (0, 0), (0, 0), (0, 0), (0, 0)]
+    assert len(journal) == 8
+    for record in await outbox.admin.list():
+        assert (record.state, record.attempts, len(record.errors)) == ("EXPIRED", 4, 4)
+
+
+async def test_expiry_is_decided_by_the_clock_after_the_run(outbox: Outbox, clock: MovableClock) -> None:
+    @outbox.handler(MoneyDeposited, name="slow")
+    async def slow(envelope: EventEnvelope[Any]) -> None:
+        clock.advance(WEEK)
+        raise ValueError
+
+    await outbox.executor.execute(Emit((1,)))
+
+    assert (await outbox.drain()).expired == 1
+
+
+async def test_the_next_try_counts_from_the_end_of_the_run(outbox: Outbox, clock: MovableClock) -> None:
+    @outbox.handler(MoneyDeposited, name="slow", retry=RetryPolicy(base="1m", jitter=0))
+    async def slow(envelope: EventEnvelope[Any]) -> None:
+        clock.advance("1h")
+        raise ValueError
+
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    assert (await only_record(outbox)).next_retry_at == clock.now() + timedelta(minutes=1)
+
+
+# --- retries -------------------------------------------------------------------------------------
+
+
+async def test_waits_double_from_thirty_seconds_to_five_minutes_with_jitter(
+    outbox: Outbox, clock: MovableClock
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(always_fails))
+    await outbox.executor.execute(Emit(tuple(range(20))))
+    waits: list[list[float]] = []
+    async with outbox.running():
+        for _ in range(6):
+            await outbox.drain()
+            records = await outbox.admin.list()
+            waits.append([(record.next_retry_at - clock.now()).total_seconds() for record in records])
+            clock.set(max(record.next_retry_at for record in records))
+
+    for found, expected in zip(waits, (30, 60, 120, 240, 300, 300), strict=True):
+        assert all(0.9 * expected <= wait <= 1.1 * expected for wait in found)
+        assert len(set(found)) > 10
+
+
+async def test_max_attempts_used_up_is_dead(outbox: Outbox, clock: MovableClock) -> None:
+    journal = Journal(always_fails)
+    outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=3))(journal)
+    await outbox.executor.execute(Emit((1,)))
+    async with outbox.running():
+        for _ in range(5):
+            await outbox.drain()
+            clock.advance("5m")
+
+    record = await only_record(outbox)
+    assert (record.state, record.attempts, len(record.errors), len(journal)) == ("DEAD", 3, 3, 3)
+
+
+async def test_a_handlers_own_retention_goes_before_the_setting(outbox: Outbox, clock: MovableClock) -> None:
+    outbox.handler(MoneyDeposited, name="short", retry=RetryPolicy(retention="20s"))(Journal(always_fails))
+    outbox.handler(MoneyDeposited, name="long", retry=RetryPolicy(retention="30d", cap="20d", base="20d"))(
+        Journal(always_fails)
+    )
+    await outbox.executor.execute(Emit((1,)))
+
+    await outbox.drain()
+
+    assert await states(outbox) == {"short": "EXPIRED", "long": "FAILED"}
+
+
+async def test_a_callable_decides_the_wait_by_attempts_and_error(outbox: Outbox, clock: MovableClock) -> None:
+    asked = []
+
+    def backoff(attempts: int, error: BaseException) -> timedelta:
+        asked.append((attempts, str(error)))
+        return timedelta(hours=attempts)
+
+    outbox.handler(MoneyDeposited, name="first", retry=backoff)(Journal(always_fails))
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    clock.advance("1h")
+    await outbox.drain()
+
+    assert asked == [(1, "attempt 1"), (2, "attempt 2")]
+    assert (await only_record(outbox)).next_retry_at == clock.now() + timedelta(hours=2)
+
+
+def answers_nonsense(attempts: int, error: BaseException) -> Any:
+    return "soon"
+
+
+def fails_itself(attempts: int, error: BaseException) -> timedelta:
+    raise ZeroDivisionError
+
+
+def exits(attempts: int, error: BaseException) -> timedelta:
+    raise SystemExit
+
+
+async def test_a_broken_backoff_callable_leaves_the_default_wait(outbox: Outbox, clock: MovableClock) -> None:
+    for backoff in (answers_nonsense, fails_itself, exits):
+        outbox.handler(MoneyDeposited, name=backoff.__name__, retry=backoff)(Journal(always_fails))
+    await outbox.executor.execute(Emit((1,)))
+
+    assert (await outbox.drain(timeout=20)).failed == 3
+
+    for record in await outbox.admin.list():
+        assert timedelta(seconds=27) <= record.next_retry_at - clock.now() <= timedelta(seconds=33)
+        assert record.errors[0]["type"] == "ValueError"
+
+
+async def test_a_wait_beyond_the_calendar_expires(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="first", retry=lambda attempts, error: timedelta.max)(Journal(always_fails))
+    await outbox.executor.execute(Emit((1,)))
+
+    assert (await outbox.drain()).expired == 1
+
+
+async def test_unprocessable_is_dead_at_once_and_siblings_are_untouched(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="refuses")(Journal(lambda envelope: Unprocessable("wallet is closed")))
+    outbox.handler(MoneyDeposited, name="sibling")(Journal())
+    await outbox.executor.execute(Emit((1,)))
+
+    drained = await outbox.drain()
+
+    assert (drained.dead, drained.succeeded) == (1, 1)
+    record = await only_record(outbox, "refuses")
+    assert (record.state, record.attempts) == ("DEAD", 1)
+    assert (record.errors[0]["type"], record.errors[0]["message"]) == ("Unprocessable", "wallet is closed")
+
+
+async def test_retry_after_says_exactly_when(outbox: Outbox, clock: MovableClock) -> None:
+    at = clock.now() + timedelta(days=1)
+    wishes = {
+        "delay": RetryAfter("90s"),
+        "at": RetryAfter(at=at),
+        "for-free": RetryAfter(90, count_attempt=False),
+        "too-late": RetryAfter("8d"),
+        "broken": RetryAfter("tomorrow"),
+    }
+    for name, wish in wishes.items():
+        outbox.handler(MoneyDeposited, name=name)(Journal(lambda envelope, wish=wish: wish))
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    found = {r.handler_name: (str(r.state), r.attempts, r.next_retry_at) for r in await outbox.admin.list()}
+    in_90_seconds = clock.now() + timedelta(seconds=90)
+    assert found["delay"] == ("FAILED", 1, in_90_seconds)
+    assert found["at"] == ("FAILED", 1, at)
+    assert found["for-free"] == ("FAILED", 0, in_90_seconds)
+    assert found["too-late"][:2] == ("EXPIRED", 1)
+    assert found["broken"][:2] == ("FAILED", 1)
+
+
+async def test_retry_after_without_an_attempt_never_uses_up_max_attempts(outbox: Outbox, clock: MovableClock) -> None:
+    journal = Journal(lambda envelope: RetryAfter(1, count_attempt=False) if len(journal) < 4 else None)
+    outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=1))(journal)
+    await outbox.executor.execute(Emit((1,)))
+    async with outbox.running():
+        for _ in range(4):
+            await outbox.drain()
+            clock.advance("1s")
+
+    record = await only_record(outbox)
+    assert (record.state, record.attempts, len(journal)) == ("SUCCEEDED", 1, 4)
+
+
+async def test_a_retry_is_found_when_it_is_due_and_not_a_poll_later(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=Settings(handling_poll_delay="60s", fanout_poll_delay="60s"))
+    journal = Journal(lambda envelope: RetryAfter("50ms") if envelope.attempt == 1 else None)
+    outbox.handler(MoneyDeposited, name="first")(journal)
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await journal.calls(2, timeout=10)
+
+
+# --- stored errors -------------------------------------------------------------------------------
+
+
+async def test_the_last_ten_errors_are_kept_with_time_type_message_traceback_and_attempt(
+    outbox: Outbox, clock: MovableClock
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(always_fails))
+    await outbox.executor.execute(Emit((1,)))
+    moments = []
+    async with outbox.running():
+        for _ in range(12):
+            moments.append(clock.now())
+            await outbox.drain()
+            clock.advance("6m")
+
+    record = await only_record(outbox)
+    assert [error["attempt"] for error in record.errors] == list(range(3, 13))
+    assert [datetime.fromisoformat(error["time"]) for error in record.errors] == moments[2:]
+    assert {error["type"] for error in record.errors} == {"ValueError"}
+    assert record.errors[-1]["message"] == "attempt 12"
+    assert "raise error" in record.errors[-1]["traceback"]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot say")
+
+
+class UnprintableForGood(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("cannot say")
+
+
+async def test_every_error_text_can_be_stored(outbox: Outbox) -> None:
+    errors = [
+        ValueError("a NUL \0 inside"),
+        ValueError("a lone surrogate \ud800 inside"),
+        ValueError("x" * 10_000_000),
+        Unprintable(),
+        UnprintableForGood(),
+        Unspeakable(Unspeakable()),
+        ExceptionGroup("several", [ValueError("one"), Unprintable()]),
+    ]
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: errors[int(envelope.event.amount)]))
+    await outbox.executor.execute(Emit(tuple(range(len(errors)))))
+
+    assert (await outbox.drain(timeout=20)).failed == len(errors)
+
+    messages = [str(record.errors[0]["message"]) for record in await outbox.admin.list()]
+    assert messages[0] == "a NUL \N{SYMBOL FOR NULL} inside"
+    assert messages[1] == "a lone surrogate \\ud800 inside"
+    assert len(messages[2]) == 2000
+    assert messages[3] == "<unprintable: RuntimeError>"
+    assert messages[6].startswith("several")
+
+
+# --- rows that cannot be read --------------------------------------------------------------------
+
+
+async def test_a_payload_that_does_not_decode_fails_its_own_row_and_names_the_field(outbox: Outbox, look: Look) -> None:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    await outbox.executor.execute(Emit((1, 2, 3, 4, 5)))
+    damage = {
+        1: """'{"wallet_id": "no uuid", "amount": "1"}'""",
+        2: """'{"amount": "1"}'""",
+        3: "'[1]'",
+        4: "NULL",
+    }
+    for model_id, payload in damage.items():
+        await look.fetch(f"UPDATE {{events}} SET payload = {payload} WHERE model_id = '{model_id}' RETURNING 1")
+
+    drained = await outbox.drain()
+
+    assert (drained.failed, drained.succeeded) == (4, 1)
+    assert journal.amounts == [5]
+    records = {int(r.model_id or 0): r for r in await outbox.admin.list(state="FAILED")}
+    assert {r.attempts for r in records.values()} == {1}
+    messages = {number: str(record.errors[0]["message"]) for number, record in records.items()}
+    assert "$.wallet_id" in messages[1]
+    assert "wallet_id" in messages[2]
+    assert "object" in messages[3]
+    assert "NULL" in messages[4]
+
+
+async def test_malformed_params_and_headers_fail_only_who_looks_at_them(outbox: Outbox, look: Look) -> None:
+    looked = Journal(lambda envelope: envelope.action_params and envelope.headers and None)
+    unconcerned = Journal()
+    outbox.handler(MoneyDeposited, name="looks")(looked)
+    outbox.handler(MoneyDeposited, name="does-not")(unconcerned)
+    await outbox.executor.execute(Emit((1,)))
+    await look.fetch("UPDATE {events} SET action_params = '[1]', headers = '\"x\"' WHERE model_id = '1' RETURNING 1")
+
+    await outbox.drain()
+
+    assert await states(outbox) == {"looks": "FAILED", "does-not": "SUCCEEDED"}
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+async def test_a_notification_whose_handler_is_gone_burns_no_attempt_and_is_counted(
+    outbox: Outbox, make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    await outbox.executor.execute(Emit((1, 2)))
+    await outbox.drain()
+    await look.fetch(
+        "UPDATE {event_notifications} SET state = 'PENDING', attempts = 0, handler_name = 'gone' RETURNING 1"
+    )
+
+    drained = await outbox.drain()
+
+    assert (drained.succeeded, drained.failed) == (0, 0)
+    assert [(r.state, r.attempts) for r in await outbox.admin.list()] == [("PENDING", 0)] * 2
+    assert (await outbox.admin.counts())["unroutable"] == 2
+    assert "'gone'" in caplog.text
+
+
+async def test_rows_under_an_alias_are_handled_and_under_a_removed_alias_they_wait(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    before = await make_outbox(clock=clock)
+    before.handler(MoneyDeposited, name="receipt")(Journal(always_fails))
+    await before.executor.execute(Emit((1,)))
+    await before.drain()
+    clock.advance("1m")
+
+    without_alias = Journal()
+    careless = await make_outbox(clock=clock)
+    careless.handler(WalletOpened, name="deposit-receipt")(without_alias)
+    await careless.admin.unsubscribe("receipt")
+    await careless.drain()
+    assert len(without_alias) == 0
+    assert (await careless.admin.counts())["unroutable"] == 1
+
+    with_alias = Journal()
+    outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"})(with_alias)
+    await outbox.drain()
+    assert [(e.attempt, int(e.event.amount)) for e in with_alias.envelopes] == [(2, 1)]
+    assert (await outbox.admin.counts())["unroutable"] == 0
+
+
+async def test_a_handler_that_another_instance_has_is_not_unroutable(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    worker = await make_outbox(clock=clock)
+    worker.handler(MoneyDeposited, name="new-name", aliases={"old-name"})(Journal())
+    await worker.drain()
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    assert (await outbox.admin.counts())["unroutable"] == 0
+
+
+async def test_unroutable_notifications_expire_by_retention(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    gone = await make_outbox(clock=clock)
+    gone.handler(MoneyDeposited, name="gone")(Journal(always_fails))
+    await gone.executor.execute(Emit((1,)))
+    await gone.drain()
+    await outbox.admin.unsubscribe("gone")
+    outbox.handler(WalletOpened, name="first")(Journal())
+
+    clock.advance("6d")
+    assert (await outbox.drain()).expired == 0
+    clock.advance("2d")
+    assert (await outbox.drain()).expired == 1
+
+    record = await only_record(outbox)
+    assert (record.state, record.attempts) == ("EXPIRED", 1)
+
+
+async def test_an_event_type_without_a_class_fails_as_undecodable(outbox: Outbox, look: Look) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    await look.fetch(
+        "UPDATE {event_notifications} SET state = 'PENDING', attempts = 0, event_type = 'Lost' RETURNING 1"
+    )
+
+    assert (await outbox.drain()).failed == 1
+
+    assert "'Lost'" in str((await only_record(outbox)).errors[-1]["message"])

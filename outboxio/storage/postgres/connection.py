@@ -14,6 +14,7 @@ from outboxio.waiting import to_the_end
 Connect = Callable[[], Awaitable[Any]]
 Release = Callable[[Any], Awaitable[None]]
 
+FAREWELL_TIMEOUT = 5.0  # seconds to give a connection back, or to close it
 STATEMENT_TIMEOUT = 60.0  # seconds; a network that swallows packets must not stop a loop for ever
 
 # The loops' statements are written for one plan each. These keep it whatever the statistics say, and keep the
@@ -30,6 +31,11 @@ LOOP_SETTINGS: Mapping[str, str] = {
 
 class Dedicated:
     """One connection for one loop: session settings applied, one statement at a time, reopened after a failure.
+
+    A statement with parameters is prepared when it is used for the first time, in a message of its own. If the client
+    freezes, or the network falls silent, before the next message, the server's session is neither idle nor idle in a
+    transaction, so no timeout ends it, and it keeps its locks. So whoever holds locks here runs statements that were
+    prepared before it took them, or that have no parameters.
 
     ``keeps=False``: given back after each use. What an earlier event loop left behind is forgotten.
     """
@@ -107,8 +113,7 @@ class Dedicated:
         if self._connection is None:
             connection = await self._connect()
             try:
-                for name, value in self._settings.items():
-                    await connection.execute(f"SET {name} = '{value}'")
+                await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in self._settings.items()))
             except BaseException:
                 if not _is_closed(connection):
                     connection.terminate()
@@ -120,8 +125,7 @@ class Dedicated:
     async def _give_back(self, connection: Any) -> None:
         try:
             if not _is_closed(connection):
-                for name in self._settings:
-                    await connection.execute(f"RESET {name}", timeout=5)
+                await connection.execute("; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             if not _is_closed(connection):
                 connection.terminate()

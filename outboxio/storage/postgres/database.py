@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,18 +11,20 @@ import asyncpg
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated
+from outboxio.storage.postgres.connection import FAREWELL_TIMEOUT, LOOP_SETTINGS, Dedicated
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.session import PooledSession, PostgresSession
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
+from outboxio.waiting import to_the_end
 
 CONNECT_TIMEOUT = 10.0
+NOTIFY_TIMEOUT = 2.0  # a wake-up must neither hold up the heartbeat, which goes the same way, nor the end
 LARGEST_POOL = 20  # connections of a pool of our own; one that is not used for five minutes is closed
 
-NOTIFY = "SELECT pg_notify($1, $2)"
+NOTIFY = "NOTIFY {}, '{}'"
 
 
 class PostgresDatabase:
@@ -48,7 +50,7 @@ class PostgresDatabase:
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> PooledSession:
-        return PooledSession(self._open_pool)
+        return PooledSession(self._check_out)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
@@ -63,24 +65,25 @@ class PostgresDatabase:
         return PostgresClusterLock(self._lock_session, owner, channel, max(heartbeat, 1.0))
 
     async def notify(self, channel: str, payload: str) -> None:
+        notify = NOTIFY.format(channel, payload.replace("'", "''"))
         if self._lock_session is not None and self._lock_session.is_open:
-            await self._lock_session.fetch(NOTIFY, channel, payload)
+            await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
         else:
             pool = await self._open_pool()
-            await pool.execute(NOTIFY, channel, payload)
+            async with pool.acquire(timeout=NOTIFY_TIMEOUT) as connection:
+                await connection.execute(notify, timeout=NOTIFY_TIMEOUT)
 
     async def refuse_shared_sessions(self) -> None:
         """Two connections that are open at once never have one server process, unless a proxy shares it."""
-        first, second = await self._connect(), None
+        opened = [await self._connect()]
         try:
-            pid = await _server_process(first)
-            second = await self._connect()
-            async with second.transaction():
-                if await _server_process(second) == pid:
+            pid = await _server_process(opened[0])
+            opened.append(await self._connect())
+            async with opened[1].transaction():
+                if await _server_process(opened[1]) == pid:
                     raise PooledConnection(self.name)
         finally:
-            for connection in filter(None, (second, first)):
-                await self._release(connection)
+            await to_the_end(_all(map(self._release, opened)))
 
     def require_room(self, loops: int) -> None:
         if self._url is None and self._pool is not None:
@@ -89,8 +92,7 @@ class PostgresDatabase:
                 raise PoolTooSmall(self.name, size, needed)
 
     async def release_loops(self) -> None:
-        for connection in (self._fanout, self._find, self._settle, self._admin):
-            await connection.close()
+        await _all(connection.close() for connection in (self._fanout, self._find, self._settle, self._admin))
 
     async def close(self) -> None:
         await self.release_loops()
@@ -114,8 +116,12 @@ class PostgresDatabase:
         if self._pool is None:
             async with self._opening:
                 if self._pool is None:
-                    self._pool = await self._reaching(self._create_pool)
+                    self._pool = await self._reaching(self._url, self._create_pool)
         return self._pool
+
+    async def _check_out(self) -> tuple[asyncpg.Pool[Any], Any]:
+        pool = await self._open_pool()
+        return pool, await self._reaching(self._url, pool.acquire)
 
     async def _create_pool(self) -> asyncpg.Pool[Any]:
         # A proxy that shares sessions forgets prepared statements between transactions.
@@ -126,29 +132,37 @@ class PostgresDatabase:
         """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
         if self._direct_url is None:
             assert self._pool is not None
-            return await self._reaching(self._pool.acquire)
+            return await self._reaching(None, self._pool.acquire)
         url = self._direct_url
-        return await self._reaching(lambda: asyncpg.connect(url, timeout=CONNECT_TIMEOUT))
+        # Statements stay prepared: to prepare them anew every five minutes would be a moment to freeze in (Dedicated).
+        return await self._reaching(
+            url, lambda: asyncpg.connect(url, timeout=CONNECT_TIMEOUT, max_cached_statement_lifetime=0)
+        )
 
     async def _release(self, connection: Any) -> None:
         if self._direct_url is None:
             assert self._pool is not None
             await self._pool.release(connection)
         else:
-            await connection.close(timeout=5)
+            await connection.close(timeout=FAREWELL_TIMEOUT)
 
-    async def _reaching(self, connect: Callable[[], Any]) -> Any:
+    async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
         try:
             return await connect()
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            raise DatabaseUnavailable(self.name, self._where(), str(error) or type(error).__name__) from error
+        except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise DatabaseUnavailable(self.name, _where(url), str(error) or type(error).__name__) from error
 
-    def _where(self) -> str:
-        """The address without the password."""
-        if self._direct_url is None:
-            return "the given pool"
-        parts = urlsplit(self._direct_url)
-        return f"{parts.hostname or 'the local socket'}:{parts.port or 5432}{parts.path}"
+
+def _where(url: str | None) -> str:
+    """The address without the password."""
+    if url is None:
+        return "the given pool"
+    parts = urlsplit(url)
+    return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
+
+
+async def _all(coroutines: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*coroutines)
 
 
 async def _server_process(connection: Any) -> int:

@@ -34,7 +34,8 @@ RETURNING name, term
 # Without a lease: only to find out whether two shards are one database.
 TRY = "SELECT pg_try_advisory_lock($1)"
 
-RELEASE = "SELECT pg_advisory_unlock(key) FROM unnest($1::bigint[]) AS key"
+# Without parameters, so that one message does it all (see Dedicated).
+RELEASE = "SELECT pg_advisory_unlock({})"
 
 # The beat also sends this session a wake-up of its own: if it does not come back, LISTEN is dead although the session
 # lives.
@@ -84,7 +85,12 @@ class PostgresClusterLock:
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._session.is_open:
-            await self._session.fetch(RELEASE, [name.key for name in names], timeout=self._timeout)
+            try:
+                sql = "; ".join(RELEASE.format(name.key) for name in names)
+                await self._session.execute(sql, timeout=self._timeout)
+            except BaseException:
+                self._session.terminate()  # they end with the session
+                raise
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         async def start(connection: Any) -> None:
@@ -95,7 +101,11 @@ class PostgresClusterLock:
                 connection.add_termination_listener(self._ended)
                 self._watched, self._unheard = connection, 0
 
-        await asyncio.wait_for(self._session.use(start), self._timeout)
+        try:
+            await asyncio.wait_for(self._session.use(start), self._timeout)
+        except BaseException:
+            self._session.terminate()
+            raise
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self._lost = callback
@@ -103,10 +113,18 @@ class PostgresClusterLock:
     async def close(self) -> None:
         self._lost = _nothing
         watched, self._watched = self._watched, None
-        if watched is not None and self._session.is_open:
-            watched.remove_termination_listener(self._ended)
-            await watched.reset(timeout=self._timeout)  # UNLISTEN, and every lock that is left
-        await self._session.close()
+        try:
+            if watched is not None and self._session.is_open:
+                watched.remove_termination_listener(self._ended)
+                async with asyncio.timeout(self._timeout):
+                    if self._channel is not None:
+                        await watched.remove_listener(self._channel, self._on_notification)
+                    await watched.reset()  # every lock that is left
+        except BaseException:
+            self._session.terminate()
+            raise
+        finally:
+            await self._session.close()
 
     def _on_notification(self, connection: Any, pid: int, channel: str, payload: Any) -> None:
         if payload == self._probe:

@@ -145,11 +145,12 @@ class PostgresNotifications:
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def settle_and_insert(connection: Any) -> int:
+            # The settlement goes last, for it locks leases: what follows it is COMMIT, which needs no preparation.
+            for action, events in bucket.emitted:
+                await insert_events(connection, action, events)
             settled = row_count(await connection.execute(*settlement(bucket, now)))
             if settled < len(bucket.outcomes):
                 raise _Refused
-            for action, events in bucket.emitted:
-                await insert_events(connection, action, events)
             return settled
 
         try:

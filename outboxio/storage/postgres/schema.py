@@ -10,10 +10,10 @@ from outboxio.storage.postgres.connection import Dedicated
 from outboxio.storage.schema import (
     Found,
     files_to_apply,
+    is_occupied,
     missing_parts,
     refuse_incomplete,
     refuse_newer,
-    sql_files,
 )
 
 # Instances that start together take turns; the lock ends with the transaction.
@@ -50,7 +50,7 @@ class PostgresSchema:
     async def _migrate(self, connection: Any) -> list[str]:
         await connection.execute(TAKE_TURNS)
         found = await _look(connection)
-        if found.version == 0 and "events" in found.columns:
+        if is_occupied(found):
             return await self._adopt(connection, found)
         files = files_to_apply(self._shard, "postgres", found)
         for file in files:
@@ -63,7 +63,8 @@ class PostgresSchema:
         if missing:
             raise SchemaOccupied(self._shard, missing)
         await connection.execute(ADOPT)
-        await connection.executemany(ADOPTED, [(file.version, file.name) for file in sql_files("postgres")])
+        files = files_to_apply(self._shard, "postgres", found)
+        await connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
         return []
 
 
@@ -72,5 +73,5 @@ async def _look(connection: Any) -> Found:
     for table, column in await connection.fetch(COLUMNS):
         columns[table].add(column)
     indexes = {row[0] for row in await connection.fetch(INDEXES)}
-    version = await connection.fetchval(VERSION) if "schema_versions" in columns else 0
+    version = await connection.fetchval(VERSION) if "version" in columns["schema_versions"] else 0
     return Found(dict(columns), indexes, version)

@@ -130,14 +130,13 @@ class PostgresSession:
 class PooledSession:
     """Checks a connection out of a pool, and gives it back."""
 
-    def __init__(self, open_pool: Callable[[], Awaitable[asyncpg.Pool[Any]]]) -> None:
-        self._open_pool = open_pool
+    def __init__(self, check_out: Callable[[], Awaitable[tuple[asyncpg.Pool[Any], Any]]]) -> None:
+        self._check_out = check_out
         self._pool: Any = None
         self._connection: Any = None
 
     async def __aenter__(self) -> PostgresSession:
-        self._pool = await self._open_pool()
-        self._connection = await self._pool.acquire()
+        self._pool, self._connection = await self._check_out()
         return PostgresSession(self._connection)
 
     async def __aexit__(

@@ -13,10 +13,10 @@ from outboxio.errors import SchemaMissing, SchemaOccupied
 from outboxio.storage.schema import (
     Found,
     files_to_apply,
+    is_occupied,
     missing_parts,
     refuse_incomplete,
     refuse_newer,
-    sql_files,
 )
 from outboxio.storage.sqlite.connection import Connections, fetch_value
 
@@ -29,7 +29,7 @@ WHERE m.type = 'table' AND m.name GLOB 'eventlog_*'
 INDEXES = "SELECT json_group_array(name) FROM sqlite_schema WHERE type = 'index' AND name GLOB 'eventlog_*'"
 VERSION = "SELECT coalesce(max(version), 0) FROM eventlog_schema_versions"
 ADOPT = """
-CREATE TABLE eventlog_schema_versions (
+CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
   version INTEGER NOT NULL PRIMARY KEY, file TEXT NOT NULL, applied_date TEXT NOT NULL)
 """
 ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
@@ -80,7 +80,7 @@ class SqliteSchema:
 
     def _migrate(self, connection: sqlite3.Connection) -> list[str]:
         found = _look(connection)
-        if found.version == 0 and "events" in found.columns:
+        if is_occupied(found):
             return self._adopt(connection, found)
         files = files_to_apply(self._shard, "sqlite", found)
         for file in files:
@@ -95,7 +95,8 @@ class SqliteSchema:
         if missing:
             raise SchemaOccupied(self._shard, missing)
         connection.execute(ADOPT)
-        connection.executemany(ADOPTED, [(file.version, file.name) for file in sql_files("sqlite")])
+        files = files_to_apply(self._shard, "sqlite", found)
+        connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
         return []
 
 
@@ -104,7 +105,7 @@ def _look(connection: sqlite3.Connection) -> Found:
     for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
         columns[table.removeprefix(PREFIX)].add(column)
     indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
-    version = fetch_value(connection, VERSION, ()) if "schema_versions" in columns else 0
+    version = fetch_value(connection, VERSION, ()) if "version" in columns["schema_versions"] else 0
     return Found(dict(columns), {index.removeprefix(PREFIX) for index in indexes}, version)
 
 

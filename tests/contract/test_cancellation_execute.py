@@ -1,0 +1,226 @@
+"""Cancelling an execution, at every moment at which it waits: all of it is committed or nothing, and nothing is left.
+
+The moments are counted, not timed: the first run is cancelled at its first wait, the next at its second, and so on
+until one is through before its turn comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from itertools import count
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+
+from outboxio import Action, Outbox, Settings, Transaction
+from tests.app import WALLETS, Look, WalletOpened
+from tests.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
+
+Work = Callable[[str], Coroutine[Any, Any, None]]
+
+WAYS: dict[str, dict[str, bool]] = {
+    "as it waits": {},
+    "as the wait ends": {"late": True},
+    "again and again": {"again": True},
+}
+
+
+@pytest.fixture
+async def outbox(make_outbox: MakeOutbox) -> Outbox:
+    """Without wake-ups for other processes: they are sent by a task of their own, which nobody waits for."""
+    outbox = await make_outbox(settings=Settings(notify=False))
+    async with outbox.transaction("MakeTables") as tx:
+        await tx.execute(WALLETS)
+    return outbox
+
+
+@pytest.fixture(autouse=True)
+async def quiet_loop() -> AsyncIterator[None]:
+    with nothing_reported():
+        yield
+
+
+class Open(Action):
+    wallet_id: str
+
+    async def perform(self, tx: Transaction) -> None:
+        await add_wallet(tx, self.wallet_id)
+        await tx.fetchval("SELECT balance FROM wallets WHERE id = $1", self.wallet_id)
+        tx.emit(WalletOpened(UUID(self.wallet_id)), model_id=self.wallet_id)
+
+
+async def cancelled_at_every_wait(work: Work, look: Look, url: str, outbox: Outbox) -> None:
+    """Run ``work`` once for each of its waits and in each way, cancelled there."""
+    for way, options in WAYS.items():
+        waits = await _cancelled_at_every_wait(work, look, url, outbox, way, options)
+        assert waits >= 5
+
+
+async def _cancelled_at_every_wait(
+    work: Work, look: Look, url: str, outbox: Outbox, way: str, options: dict[str, bool]
+) -> int:
+    for moment in count(1):
+        when = f"cancelled at wait {moment}, {way},"
+        wallet_id = str(uuid4())
+        tasks = tasks_of_ours()
+        cancelling = Cancelling(work(wallet_id), moment, **options)
+        task = asyncio.create_task(_await(cancelling))
+        await asyncio.wait([task], timeout=20)
+        assert task.done(), f"{when} it never ended"
+        if not cancelling.has_struck:
+            await task
+            return cancelling.waits
+        if not task.cancelled():
+            await task  # the cancellation came too late to change anything
+        assert tasks_of_ours() == tasks, f"{when} it left a task"
+        assert await open_transactions(url) == [], f"{when} it left a transaction"
+        rows = await look.value("SELECT count(*) FROM wallets WHERE id = $1", wallet_id)
+        events = await look.value("SELECT count(*) FROM {events} WHERE model_id = $1", wallet_id)
+        assert rows == events, f"{when} half of it was committed"
+        if not task.cancelled():
+            assert rows == 1, f"{when} it said that it was committed"
+        async with asyncio.timeout(10):
+            await outbox.executor.execute(Open(str(uuid4())))
+    raise AssertionError
+
+
+def tasks_of_ours() -> set[asyncio.Task[Any]]:
+    """Every task but that of an asyncpg pool which opens a connection in place of one that was discarded."""
+    return {task for task in asyncio.all_tasks() if "Pool._maintain_min_size" not in repr(task.get_coro())}
+
+
+async def _await(cancelling: Cancelling) -> None:
+    await cancelling
+
+
+async def test_execute(outbox: Outbox, look: Look, database_url: str) -> None:
+    async def work(wallet_id: str) -> None:
+        await outbox.executor.execute(Open(wallet_id))
+
+    await cancelled_at_every_wait(work, look, database_url, outbox)
+
+
+async def test_a_transaction_block(outbox: Outbox, look: Look, database_url: str) -> None:
+    async def work(wallet_id: str) -> None:
+        async with outbox.transaction("Block") as tx:
+            await Open(wallet_id).perform(tx)
+
+    await cancelled_at_every_wait(work, look, database_url, outbox)
+
+
+async def test_the_first_execution_which_opens_the_database(outbox: Outbox, look: Look, database_url: str) -> None:
+    async def work(wallet_id: str) -> None:
+        async with Outbox(database_url, namespace="app", settings=Settings(notify=False)) as fresh:
+            await fresh.executor.execute(Open(wallet_id))
+
+    await cancelled_at_every_wait(work, look, database_url, outbox)
+
+
+async def test_a_pool_has_its_connections_back(postgres_url: str) -> None:
+    async with (
+        asyncpg.create_pool(postgres_url, min_size=0, max_size=3) as pool,
+        Outbox(pool, namespace="app", settings=Settings(notify=False)) as outbox,
+    ):
+        async with Outbox(postgres_url, namespace="app") as other:
+            await other.migrate()
+        await pool.execute("CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL)")
+
+        async def work(wallet_id: str) -> None:
+            try:
+                await outbox.executor.execute(Open(wallet_id))
+            finally:
+                # Those that were discarded are opened again when they are needed.
+                assert pool.get_idle_size() == pool.get_size(), "a connection was not given back"
+
+        look = Look(postgres_url)
+        await cancelled_at_every_wait(work, look, postgres_url, outbox)
+        async with asyncio.timeout(10):
+            held = [await pool.acquire() for _ in range(3)]
+            assert not any(connection.is_in_transaction() for connection in held)
+            for connection in held:
+                await pool.release(connection)
+
+
+async def test_one_that_waits_for_a_connection_takes_none(postgres_url: str) -> None:
+    async with (
+        asyncpg.create_pool(postgres_url, min_size=1, max_size=1) as pool,
+        Outbox(pool, namespace="app", settings=Settings(notify=False)) as outbox,
+    ):
+        await pool.execute("CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL)")
+        async with Outbox(postgres_url, namespace="app") as other:
+            await other.migrate()
+        async with pool.acquire():
+            waiting = asyncio.create_task(outbox.executor.execute(Open(str(uuid4()))))
+            await asyncio.wait([waiting], timeout=0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        async with asyncio.timeout(10):
+            await outbox.executor.execute(Open(str(uuid4())))
+
+
+async def test_one_that_waits_for_its_turn_does_not_keep_the_others_from_theirs(outbox: Outbox, look: Look) -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with outbox.transaction("Hold") as tx:
+            await add_wallet(tx, "held")
+            entered.set()
+            await leave.wait()
+
+    holding = asyncio.create_task(hold())
+    await entered.wait()
+    queued = [asyncio.create_task(outbox.executor.execute(Open(str(uuid4())))) for _ in range(3)]
+    await asyncio.wait(queued, timeout=0)
+    queued[1].cancel()
+    leave.set()
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(holding, *queued, return_exceptions=True)
+    assert [type(result).__name__ for result in results] == ["NoneType", "NoneType", "CancelledError", "NoneType"]
+    assert await look.value("SELECT count(*) FROM wallets") == 3
+
+
+async def test_a_time_limit_that_ends_an_action_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
+    async def too_long() -> None:
+        async with outbox.transaction("TooLong") as tx:
+            await add_wallet(tx)
+            tx.emit(WalletOpened(uuid4()))
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(too_long(), 0.05)
+    assert await look.value("SELECT count(*) FROM wallets") == 0
+    assert await written(look) == []
+    assert await open_transactions(database_url) == []
+
+
+async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outbox: Outbox, look: Look) -> None:
+    """The cancellation falls into COMMIT, which runs to its end: no wake-up is lost with it."""
+    woken = 0
+    shard = outbox.executor.shard(None)
+    committed = shard.committed
+
+    def count_it() -> None:
+        nonlocal woken
+        woken += 1
+        committed()
+
+    shard.committed = count_it  # type: ignore[method-assign]
+    expected = 0
+    for moment in count(1):
+        cancelling = Cancelling(outbox.executor.execute(Nothing()), moment)
+        task = asyncio.create_task(_await(cancelling))
+        await asyncio.wait([task], timeout=20)
+        expected = len(await written(look))
+        assert woken == expected
+        if not cancelling.has_struck:
+            break
+    assert expected > 1, "no cancellation fell into COMMIT"
+
+
+class Nothing(Action):
+    async def perform(self, tx: Transaction) -> None:
+        pass

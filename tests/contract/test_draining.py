@@ -1,0 +1,243 @@
+"""``drain()``: alone, beside ``running()``, and beside other processes, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.spies import Gate, watch
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+QUICK = Settings(fanout_poll_delay="30ms", handling_poll_delay="30ms")
+
+
+@asynccontextmanager
+async def begun(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """The coroutine as a task that has come to its end when the block has."""
+    async with asyncio.TaskGroup() as group:
+        yield group.create_task(coroutine)
+
+
+async def still_goes_on(task: asyncio.Task[Any]) -> bool:
+    """Whether a task that nothing holds up would not have ended by now."""
+    done, _ = await asyncio.wait([task], timeout=0.2)
+    return not done
+
+
+async def test_drain_says_what_it_did(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    outbox.handler(MoneyDeposited, name="second")(Journal(lambda envelope: ValueError()))
+    await outbox.executor.execute(Emit((1, 2, 3)))
+
+    first, second = await outbox.drain(), await outbox.drain()
+
+    assert (first.fanned_out, first.succeeded, first.failed, first.expired, first.dead) == (3, 3, 3, 0, 0)
+    assert (second.fanned_out, second.succeeded, second.failed, second.expired, second.dead) == (0, 0, 0, 0, 0)
+
+
+async def test_drain_without_any_handler_ends_at_once(outbox: Outbox) -> None:
+    await outbox.executor.execute(Emit((1,)))
+
+    assert (await outbox.drain(timeout=10)).fanned_out == 0
+
+
+async def test_drain_goes_on_until_the_last_event_of_a_chain_is_handled(outbox: Outbox) -> None:
+    @outbox.handler(MoneyDeposited, name="counts-down")
+    async def counts_down(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        if envelope.event.amount:
+            envelope.emit(MoneyDeposited(uuid4(), envelope.event.amount - 1))
+
+    await outbox.executor.execute(Emit((10,)))
+    assert (await outbox.drain()).succeeded == 11
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((10,)))
+        await outbox.drain()
+        assert (await outbox.admin.counts())["SUCCEEDED"] == 22
+
+
+async def test_beside_running_drain_waits_for_what_runs(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(settings=QUICK)
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="first")(gate)
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1, 2)))
+        await gate.calls(2)
+        async with begun(outbox.drain()) as drain:
+            assert await still_goes_on(drain)
+            gate.open()
+        assert await look.states() == {"SUCCEEDED": 2}
+
+
+async def test_beside_running_drain_waits_for_the_write_that_is_under_way(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(settings=QUICK)
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    writing, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        writing.set()
+        await goes_on.wait()
+        return await method(*args)
+
+    watch(outbox, "notifications").trouble["settle"] = slow
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await asyncio.wait_for(writing.wait(), 20)
+        async with begun(outbox.drain()) as drain:
+            assert await still_goes_on(drain)
+            goes_on.set()
+        assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_drain_comes_to_its_end_although_running_is_left_meanwhile(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(settings=Settings(fanout_poll_delay="30ms", shutdown_timeout="50ms"))
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="first")(gate)
+    running = outbox.running()
+    await running.__aenter__()
+    await outbox.executor.execute(Emit((1,)))
+    await gate.calls(1)
+    async with asyncio.timeout(20), begun(outbox.drain()) as drain:
+        assert await still_goes_on(drain)
+        await running.__aexit__(None, None, None)
+        gate.open()
+
+    assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_two_drains_at_once_do_the_work_together(outbox: Outbox, look: Look) -> None:
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="first")(gate)
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    async with asyncio.timeout(20), begun(outbox.drain()) as first:
+        await gate.calls(1)
+        async with begun(outbox.drain()) as second:
+            assert await still_goes_on(second)
+            assert not first.done()
+            gate.open()
+
+    assert sorted(gate.amounts) == [1, 2, 3]
+    assert await look.states() == {"SUCCEEDED": 3}
+    await outbox.executor.execute(Emit((4,)))
+    assert (await outbox.drain(timeout=10)).succeeded == 1
+
+
+async def test_running_may_be_entered_while_a_drain_goes_on(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(settings=QUICK)
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="first")(gate)
+    await outbox.executor.execute(Emit((1,)))
+
+    async def runs() -> None:
+        async with outbox.running():
+            await outbox.executor.execute(Emit((2,)))
+            await gate.calls(2)
+            await outbox.drain()
+
+    async with asyncio.timeout(20), begun(outbox.drain()):
+        await gate.calls(1)
+        async with begun(runs()) as running:
+            assert await still_goes_on(running)
+            gate.open()
+
+    assert gate.amounts == [1, 2]
+    assert await look.states() == {"SUCCEEDED": 2}
+
+
+async def test_drain_waits_for_another_instance_that_holds_the_locks(make_outbox: MakeOutbox, look: Look) -> None:
+    holder, waiter = await make_outbox(settings=QUICK), await make_outbox(settings=QUICK)
+    gate, idle = Gate(), Journal()
+    holder.handler(MoneyDeposited, name="first")(gate)
+    waiter.handler(MoneyDeposited, name="first")(idle)
+    async with holder.running():
+        await holder.executor.execute(Emit((1,)))
+        await gate.calls(1)
+        with pytest.raises(DrainTimeout):
+            await waiter.drain(timeout="200ms")
+        async with begun(waiter.drain(timeout=20)) as drain:
+            assert await still_goes_on(drain)
+            gate.open()
+
+    assert drain.result().succeeded == 0
+    assert len(idle) == 0
+    assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_a_drain_that_is_cut_off_uses_up_no_attempt_and_gives_its_locks_back(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    cut, other = await make_outbox(), await make_outbox()
+    gate, journal = Gate(), Journal()
+    cut.handler(MoneyDeposited, name="first")(gate)
+    other.handler(MoneyDeposited, name="first")(journal)
+    await cut.executor.execute(Emit((1,)))
+
+    with pytest.raises(DrainTimeout):
+        await cut.drain(timeout="300ms")
+
+    assert gate.inside == 0
+    (record,) = await other.admin.list()
+    assert (record.state, record.attempts) == ("PENDING", 0)
+    assert (await other.drain(timeout=10)).succeeded == 1
+
+
+async def test_a_drain_keeps_its_locks_however_long_its_handlers_take(make_outbox: MakeOutbox, look: Look) -> None:
+    settings = Settings(lock_heartbeat="100ms")
+    holder, other = await make_outbox(settings=settings), await make_outbox(settings=settings)
+    gate, idle = Gate(), Journal()
+    holder.handler(MoneyDeposited, name="first", concurrency=1)(gate)
+    other.handler(MoneyDeposited, name="first")(idle)
+    await holder.executor.execute(Emit((1, 2)))
+    async with begun(holder.drain(timeout=20)):
+        await gate.calls(1)
+        with pytest.raises(DrainTimeout):
+            await other.drain(timeout="700ms")
+        gate.open()
+
+    assert len(idle) == 0
+    assert sorted(gate.amounts) == [1, 2]
+
+
+async def test_a_drain_writes_outcomes_while_other_handlers_still_run(outbox: Outbox, look: Look) -> None:
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="slow")(gate)
+    outbox.handler(MoneyDeposited, name="quick")(Journal())
+    await outbox.executor.execute(Emit((1,)))
+    async with asyncio.timeout(20), begun(outbox.drain()):
+        await gate.calls(1)
+
+        async def quick_is_settled() -> bool:
+            return await look.states() == {"PENDING": 1, "SUCCEEDED": 1}
+
+        await eventually(quick_is_settled)
+        gate.open()
+
+
+async def test_drain_fans_out_only_where_handling_is_off(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(settings=Settings(handling_enabled=False))
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    await outbox.executor.execute(Emit((1,)))
+
+    drained = await outbox.drain(timeout=10)
+
+    assert (drained.fanned_out, drained.succeeded) == (1, 0)
+    assert await look.states() == {"PENDING": 1}
+
+
+async def test_drain_passes_by_what_is_not_due_yet(outbox: Outbox) -> None:
+    outbox.handler(WalletOpened, MoneyDeposited, name="first")(Journal())
+    async with outbox.transaction("Later") as tx:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)), available_at=tx.now.replace(year=tx.now.year + 1))
+
+    drained = await outbox.drain(timeout=10)
+
+    assert (drained.fanned_out, drained.succeeded) == (1, 0)

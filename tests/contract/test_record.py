@@ -1,0 +1,501 @@
+"""``outbox.record`` inside a transaction that the caller has open, on whatever the caller has it open with."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import UUID, uuid4
+
+import aiosqlite
+import asyncpg
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
+
+from outboxio import (
+    ConfigurationError,
+    EventEnvelope,
+    InvalidEvent,
+    NoTransaction,
+    Outbox,
+    SchemaMissing,
+    Settings,
+)
+from outboxio.testing import MovableClock
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
+from tests.probes import MakeOutbox, balances, second_database, statements_on, written
+
+
+class Caller:
+    """A connection of the application's own: what is handed to ``record``, and how its transactions go."""
+
+    def __init__(self, connection: Any, begin: Any, commit: Any, rollback: Any, run: Any) -> None:
+        self.connection = connection
+        self._begin, self._commit, self._rollback, self._run = begin, commit, rollback, run
+
+    async def begin(self) -> None:
+        await _awaited(self._begin())
+
+    async def commit(self) -> None:
+        await _awaited(self._commit())
+
+    async def rollback(self) -> None:
+        await _awaited(self._rollback())
+
+    async def add_wallet(self, wallet_id: str) -> None:
+        await _awaited(self._run(f"INSERT INTO wallets (id, balance) VALUES ('{wallet_id}', 7)"))
+
+
+async def _awaited(value: Any) -> None:
+    if asyncio.iscoroutine(value) or hasattr(value, "__await__"):
+        await value
+
+
+def path_of(url: str) -> Path:
+    return Path(urlsplit(url).path[1:])
+
+
+def in_plain_sql(connection: Any) -> Caller:
+    """BEGIN, COMMIT and ROLLBACK as statements, which all drivers understand."""
+    run = connection.execute
+    return Caller(connection, lambda: run("BEGIN"), lambda: run("COMMIT"), lambda: run("ROLLBACK"), run)
+
+
+# --- ways to have a transaction open --------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def asyncpg_connection(url: str) -> AsyncIterator[Caller]:
+    connection = await asyncpg.connect(url)
+    try:
+        yield in_plain_sql(connection)
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def asyncpg_transaction_on_a_pools_connection(url: str) -> AsyncIterator[Caller]:
+    async with asyncpg.create_pool(url, min_size=0, max_size=1) as pool, pool.acquire() as connection:
+        open_now: list[Any] = []
+
+        def begin() -> Any:
+            open_now.append(connection.transaction())
+            return open_now[-1].start()
+
+        yield Caller(
+            connection,
+            begin,
+            lambda: open_now.pop().commit(),
+            lambda: open_now.pop().rollback(),
+            connection.execute,
+        )
+
+
+@asynccontextmanager
+async def sqlite3_connection(url: str) -> AsyncIterator[Caller]:
+    connection = sqlite3.connect(path_of(url), isolation_level=None)
+    try:
+        yield in_plain_sql(connection)
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def sqlite3_that_begins_by_itself(url: str) -> AsyncIterator[Caller]:
+    """The default of the standard library: a transaction begins with the first INSERT."""
+    connection = sqlite3.connect(path_of(url))
+    begin = lambda: connection.execute("UPDATE wallets SET balance = balance")  # noqa: E731
+    try:
+        yield Caller(connection, begin, connection.commit, connection.rollback, connection.execute)
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def aiosqlite_connection(url: str) -> AsyncIterator[Caller]:
+    async with aiosqlite.connect(path_of(url), isolation_level=None) as connection:
+        yield in_plain_sql(connection)
+
+
+def engine_of(url: str) -> AsyncEngine:
+    driver = {"postgresql": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    scheme, rest = url.split(":", 1)
+    return create_async_engine(f"{driver[scheme]}:{rest}")
+
+
+@asynccontextmanager
+async def sqlalchemy_session(url: str) -> AsyncIterator[Caller]:
+    engine = engine_of(url)
+    try:
+        async with async_sessionmaker(engine)() as session:
+            yield Caller(
+                session, session.begin, session.commit, session.rollback, lambda sql: session.execute(text(sql))
+            )
+    finally:
+        await engine.dispose()
+
+
+@asynccontextmanager
+async def sqlalchemy_connection(url: str) -> AsyncIterator[Caller]:
+    engine = engine_of(url)
+    try:
+        async with engine.connect() as connection:
+            yield Caller(
+                connection,
+                connection.begin,
+                connection.commit,
+                connection.rollback,
+                lambda sql: connection.execute(text(sql)),
+            )
+    finally:
+        await engine.dispose()
+
+
+Way = Callable[[str], AbstractAsyncContextManager[Caller]]
+
+#: On a server, and on a file.
+WAYS: dict[str, tuple[Way, Way]] = {
+    "driver": (asyncpg_connection, sqlite3_connection),
+    "driver's transactions": (asyncpg_transaction_on_a_pools_connection, sqlite3_that_begins_by_itself),
+    "async driver": (asyncpg_connection, aiosqlite_connection),
+    "session": (sqlalchemy_session, sqlalchemy_session),
+    "connection": (sqlalchemy_connection, sqlalchemy_connection),
+}
+
+
+@pytest.fixture
+async def callers(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[AsyncIterator[Caller]]:
+    """One caller after the other, each with its own way to have a transaction open, on empty tables."""
+
+    async def one_after_the_other() -> AsyncIterator[Caller]:
+        for on_server, on_file in WAYS.values():
+            await look.fetch("DELETE FROM wallets RETURNING id")
+            await look.fetch("DELETE FROM {events} RETURNING id")
+            async with (on_file if look.is_file else on_server)(database_url) as caller:
+                yield caller
+
+    async with aclosing(one_after_the_other()) as generator:
+        yield generator
+
+
+@pytest.fixture
+async def asynchronous(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[Caller]:
+    on_server, on_file = WAYS["async driver"]
+    async with (on_file if look.is_file else on_server)(database_url) as caller:
+        yield caller
+
+
+# --- with the caller --------------------------------------------------------------------------------------
+
+
+async def test_events_are_committed_with_the_callers_rows(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
+) -> None:
+    async for caller in callers:
+        await caller.begin()
+        await caller.add_wallet("a")
+        action_id = await outbox.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
+        assert await written(look) == []
+        await caller.commit()
+
+        assert await balances(look) == [7]
+        (row,) = await written(look)
+        assert (row["action_id"], row["action_name"], row["event_type"]) == (action_id, "OpenWallet", "WalletOpened")
+
+
+async def test_events_are_rolled_back_with_the_callers_rows(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
+) -> None:
+    async for caller in callers:
+        await caller.begin()
+        await caller.add_wallet("a")
+        await outbox.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
+        await caller.rollback()
+
+        assert await balances(look) == []
+        assert await written(look) == []
+
+
+async def test_events_may_come_before_the_first_own_statement(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
+) -> None:
+    async for caller in callers:
+        await caller.begin()
+        await outbox.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
+        await caller.add_wallet("a")
+        await caller.rollback()
+        assert (await balances(look), await written(look)) == ([], [])
+
+        await caller.begin()
+        await outbox.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
+        await caller.add_wallet("a")
+        await caller.commit()
+        assert (await balances(look), len(await written(look))) == ([7], 1)
+
+
+async def test_record_is_refused_where_no_transaction_is_open(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
+) -> None:
+    async for caller in callers:
+        for _ in range(2):
+            with pytest.raises(
+                NoTransaction, match=r"needs a connection with an open transaction.*Begin a transaction"
+            ):
+                await outbox.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
+            # Neither before the first transaction nor after it.
+            await caller.begin()
+            await caller.commit()
+        assert await written(look) == []
+
+
+async def test_a_refused_event_leaves_the_callers_transaction_as_it_is(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
+) -> None:
+    async for caller in callers:
+        await caller.begin()
+        await caller.add_wallet("a")
+        with pytest.raises(InvalidEvent, match="is no Event"):
+            await outbox.record(caller.connection, "opened", action="OpenWallet")  # type: ignore[arg-type]
+        with pytest.raises(InvalidEvent, match="300 characters"):
+            await outbox.record(caller.connection, WalletOpened(uuid4()), action="x" * 300)
+        await caller.commit()
+        assert (await balances(look), await written(look)) == ([7], [])
+
+
+async def test_what_was_recorded_is_handled_after_wake(make_outbox: MakeOutbox, database_url: str, look: Look) -> None:
+    # So long a pause that only the wake-up can be what ends it.
+    outbox = await make_outbox(settings=Settings(fanout_poll_delay="1h", handling_poll_delay="1h"))
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="journal")(journal)
+    on_server, on_file = WAYS["driver"]
+    async with outbox.running(), (on_file if look.is_file else on_server)(database_url) as caller:
+        await outbox.executor.execute(Emit((1,)))
+        await journal.calls(1)
+        await caller.begin()
+        await outbox.record(
+            caller.connection,
+            MoneyDeposited(uuid4(), Decimal(2)),
+            MoneyDeposited(uuid4(), Decimal(3)),
+            action="Deposit",
+        )
+        await caller.commit()
+        outbox.wake()
+        await journal.calls(3)
+    assert journal.amounts == [1, 2, 3]
+
+
+# --- what is written --------------------------------------------------------------------------------------
+
+
+async def test_rows_say_what_record_was_told(
+    outbox: Outbox, look: Look, asynchronous: Caller, clock: MovableClock
+) -> None:
+    await asynchronous.begin()
+    action_id = await outbox.record(
+        asynchronous.connection,
+        WalletOpened(UUID(int=1)),
+        WalletOpened(UUID(int=2)),
+        action="OpenWallets",
+        params={"number": 2},
+        model_id=7,
+        model_type="Wallet",
+        ordering_key="k",
+        topic="t",
+        available_at=datetime(2030, 1, 2),
+        correlation_id="req-7",
+        headers={"tenant": 1},
+    )
+    await asynchronous.commit()
+
+    rows = await written(look)
+    assert [row["payload"]["wallet_id"] for row in rows] == [str(UUID(int=1)), str(UUID(int=2))]
+    assert action_id.version == 7
+    for row in rows:
+        assert row == {
+            "id": row["id"],
+            "namespace": "app",
+            "action_id": action_id,
+            "action_name": "OpenWallets",
+            "action_params": {"number": 2},
+            "started_date": clock.now(),
+            "completion_date": clock.now(),
+            "model_id": "7",
+            "model_type": "Wallet",
+            "event_type": "WalletOpened",
+            "payload": row["payload"],
+            "event_date": clock.now(),
+            "delivered": False,
+            "sequence": row["sequence"],
+            "ordering_key": "k",
+            "topic": "t",
+            "source": None,
+            "correlation_id": "req-7",
+            "causation_id": None,
+            "headers": {"tenant": 1},
+            "available_at": datetime(2030, 1, 2),
+            "hops": 0,
+        }
+
+
+async def test_recording_no_event_leaves_a_sentinel(outbox: Outbox, look: Look, asynchronous: Caller) -> None:
+    await asynchronous.begin()
+    await outbox.record(asynchronous.connection, action="Nothing", params={"a": 1})
+    await asynchronous.commit()
+    (row,) = await written(look)
+    assert (row["action_name"], row["action_params"], row["event_type"]) == ("Nothing", {"a": 1}, None)
+
+
+async def test_all_events_of_one_record_go_in_one_statement(outbox: Outbox, look: Look, database_url: str) -> None:
+    on_server, on_file = WAYS["driver"]
+    async with (on_file if look.is_file else on_server)(database_url) as caller:
+        statements = statements_on(caller.connection)
+        await caller.begin()
+        await outbox.record(caller.connection, *(WalletOpened(uuid4()) for _ in range(100)), action="Many")
+        await caller.commit()
+        await asyncio.sleep(0)  # asyncpg tells of a statement one turn of the loop later
+    assert [statement.split()[0].rstrip(";") for statement in statements] == ["BEGIN", "INSERT", "COMMIT"]
+    assert len(await written(look)) == 100
+
+
+async def test_what_a_handler_records_is_caused_by_its_event(outbox: Outbox, look: Look, asynchronous: Caller) -> None:
+    @outbox.handler(MoneyDeposited, name="records")
+    async def records(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await asynchronous.begin()
+        await outbox.record(asynchronous.connection, WalletOpened(uuid4()), action="FromHandler")
+        await asynchronous.commit()
+
+    await outbox.executor.execute(Emit((1,)), correlation_id="req-7")
+    assert (await outbox.drain()).succeeded == 1
+
+    cause, caused = await written(look)
+    assert (caused["causation_id"], caused["correlation_id"], caused["hops"]) == (cause["id"], "req-7", 1)
+
+
+async def test_record_goes_to_the_shard_that_is_named(database_url: str) -> None:
+    async with (
+        second_database(database_url) as second_url,
+        Outbox({"first": database_url, "second": second_url}, namespace="app") as outbox,
+    ):
+        await outbox.migrate()
+        look = Look(second_url)
+        on_server, on_file = WAYS["driver"]
+        async with (on_file if look.is_file else on_server)(second_url) as caller:
+            await caller.begin()
+            await outbox.record(caller.connection, WalletOpened(uuid4()), action="There", shard="second")
+            await caller.commit()
+            with pytest.raises(ConfigurationError, match="there is no shard 'third'"):
+                await outbox.record(caller.connection, WalletOpened(uuid4()), action="There", shard="third")
+        assert len(await written(look)) == 1
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+async def test_a_connection_of_another_driver_is_refused_by_name(outbox: Outbox, look: Look, tmp_path: Path) -> None:
+    strangers: list[Any] = [object(), None, "connection"]
+    if look.is_file:
+        strangers.append(asyncpg.connect)
+    else:
+        strangers.append(aiosqlite.connect(tmp_path / "other.db"))
+    for stranger in strangers:
+        with pytest.raises(ConfigurationError, match=r"record\(\) was given .*give a connection of its driver"):
+            await outbox.record(stranger, WalletOpened(uuid4()), action="X")
+    assert await written(look) == []
+
+
+async def test_a_server_shard_refuses_a_connection_to_a_file(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.execute("BEGIN")
+        with pytest.raises(ConfigurationError, match=r"sqlite3\.Connection, but shard 'default' is a"):
+            await outbox.record(connection, WalletOpened(uuid4()), action="X")
+        connection.close()
+
+
+async def test_a_file_shard_refuses_a_connection_to_a_server(sqlite_url: str, postgres_url: str) -> None:
+    async with Outbox(sqlite_url, namespace="app") as outbox, asyncpg_connection(postgres_url) as caller:
+        await outbox.migrate()
+        await caller.begin()
+        with pytest.raises(ConfigurationError, match=r"asyncpg\.connection\.Connection, but shard 'default' is a"):
+            await outbox.record(caller.connection, WalletOpened(uuid4()), action="X")
+        await caller.rollback()
+
+
+async def test_sqlalchemys_blocking_connections_are_refused(outbox: Outbox, look: Look, database_url: str) -> None:
+    engine = engine_of(database_url)
+    try:
+        async with engine.begin() as connection, AsyncSession(connection) as session:
+            assert isinstance(connection, AsyncConnection)
+            for blocking in (connection.sync_connection, session.sync_session, engine):
+                with pytest.raises(ConfigurationError, match="give a connection of its driver, or an AsyncSession or"):
+                    await outbox.record(blocking, WalletOpened(uuid4()), action="X")
+    finally:
+        await engine.dispose()
+    assert await written(look) == []
+
+
+async def test_a_sqlalchemy_connection_that_commits_by_itself_is_refused(
+    outbox: Outbox, look: Look, database_url: str
+) -> None:
+    engine = engine_of(database_url)
+    try:
+        async with engine.connect() as connection:
+            connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            await connection.execute(text("SELECT 1"))
+            with pytest.raises(NoTransaction):
+                await outbox.record(connection, WalletOpened(uuid4()), action="X")
+    finally:
+        await engine.dispose()
+    assert await written(look) == []
+
+
+async def test_a_scoped_session_is_the_session_in_it(outbox: Outbox, look: Look, database_url: str) -> None:
+    engine = engine_of(database_url)
+    scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+    try:
+        with pytest.raises(NoTransaction):
+            await outbox.record(scoped, WalletOpened(uuid4()), action="X")
+        async with scoped.begin():
+            await outbox.record(scoped, WalletOpened(uuid4()), action="X")
+        await scoped.remove()
+    finally:
+        await engine.dispose()
+    assert len(await written(look)) == 1
+
+
+async def test_a_sqlalchemy_session_may_be_in_a_savepoint(outbox: Outbox, look: Look, database_url: str) -> None:
+    async with sqlalchemy_session(database_url) as caller:
+        session: AsyncSession = caller.connection
+        async with session.begin():
+            await caller.add_wallet("kept")
+            async with session.begin_nested():
+                await outbox.record(session, WalletOpened(uuid4()), action="Kept")
+            savepoint = await session.begin_nested()
+            await outbox.record(session, WalletOpened(uuid4()), action="Undone")
+            await savepoint.rollback()
+    assert [row["action_name"] for row in await written(look)] == ["Kept"]
+
+
+async def test_record_names_the_tables_that_are_missing(database_url: str, look: Look) -> None:
+    async with Outbox(database_url, namespace="app") as outbox:
+        on_server, on_file = WAYS["driver"]
+        async with (on_file if look.is_file else on_server)(database_url) as caller:
+            await caller.begin()
+            with pytest.raises(SchemaMissing, match=r"table events.*outbox\.migrate\(\)"):
+                await outbox.record(caller.connection, WalletOpened(uuid4()), action="X")
+            await caller.rollback()

@@ -1,0 +1,350 @@
+"""The tables: how they come about, who may make them, and that every database has the same ones."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import unicodedata
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox, SchemaError, SchemaMissing, SchemaNewer, SchemaOccupied
+from outboxio.storage.schema import SqlFile, sql_files, sql_folder
+from tests.app import Emit, Journal, Look, MoneyDeposited
+from tests.probes import MakeOutbox, open_transactions, written
+
+FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql"]
+
+#: Every column of every table in its order; a question mark means that it may be NULL. Readers rely on these.
+COLUMNS = {
+    "events": """
+        id namespace action_id action_name action_params started_date completion_date model_id? model_type?
+        event_type? payload? event_date delivered sequence ordering_key? topic? source? correlation_id? causation_id?
+        headers? available_at? hops""",
+    "event_notifications": """
+        id event_id handler_name namespace action_id action_name action_params started_date completion_date model_id?
+        model_type? event_type payload? event_date state attempts next_retry_at created_date updated_date sequence
+        ordering_key? priority errors correlation_id? causation_id? headers? hops retention_from""",
+    "subscriptions": "namespace handler_name event_type topic aliases priority ordered last_seen_date",
+    "leases": "name term owner acquired_date",
+    "consumed_events": "source external_id handler_name event_id payload_hash consumed_date",
+    "schema_versions": "version file applied_date",
+}
+
+INDEXES = [
+    "consumed_events_date", "event_notifications_due", "events_undelivered", "events_undelivered_topic",
+    "idx_events_action_id",
+]  # fmt: skip
+
+
+@pytest.fixture
+async def bare(database_url: str) -> AsyncIterator[Outbox]:
+    """An outbox on a database without tables."""
+    async with Outbox(database_url, namespace="app") as outbox:
+        yield outbox
+
+
+def files_for(look: Look) -> list[SqlFile]:
+    return sql_files("sqlite" if look.is_file else "postgres")
+
+
+async def run_with_the_databases_own_tool(url: str, text: str) -> None:
+    """A whole file at once, as psql and the sqlite3 shell would run it."""
+    if urlsplit(url).scheme == "sqlite":
+        connection = sqlite3.connect(Path(urlsplit(url).path[1:]))
+        connection.executescript(text)
+        connection.close()
+    else:
+        server = await asyncpg.connect(url)
+        await server.execute(text)
+        await server.close()
+
+
+async def columns_of(look: Look, table: str) -> list[str]:
+    if look.is_file:
+        question = "SELECT name, NOT \"notnull\" AS nullable FROM pragma_table_info('eventlog_' || $1) ORDER BY cid"
+    else:
+        question = """SELECT column_name AS name, is_nullable = 'YES' AS nullable FROM information_schema.columns
+            WHERE table_schema = 'eventlog' AND table_name = $1 ORDER BY ordinal_position"""
+    return [row["name"] + "?" * bool(row["nullable"]) for row in await look.fetch(question, table)]
+
+
+async def text_columns_of(look: Look, table: str) -> list[str]:
+    if look.is_file:
+        question = "SELECT name FROM pragma_table_info('eventlog_' || $1) WHERE type = 'TEXT'"
+    else:
+        question = """SELECT column_name AS name FROM information_schema.columns WHERE table_schema = 'eventlog'
+            AND table_name = $1 AND data_type IN ('text', 'character varying')"""
+    return [row["name"] for row in await look.fetch(question, table)]
+
+
+async def everything_in(look: Look) -> Any:
+    """All that is there, to compare it with what is there later."""
+    if look.is_file:
+        return await look.fetch("SELECT type, name, sql FROM sqlite_schema ORDER BY name")
+    return await look.fetch(
+        "SELECT table_name, column_name, data_type FROM information_schema.columns WHERE table_schema = 'eventlog' "
+        "ORDER BY table_name, ordinal_position"
+    )
+
+
+# --- migrating ------------------------------------------------------------------------------------------
+
+
+async def test_migrate_applies_every_file_once(bare: Outbox, look: Look) -> None:
+    assert await bare.migrate() == {"default": FILES}
+    await bare.check()
+    before = await everything_in(look)
+    assert await bare.migrate() == {"default": []}
+    assert await everything_in(look) == before
+    rows = await look.fetch("SELECT version, file FROM {schema_versions} ORDER BY version")
+    assert [(row["version"], row["file"]) for row in rows] == list(enumerate(FILES, 1))
+
+
+async def test_instances_that_migrate_at_once_take_turns(database_url: str, look: Look) -> None:
+    outboxes = [Outbox(database_url, namespace="app") for _ in range(8)]
+    try:
+        async with asyncio.timeout(30):
+            applied = await asyncio.gather(*(outbox.migrate() for outbox in outboxes))
+    finally:
+        for outbox in outboxes:
+            await outbox.close()
+    assert sorted(result["default"] for result in applied) == [[]] * 7 + [FILES]
+    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(FILES)
+
+
+async def test_migrate_goes_on_where_the_files_were_applied_up_to(bare: Outbox, database_url: str, look: Look) -> None:
+    for file in files_for(look)[:2]:
+        await run_with_the_databases_own_tool(database_url, file.text)
+    with pytest.raises(SchemaMissing, match=r"lacks table subscriptions, .*apply sql/\w+/0003_coordination\.sql, sql/"):
+        await bare.check()
+    assert await bare.migrate() == {"default": FILES[2:]}
+    await bare.check()
+
+
+async def test_the_files_run_as_they_are_with_each_databases_own_tool(
+    bare: Outbox, database_url: str, look: Look
+) -> None:
+    for file in files_for(look):
+        await run_with_the_databases_own_tool(database_url, file.text)
+
+    await bare.check()
+    assert await bare.migrate() == {"default": []}
+
+    journal = Journal()
+    bare.handler(MoneyDeposited, name="journal")(journal)
+    await bare.executor.execute(Emit((1, 2)))
+    assert (await bare.drain()).succeeded == 2
+
+
+async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox()
+    values = "(99, '0099_future.sql', '2030-01-01')"
+    await look.fetch(f"INSERT INTO {{schema_versions}} VALUES {values} RETURNING version")
+    before = await everything_in(look)
+
+    async def run() -> None:
+        async with outbox.running():
+            pytest.fail("it runs")
+
+    for way in (outbox.migrate, outbox.check, run, outbox.drain):
+        says = "the schema of shard 'default' is at version 99, this outboxio knows versions up to 4: upgrade outboxio"
+        with pytest.raises(SchemaNewer, match=says) as caught:
+            await way()
+        assert (caught.value.found, caught.value.known) == (99, 4)
+    assert await everything_in(look) == before
+
+
+# --- tables that somebody else made ---------------------------------------------------------------------
+
+
+async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
+    bare: Outbox, database_url: str, look: Look
+) -> None:
+    if not look.is_file:
+        await run_with_the_databases_own_tool(database_url, "CREATE SCHEMA eventlog")
+    for table in COLUMNS:
+        own = look.table(table)
+        await run_with_the_databases_own_tool(
+            database_url, f"CREATE TABLE {own} (id INT, own TEXT); INSERT INTO {own} VALUES (1, 'precious');"
+        )
+        before = await everything_in(look)
+
+        with pytest.raises(
+            SchemaOccupied, match="has eventlog tables that outboxio did not make and never edits"
+        ) as caught:
+            await bare.migrate()
+
+        assert any(part.startswith(f"column {table}.") for part in caught.value.missing)
+        assert await everything_in(look) == before
+        assert await look.fetch(f"SELECT * FROM {own}") == [{"id": 1, "own": "precious"}]
+        assert await open_transactions(database_url) == []
+        with pytest.raises(SchemaMissing, match=rf"column {table}\."):
+            await bare.check()
+        await run_with_the_databases_own_tool(database_url, f"DROP TABLE {own}")
+    assert await bare.migrate() == {"default": FILES}
+
+
+async def test_a_table_that_stands_in_the_way_of_a_later_file_is_refused_and_left_alone(
+    bare: Outbox, database_url: str, look: Look
+) -> None:
+    for file in files_for(look)[:2]:
+        await run_with_the_databases_own_tool(database_url, file.text)
+    await run_with_the_databases_own_tool(database_url, f"CREATE TABLE {look.table('leases')} (own TEXT)")
+    before = await everything_in(look)
+    with pytest.raises(SchemaOccupied, match=r"they lack .*column leases\.term"):
+        await bare.migrate()
+    assert await everything_in(look) == before
+
+
+async def test_complete_tables_that_were_made_by_hand_are_adopted_with_what_is_in_them(
+    bare: Outbox, database_url: str, look: Look
+) -> None:
+    for file in files_for(look):
+        await run_with_the_databases_own_tool(database_url, file.text)
+    await bare.executor.execute(Emit((1,)))
+    # What a hand would not make, and what it may have made besides.
+    await run_with_the_databases_own_tool(
+        database_url,
+        f"DROP TABLE {look.table('schema_versions')}; ALTER TABLE {look.table('leases')} ADD COLUMN own INT",
+    )
+    with pytest.raises(SchemaMissing, match="lacks table schema_versions"):
+        await bare.check()
+
+    assert await bare.migrate() == {"default": []}
+
+    await bare.check()
+    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(FILES)
+    assert len(await written(look)) == 1
+    assert await bare.migrate() == {"default": []}
+
+
+# --- checking ---------------------------------------------------------------------------------------------
+
+
+async def test_check_names_what_is_missing_and_the_file_that_has_it(
+    make_outbox: MakeOutbox, database_url: str, look: Look
+) -> None:
+    outbox = await make_outbox()
+    await outbox.check()
+    damages = [
+        ("DROP INDEX {event_notifications_due}", "index event_notifications_due", "0002_event_notifications.sql"),
+        ("DROP INDEX {events_undelivered_topic}", "index events_undelivered_topic", "0001_events.sql"),
+        ("ALTER TABLE {events} DROP COLUMN headers", "column events.headers", "0001_events.sql"),
+        ("ALTER TABLE {event_notifications} DROP COLUMN errors", "column event_notifications.errors", "0002_event"),
+        ("DROP TABLE {leases}", "table leases", "0003_coordination.sql"),
+        ("DROP TABLE {consumed_events}", "table consumed_events", "0004_consumed_events.sql"),
+    ]
+    missing: set[str] = set()
+    for damage, part, file in damages:
+        for name in (*COLUMNS, *INDEXES):
+            damage = damage.replace(f"{{{name}}}", look.table(name))
+        await run_with_the_databases_own_tool(database_url, damage)
+        missing.add(part)
+
+        with pytest.raises(SchemaMissing) as caught:
+            await outbox.check()
+
+        assert set(caught.value.missing) == missing
+        assert any(Path(named).name.startswith(file) for named in caught.value.files)
+        for words in ("shard 'default' lacks ", part, "call `await outbox.migrate()`", "run `outboxio migrate`", file):
+            assert words in str(caught.value)
+
+
+async def test_every_error_about_tables_has_one_root(bare: Outbox) -> None:
+    with pytest.raises(SchemaError):
+        await bare.check()
+
+
+# --- the same everywhere ----------------------------------------------------------------------------------
+
+
+def test_every_dialect_has_the_same_files() -> None:
+    dialects = [entry.name for entry in sql_folder("").iterdir() if entry.is_dir()]
+    assert len(dialects) >= 2
+    for dialect in dialects:
+        assert [file.name for file in sql_files(dialect)] == FILES
+        assert [file.version for file in sql_files(dialect)] == [1, 2, 3, 4]
+
+
+async def test_tables_have_the_same_columns_in_the_same_order(make_outbox: MakeOutbox, look: Look) -> None:
+    await make_outbox()
+    for table, columns in COLUMNS.items():
+        assert await columns_of(look, table) == columns.split(), table
+
+
+async def test_the_columns_that_other_readers_know_keep_their_types(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+    text, moment = "character varying(255)", "timestamp without time zone"
+    context = {
+        "id": "uuid", "namespace": text, "action_id": "uuid", "action_name": text, "action_params": "jsonb",
+        "started_date": moment, "completion_date": moment, "model_id": text, "model_type": text, "event_type": text,
+        "payload": "jsonb", "event_date": moment,
+    }  # fmt: skip
+    known = {
+        "events": {**context, "delivered": "boolean"},
+        "event_notifications": {
+            **context, "event_id": "uuid", "handler_name": text, "state": "character varying(24)",
+            "attempts": "integer", "next_retry_at": moment, "created_date": moment, "updated_date": moment,
+        },
+    }  # fmt: skip
+    for table, columns in known.items():
+        rows = await Look(postgres_url).fetch(
+            "SELECT attname AS name, format_type(atttypid, atttypmod) AS type FROM pg_attribute "
+            f"WHERE attrelid = 'eventlog.{table}'::regclass AND attnum > 0"
+        )
+        assert {row["name"]: row["type"] for row in rows if row["name"] in columns} == columns
+
+
+async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Look) -> None:
+    """Not by case, nor by accents, nor by trailing spaces, nor by how Unicode composes a letter."""
+    await make_outbox()
+    name = unicodedata.normalize("NFC", "evt_aé")
+    others = ["evt_Aé", "evt_ae", f"{name} ", f" {name}", unicodedata.normalize("NFD", name), "evt_aÉ", "evt_ªé", ""]
+    values = {
+        "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
+        "priority": "0", "term": "1",
+    }  # fmt: skip
+    dates = "'2030-01-01 00:00:00.000000'"
+    for table in (table for table in COLUMNS if table != "schema_versions"):
+        texts = await text_columns_of(look, table)
+        columns = [column.rstrip("?") for column in COLUMNS[table].split()]
+        filled = [
+            values.get(column)
+            or (dates if column.endswith(("_date", "_at", "_from")) else None)
+            or ("'{}'" if column in ("action_params", "payload", "errors", "headers", "aliases") else None)
+            or ("'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'" if column in ("id", "action_id", "event_id") else None)
+            or ("NULL" if column == "causation_id" else None)
+            or f"'{name[:24]}'"
+            for column in columns
+        ]
+        await look.fetch(
+            f"INSERT INTO {look.table(table)} ({', '.join(columns)}) VALUES ({', '.join(filled)}) RETURNING 1"
+        )
+        compared = [column for column, value in zip(columns, filled, strict=True) if value == f"'{name}'"]
+        assert set(compared) <= set(texts)
+        assert compared
+        for column in compared:
+            question = f"SELECT count(*) FROM {look.table(table)} WHERE {column} IN"
+            assert await look.value(f"{question} ($1)", name) == 1
+            listed = ", ".join(f"'{other}'" for other in others)
+            assert await look.value(f"{question} ({listed})") == 0, f"{table}.{column} compares not byte for byte"
+
+
+async def test_names_that_look_alike_are_different_handlers_and_different_types(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    outbox = await make_outbox()
+    journals = {name: Journal() for name in ("evt_aB", "EVT_ab", "evt_àb", "evt_aB ")}
+    for name, journal in journals.items():
+        outbox.handler(MoneyDeposited, name=name)(journal)
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).succeeded == len(journals)
+    assert [len(journal) for journal in journals.values()] == [1] * len(journals)
+    assert {row["handler_name"] for row in await look.notifications()} == set(journals)

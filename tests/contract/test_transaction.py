@@ -1,0 +1,311 @@
+"""What an action may do with ``tx``, and what it is kept from: the transaction is outboxio's to end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
+from tests.app import Look, WalletOpened
+from tests.probes import (
+    MakeOutbox,
+    add_wallet,
+    balances,
+    directly,
+    doing,
+    nothing_reported,
+    open_transactions,
+    statements_on,
+    written,
+)
+
+ENDINGS = [
+    "COMMIT", "commit;", " \n\tCommit work", "-- done\nCOMMIT", "/* done */ /* really */ COMMIT", "; COMMIT",
+    "COMMIT AND CHAIN", "END", "end transaction", "ROLLBACK", "rollback;", "ROLLBACK WORK", "ABORT", "BEGIN",
+    "BEGIN IMMEDIATE", "START TRANSACTION", "PREPARE TRANSACTION 'x'",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+async def quiet_loop() -> AsyncIterator[None]:
+    with nothing_reported():
+        yield
+
+
+def kinds(statements: list[str]) -> list[str]:
+    """The first words of statements, up to the one that commits."""
+    words = [re.match(r"\w+", statement) for statement in statements]
+    firsts = [word[0].upper() for word in words if word is not None]
+    return firsts[: firsts.index("COMMIT") + 1]
+
+
+# --- statements --------------------------------------------------------------------------------------
+
+
+async def test_execute_returns_how_many_rows_were_touched(outbox: Outbox) -> None:
+    async with outbox.transaction("Count") as tx:
+        insert = "INSERT INTO wallets (id, balance) VALUES ($1, $2)"
+        assert [await tx.execute(insert, name, n) for n, name in enumerate("abc")] == [1, 1, 1]
+        assert await tx.execute("UPDATE wallets SET balance = 7 WHERE balance > $1", 0) == 2
+        assert await tx.execute("UPDATE wallets SET balance = 7 WHERE id = 'nobody'") == 0
+        assert await tx.execute("DELETE FROM wallets") == 3
+        assert await tx.execute("CREATE TABLE made_here (id INT)") == 0
+
+
+async def test_fetched_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> None:
+    async with outbox.transaction("Fetch") as tx:
+        await add_wallet(tx, "a", 1)
+        await add_wallet(tx, "b", 2)
+        rows = await tx.fetch("SELECT id, balance FROM wallets ORDER BY id")
+        assert [(row[0], row["balance"]) for row in rows] == [("a", 1), ("b", 2)]
+        assert await tx.fetch("SELECT id FROM wallets WHERE id = $1", "nobody") == []
+        row = await tx.fetchrow("SELECT id, balance FROM wallets ORDER BY id")
+        assert row is not None
+        assert (row["id"], row[1]) == ("a", 1)
+        assert await tx.fetchrow("SELECT id FROM wallets WHERE id = $1", "nobody") is None
+        assert await tx.fetchval("SELECT count(*) FROM wallets") == 2
+        assert await tx.fetchval("SELECT id FROM wallets WHERE id = $1", "nobody") is None
+        assert await tx.fetchval("SELECT NULL") is None
+        assert await tx.fetchval("UPDATE wallets SET balance = 9 WHERE id = 'a' RETURNING balance") == 9
+
+
+async def test_sql_is_the_drivers_own(outbox: Outbox) -> None:
+    """A percent sign, a colon, a question mark in a string: nothing is rewritten, and doubled quotes stay."""
+    async with outbox.transaction("Own") as tx:
+        assert await tx.fetchval("SELECT '100% :name ? $1 ''quoted''' WHERE $1 = 1", 1) == "100% :name ? $1 'quoted'"
+
+
+async def test_the_drivers_connection_is_in_the_same_transaction(outbox: Outbox, look: Look) -> None:
+    async def through_the_driver(tx: Transaction) -> None:
+        await directly(tx, "INSERT INTO wallets (id, balance) VALUES ('direct', 1)")
+        assert await tx.fetchval("SELECT count(*) FROM wallets") == 1
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        await outbox.executor.execute(doing(through_the_driver))
+    assert await balances(look) == []
+
+
+# --- events are written last, and at once --------------------------------------------------------------
+
+
+async def test_all_events_are_written_in_one_statement_just_before_commit(outbox: Outbox, look: Look) -> None:
+    for number in (1, 3, 1000):
+
+        async def emit(tx: Transaction, number: int = number) -> list[str]:
+            statements = statements_on(tx.connection)
+            for n in range(number):
+                tx.emit(WalletOpened(uuid4()), model_id=n)
+            await add_wallet(tx, f"w{number}")
+            return statements
+
+        statements = await outbox.executor.execute(doing(emit))
+
+        assert kinds(statements) == ["INSERT", "INSERT", "COMMIT"]
+        assert look.table("events") in statements[1]
+        assert [row["model_id"] for row in await written(look)][-number:] == [str(n) for n in range(number)]
+    assert len(await written(look)) == 1004
+
+
+async def test_a_sentinel_is_written_by_one_statement_too(outbox: Outbox) -> None:
+    async def nothing(tx: Transaction) -> list[str]:
+        return statements_on(tx.connection)
+
+    assert kinds(await outbox.executor.execute(doing(nothing))) == ["INSERT", "COMMIT"]
+
+
+# --- ending it -------------------------------------------------------------------------------------------
+
+
+async def test_a_statement_that_would_end_the_transaction_is_refused_before_it_is_sent(
+    outbox: Outbox, look: Look
+) -> None:
+    async def end(tx: Transaction) -> list[str]:
+        await add_wallet(tx)
+        tx.emit(WalletOpened(uuid4()))
+        statements = statements_on(tx.connection)
+        for ending in ENDINGS:
+            for run in (tx.execute, tx.fetch, tx.fetchrow, tx.fetchval):
+                with pytest.raises(TransactionEnded, match="ends the transaction of Scripted; outboxio commits when"):
+                    await run(ending)
+        return statements
+
+    statements = await outbox.executor.execute(doing(end))
+
+    # Refused, and no harm done: the action goes on and commits.
+    assert kinds(statements) == ["INSERT", "COMMIT"]
+    assert await balances(look) == [0]
+    assert len(await written(look)) == 1
+
+
+async def test_savepoints_are_the_actions_to_use(outbox: Outbox, look: Look) -> None:
+    async with outbox.transaction("Savepoints") as tx:
+        await add_wallet(tx, "kept", 1)
+        await tx.execute("SAVEPOINT part")
+        await add_wallet(tx, "undone", 2)
+        with pytest.raises(Exception, match=r"(?i)unique"):
+            await add_wallet(tx, "undone", 2)
+        await tx.execute("ROLLBACK TO SAVEPOINT part")
+        await tx.execute("rollback transaction to part")
+        await tx.execute("RELEASE SAVEPOINT part")
+        await add_wallet(tx, "later", 3)
+        tx.emit(WalletOpened(uuid4()))
+
+    assert sorted(await balances(look)) == [1, 3]
+    assert len(await written(look)) == 1
+
+
+async def test_a_commit_behind_the_back_of_tx_is_an_error_that_says_so(
+    outbox: Outbox, look: Look, database_url: str
+) -> None:
+    for emits in (True, False):
+
+        async def commit(tx: Transaction, emits: bool = emits) -> None:
+            if emits:
+                tx.emit(WalletOpened(uuid4()))
+            await directly(tx, "COMMIT")
+
+        with pytest.raises(TransactionEnded, match=r"tx\.connection.* ends the transaction of Scripted"):
+            await outbox.executor.execute(doing(commit))
+
+        assert await written(look) == []
+        assert await open_transactions(database_url) == []
+    async with outbox.transaction("Next") as tx:
+        await add_wallet(tx)
+    assert await balances(look) == [0]
+
+
+async def test_nothing_is_run_outside_of_a_transaction_that_was_ended_behind_its_back(
+    outbox: Outbox, look: Look
+) -> None:
+    for ending in ("COMMIT", "ROLLBACK"):
+
+        async def go_on(tx: Transaction, ending: str = ending) -> None:
+            await directly(tx, ending)
+            await add_wallet(tx)
+
+        with pytest.raises(TransactionEnded):
+            await outbox.executor.execute(doing(go_on))
+        assert await balances(look) == []
+        assert await written(look) == []
+
+
+async def test_swallowing_a_failed_statement_commits_all_of_the_rest_or_nothing(outbox: Outbox, look: Look) -> None:
+    async def swallow(tx: Transaction) -> None:
+        await add_wallet(tx, "a")
+        with pytest.raises(Exception, match=r"(?i)unique"):
+            await add_wallet(tx, "a")
+        tx.emit(WalletOpened(uuid4()))
+
+    failed = False
+    try:
+        await outbox.executor.execute(doing(swallow))
+    except Exception:
+        failed = True
+    assert len(await balances(look)) == len(await written(look)) == (0 if failed else 1)
+
+
+@pytest.mark.parametrize("record_empty_actions", [True, False])
+async def test_a_transaction_that_a_failed_statement_has_doomed_is_no_success(
+    make_outbox: MakeOutbox, look: Look, record_empty_actions: bool
+) -> None:
+    """PostgreSQL answers COMMIT with ROLLBACK there, and no error."""
+    outbox = await make_outbox(settings=Settings(record_empty_actions=record_empty_actions))
+    async with outbox.transaction("MakeTable") as tx:
+        await tx.execute("CREATE TABLE own (id INT PRIMARY KEY)")
+
+    async def swallow(tx: Transaction) -> None:
+        await tx.execute("INSERT INTO own VALUES (1)")
+        with pytest.raises(Exception, match=r"(?i)unique"):
+            await tx.execute("INSERT INTO own VALUES (1)")
+
+    succeeded = True
+    try:
+        await outbox.executor.execute(doing(swallow))
+    except Exception:
+        succeeded = False
+    assert await look.value("SELECT count(*) FROM own") == (1 if succeeded else 0)
+
+
+# --- one at a time, and only while it is open ------------------------------------------------------------
+
+
+def uses(tx: Transaction) -> list[Any]:
+    return [
+        lambda: tx.execute("SELECT 1"),
+        lambda: tx.fetch("SELECT 1"),
+        lambda: tx.fetchrow("SELECT 1"),
+        lambda: tx.fetchval("SELECT 1"),
+        lambda: tx.expect_one("SELECT 1", model_type="Wallet"),
+    ]
+
+
+async def test_tx_cannot_be_used_after_its_action_ended(outbox: Outbox, look: Look) -> None:
+    kept: list[Transaction] = []
+
+    async def keep(tx: Transaction) -> None:
+        kept.append(tx)
+        if len(kept) == 2:
+            raise LookupError
+
+    await outbox.executor.execute(doing(keep))
+    with pytest.raises(LookupError):
+        await outbox.executor.execute(doing(keep))
+    before = await written(look)
+    says = "the transaction of Scripted has ended; use tx only inside perform"
+    for tx in kept:
+        for use in uses(tx):
+            with pytest.raises(TransactionClosed, match=says):
+                await use()
+        with pytest.raises(TransactionClosed, match=says):
+            tx.emit(WalletOpened(uuid4()))
+        with pytest.raises(TransactionClosed, match=says):
+            _ = tx.connection
+        assert tx.is_closed
+    assert await written(look) == before
+
+
+async def test_tx_cannot_be_used_by_two_tasks_at_once(outbox: Outbox, look: Look) -> None:
+    async def both(tx: Transaction) -> None:
+        await asyncio.gather(add_wallet(tx, "a"), add_wallet(tx, "b"))
+
+    with pytest.raises(ConcurrentUse, match=r"Scripted is in use by another statement.*not with gather\(\)"):
+        await outbox.executor.execute(doing(both))
+    assert await balances(look) == []
+    assert await written(look) == []
+
+
+async def test_tasks_may_take_turns_with_tx(outbox: Outbox, look: Look) -> None:
+    async def turns(tx: Transaction) -> None:
+        for name in "abc":
+            await asyncio.create_task(add_wallet(tx, name))
+        tx.emit(WalletOpened(uuid4()))
+
+    await outbox.executor.execute(doing(turns))
+    assert await balances(look) == [0, 0, 0]
+
+
+async def test_an_action_cannot_end_while_a_statement_is_under_way(
+    outbox: Outbox, look: Look, database_url: str
+) -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def leave_one(tx: Transaction) -> None:
+        left.append(asyncio.create_task(add_wallet(tx)))
+        await asyncio.sleep(0)  # it begins
+
+    with pytest.raises(ConcurrentUse):
+        await outbox.executor.execute(doing(leave_one))
+    await asyncio.gather(*left, return_exceptions=True)
+
+    assert await balances(look) == []
+    assert await written(look) == []
+    assert await open_transactions(database_url) == []
+    async with outbox.transaction("Next") as tx:
+        await add_wallet(tx)
+    assert await balances(look) == [0]

@@ -1,0 +1,63 @@
+"""Looking for what a stay in ``running()`` left behind: tasks, connections, locks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.app import Look, eventually
+
+
+class Leaks:
+    """Compares what there is with what there was when this was made. Make it before ``running()`` is entered."""
+
+    def __init__(self, url: str) -> None:
+        self._look = Look(url)
+        self._path = Path(urlsplit(url).path[1:]) if self._look.is_file else None
+        self._tasks = asyncio.all_tasks()
+
+    async def nothing_is_left(self, connections: int = 0) -> None:
+        """No task, no lock, and no connection but so many that the application's pool may keep."""
+        # A wake-up that a commit has just caused is sent from a task that ends with the burst.
+        await eventually(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "outboxio notifier"], timeout=1)
+        left = asyncio.all_tasks() - self._tasks - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+        if self._path is not None:
+            assert self._open_files("test.db.locks") == [], "a cluster lock is left"
+            return
+        # The server learns a moment later that a connection is closed.
+        try:
+            await eventually(lambda: self._sessions_are_gone(connections), timeout=5)
+        except AssertionError:
+            raise AssertionError(f"sessions are left: {await self.sessions()}") from None
+
+    async def _sessions_are_gone(self, connections: int) -> bool:
+        sessions = await self.sessions()
+        locks = await self._look.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'" + _OF_THIS_DATABASE)
+        return len(sessions) <= connections and not locks
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        """The sessions on the test's database, without the one that asks."""
+        return await self._look.fetch(
+            "SELECT pid, state, query FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+    def _open_files(self, folder: str) -> list[str]:
+        targets = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            try:
+                targets.append(os.readlink(descriptor))
+            except OSError:
+                continue  # it was closed meanwhile
+        return [target for target in targets if Path(target).parent.name == folder and self._is_here(target)]
+
+    def _is_here(self, target: str) -> bool:
+        assert self._path is not None
+        return Path(target).parent.parent == self._path.parent
+
+
+_OF_THIS_DATABASE = " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"

@@ -1,0 +1,86 @@
+"""Servers that one test has for itself: a PostgreSQL that it may stop and start, and a PgBouncer."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.flow.proxy import free_port
+from tests.servers import (
+    POSTGRES_SETTINGS,
+    _give_to_server_user,
+    _keep_running,
+    _private_directory,
+    _ready_postgres,
+    _run_as_server_user,
+    _tail,
+)
+
+PGBOUNCER = shutil.which("pgbouncer", path="/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
+
+
+class PrivatePostgres:
+    """A PostgreSQL whose data outlive its stops."""
+
+    def __init__(self, programs: Path, home: Path) -> None:
+        self._programs = programs
+        self._home = home
+        self._data = home / "data"
+        self._port = free_port()
+        self._ends = ExitStack()
+        self.url = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
+        _run_as_server_user(home, [programs / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-N"])
+
+    def start(self) -> None:
+        log, here = self._home / "log", self._home / "running"  # what keeps it running removes that folder at its end
+        here.mkdir()
+        _give_to_server_user(here)
+        where = ["-c", "listen_addresses=127.0.0.1", "-c", f"port={self._port}", "-c", "unix_socket_directories="]
+        command = [self._programs / "postgres", "-D", self._data, *where, *POSTGRES_SETTINGS]
+        _keep_running(self._ends, here, log, signal.SIGINT, command)
+        _ready_postgres(self.url, lambda: _tail(log))
+
+    def stop(self) -> None:
+        """A fast shutdown: sessions are ended, their transactions are rolled back."""
+        self._ends.close()
+
+
+@contextmanager
+def private_postgres() -> Iterator[PrivatePostgres]:
+    """A PostgreSQL that nobody else uses, started."""
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not folders:
+        pytest.skip("no PostgreSQL programs below /usr/lib/postgresql")
+    with ExitStack() as ends:
+        server = PrivatePostgres(folders[-1], _private_directory(ends))
+        ends.callback(server.stop)
+        server.start()
+        yield server
+
+
+@contextmanager
+def pgbouncer_to(url: str) -> Iterator[str]:
+    """The URL of a PgBouncer in transaction mode before the server of ``url``."""
+    if PGBOUNCER is None:
+        pytest.skip("no pgbouncer here: apt-get install pgbouncer")
+    parts, port = urlsplit(url), free_port()
+    through = parts._replace(netloc=f"{parts.username}@127.0.0.1:{port}").geturl()
+    with ExitStack() as ends:
+        home = _private_directory(ends)
+        (home / "pgbouncer.ini").write_text(
+            f"[databases]\n* = host={parts.hostname} port={parts.port or 5432} user={parts.username}\n"
+            f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            "auth_type = any\npool_mode = transaction\nmax_client_conn = 200\n"
+        )
+        _give_to_server_user(home)
+        _keep_running(ends, home, home / "log", signal.SIGINT, [PGBOUNCER, home / "pgbouncer.ini"])
+        time.sleep(0.05)
+        _ready_postgres(through, lambda: _tail(home / "log"))
+        yield through

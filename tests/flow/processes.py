@@ -1,0 +1,120 @@
+"""Starting worker processes, and waiting for what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+Report = dict[str, Any]
+
+
+class Worker:
+    """A process that runs ``worker.py``, and what it has reported so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.reports: list[Report] = []
+        self._process = process
+        self._told = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        database: str,
+        *handlers: dict[str, Any],
+        freezes_in_settlement: bool = False,
+        roles: dict[str, bool] | None = None,
+        **settings: Any,
+    ) -> Worker:
+        told = {
+            "database": database,
+            "handlers": handlers,
+            "settings": settings,
+            "roles": roles or {},
+            "freezes_in_settlement": freezes_in_settlement,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.flow.worker", json.dumps(told)),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return cls(process)
+
+    def of(self, what: str, **like: Any) -> list[Report]:
+        """The reports of one kind, those with these details."""
+        return [r for r in self.reports if r["what"] == what and all(r.get(k) == v for k, v in like.items())]
+
+    async def until(self, what: str, number: int = 1, timeout: float = 20, **like: Any) -> list[Report]:
+        """Wait until it has reported this so often; those reports."""
+        await self.until_it(lambda: len(self.of(what, **like)) >= number, timeout)
+        return self.of(what, **like)
+
+    async def until_it(self, holds: Callable[[], bool], timeout: float = 20) -> None:
+        """Wait until something holds of its reports."""
+        async with self._told:
+            try:
+                await asyncio.wait_for(self._told.wait_for(lambda: holds() or self._reader.done()), timeout)
+            except TimeoutError:
+                pass
+        assert holds(), f"not reported: {self.reports[-20:]}"
+
+    async def until_running(self, *locks: str) -> None:
+        """Wait until it runs, and holds these locks."""
+        await self.until("running")
+        for lock in locks:
+            await self.until("taken", lock=lock)
+
+    @property
+    def amounts(self) -> list[int]:
+        """What its handlers were called with, in order."""
+        return [report["amount"] for report in self.of("call")]
+
+    def open_gate(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"open\n")
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def terminate(self) -> None:
+        """Ask it to leave."""
+        self._process.terminate()
+
+    async def leave(self) -> None:
+        """Ask it to leave, and wait until it has left in good order."""
+        self.terminate()
+        await self.until("left")
+        assert await self._process.wait() == 0
+
+    async def end(self) -> None:
+        """Whatever becomes of the test, it does not outlive it."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reader
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            async with self._told:
+                self.reports.append(json.loads(line))
+                self._told.notify_all()
+        async with self._told:
+            self._told.notify_all()

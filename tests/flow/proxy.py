@@ -1,0 +1,121 @@
+"""A TCP proxy between outboxio and a server, which can be cut, come and go, and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Link:
+    """One connection through the proxy: what was sent first, and whether anything gets through."""
+
+    def __init__(self) -> None:
+        self.sent = bytearray()
+        self.flowing = asyncio.Event()
+        self.flowing.set()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Proxy:
+    """Forwards to the server of ``url``; its own ``url`` leads through it."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._target = (parts.hostname, parts.port or 5432)
+        self._port = free_port()
+        user = f"{parts.username}@" if parts.username else ""
+        self.url = parts._replace(netloc=f"{user}127.0.0.1:{self._port}").geturl()
+        self._server: asyncio.Server | None = None
+        self._links: set[Link] = set()
+        self._flows = True
+
+    async def start(self) -> None:
+        """Take connections."""
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+
+    async def stop(self) -> None:
+        """Cut every connection, and take no more."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        tasks = [link.task for link in self._links if link.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fall_silent(self, sent: bytes = b"") -> int:
+        """Keep connections open, and let nothing through: the network swallows packets.
+
+        Those that have sent these bytes; without any, all of them, new ones too. How many there are.
+        """
+        silent = [link for link in self._links if sent in link.sent]
+        for link in silent:
+            link.flowing.clear()
+        self._flows = self._flows and bool(sent)
+        return len(silent)
+
+    def speak_again(self) -> None:
+        self._flows = True
+        for link in self._links:
+            link.flowing.set()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link()
+        if not self._flows:
+            link.flowing.clear()
+        self._links.add(link)
+        link.task = asyncio.ensure_future(self._run(link, reader, writer))
+        link.task.add_done_callback(lambda _: self._links.discard(link))
+
+    async def _run(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            back_reader, back_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        pumps = [
+            asyncio.ensure_future(self._pump(link, reader, back_writer, remember=True)),
+            asyncio.ensure_future(self._pump(link, back_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for end in (writer, back_writer):
+                end.transport.abort()
+                with suppress(OSError):
+                    await end.wait_closed()
+
+    async def _pump(
+        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, remember: bool = False
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                if remember and len(link.sent) < 65536:
+                    link.sent += data
+                await link.flowing.wait()
+                writer.write(data)
+                await writer.drain()
+
+
+@asynccontextmanager
+async def proxy_to(url: str) -> AsyncIterator[Proxy]:
+    """A proxy that takes connections already."""
+    proxy = Proxy(url)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.speak_again()
+        await proxy.stop()

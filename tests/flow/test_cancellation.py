@@ -1,0 +1,203 @@
+"""Cancellation at any moment: nothing is left behind, no attempt is used up, and the next stay does what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
+from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.flow.leaks import Leaks
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+POOL = 1  # what the pool for actions keeps open until close()
+
+
+async def no_attempt_was_burnt(look: Look) -> None:
+    """Every row is either untouched or done; no run that was cut short has counted."""
+    rows = {(row["state"], row["attempts"]) for row in await look.notifications()}
+    assert rows <= {("PENDING", 0), ("SUCCEEDED", 1)}
+
+
+async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
+    make_outbox: MakeOutbox, look: Look, leaks: Leaks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some handlers end by themselves in the time that they get, others do not."""
+    outbox, journal = await make_outbox(settings=Settings(shutdown_timeout="20ms")), Journal()
+
+    @outbox.handler(MoneyDeposited, name="first", concurrency=3)
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await asyncio.sleep(0.04 * (int(envelope.event.amount) % 3))
+        await journal(envelope)
+
+    async def stay() -> None:
+        async with outbox.running():
+            await outbox.executor.execute(Emit(tuple(range(6))))
+            await asyncio.sleep(60)
+
+    for moment in range(24):
+        task = asyncio.create_task(stay())
+        await asyncio.sleep(0.003 * moment)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await leaks.nothing_is_left(POOL)
+    await no_attempt_was_burnt(look)
+
+    drained = await outbox.drain()
+
+    states = await look.states()
+    assert drained.failed == 0
+    assert set(states) == {"SUCCEEDED"}
+    assert len({e.event_id for e in journal.envelopes}) == states["SUCCEEDED"] > 6, "it never got as far as to emit"
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("outboxio")] == []
+
+
+async def test_leaving_cancelled_comes_to_its_end_all_the_same(
+    make_outbox: MakeOutbox, look: Look, leaks: Leaks
+) -> None:
+    outbox, started, let_go = await make_outbox(), Journal(), asyncio.Event()
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await started(envelope)
+        await let_go.wait()
+
+    async def stay() -> None:
+        async with outbox.running():
+            await outbox.executor.execute(Emit((1, 2)))
+            await started.calls(2)
+
+    task = asyncio.create_task(stay())
+    await started.calls(2)
+    await eventually(lambda: started.envelopes[0].stopping.is_set())
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    let_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await leaks.nothing_is_left(POOL)
+    assert await look.states() == {"SUCCEEDED": 2}
+
+
+async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox, look: Look, leaks: Leaks) -> None:
+    outbox, journal = await make_outbox(), Journal()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3), outbox.running():
+            await outbox.executor.execute(Emit((1, 2)))
+            await asyncio.sleep(60)
+    await leaks.nothing_is_left(POOL)
+    assert await look.states() == {"SUCCEEDED": 2}
+
+
+async def test_a_handler_s_inner_task_that_is_cancelled_is_an_ordinary_failure(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    outbox = await make_outbox()
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        inner = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(inner.cancel)
+        await inner
+
+    await outbox.executor.execute(Emit((1, 2)))
+    assert (await outbox.drain()).failed == 2
+    rows = await look.notifications()
+    assert [(row["state"], row["attempts"]) for row in rows] == [("FAILED", 1)] * 2
+
+
+async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
+    make_outbox: MakeOutbox, look: Look, leaks: Leaks
+) -> None:
+    outbox, journal = await make_outbox(), Journal()
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await journal(envelope)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    await outbox.executor.execute(Emit((1,)))
+    async with asyncio.timeout(10):
+        assert (await outbox.drain()).failed == 1
+    assert len(journal) == 1
+    assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("FAILED", 1)]
+    await leaks.nothing_is_left(POOL)
+
+
+async def test_drain_cancelled_at_any_moment_leaves_nothing_behind(
+    make_outbox: MakeOutbox, look: Look, leaks: Leaks
+) -> None:
+    outbox, journal = await make_outbox(), Journal()
+
+    @outbox.handler(MoneyDeposited, name="first", concurrency=2)
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await asyncio.sleep(0.01)
+        await journal(envelope)
+
+    await outbox.executor.execute(Emit(tuple(range(20))))
+    for moment in range(16):
+        task = asyncio.create_task(outbox.drain())
+        await asyncio.sleep(0.004 * moment)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        # drain() before it takes a lock asks as migrate() does, on a connection that is kept until close().
+        await leaks.nothing_is_left(POOL + 1)
+    await no_attempt_was_burnt(look)
+
+    async with outbox.running():
+        await eventually(lambda: _are(look, {"SUCCEEDED": 20}))
+    assert {int(e.event.amount) for e in journal.envelopes} == set(range(20))
+
+
+async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_attempt(
+    make_outbox: MakeOutbox, look: Look, leaks: Leaks
+) -> None:
+    outbox, started = await make_outbox(), Journal()
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await started(envelope)
+        await asyncio.sleep(60)
+
+    await outbox.executor.execute(Emit((1, 2)))
+    with pytest.raises(DrainTimeout):
+        await outbox.drain(timeout=0.3)
+    assert len(started) == 2
+    assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("PENDING", 0)] * 2
+    await leaks.nothing_is_left(POOL)
+
+
+async def test_entering_cancelled_at_any_moment_leaves_nothing_behind(make_outbox: MakeOutbox, leaks: Leaks) -> None:
+    outbox, journal = await make_outbox(), Journal()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    for moment in range(20):
+        stay = outbox.running()
+        entering = asyncio.create_task(stay.__aenter__())
+        await asyncio.sleep(0.002 * moment)
+        if entering.cancel():
+            with suppress(asyncio.CancelledError):
+                await entering
+        if not entering.cancelled():
+            await stay.__aexit__(None, None, None)
+        await leaks.nothing_is_left(POOL)
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await journal.calls(1)
+
+
+async def _are(look: Look, states: dict[str, int]) -> bool:
+    return await look.states() == states

@@ -1,0 +1,424 @@
+"""What a database does to its connections, and what is asked of connections that were given."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from asyncpg.exceptions import InternalClientError
+
+from outboxio import (
+    Action,
+    CommitUnknown,
+    DatabaseUnavailable,
+    EventEnvelope,
+    Outbox,
+    PooledConnection,
+    PoolTooSmall,
+    RetryAfter,
+    Settings,
+    Shard,
+    Transaction,
+)
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.flow.private_servers import pgbouncer_to, private_postgres
+from tests.flow.proxy import proxy_to
+
+#: Polling cannot be what found something.
+NO_POLLS = {"fanout_poll_delay": "60s", "handling_poll_delay": "60s"}
+
+#: What an action may raise whose connection is cut; the last is what asyncpg says between the server's farewell and
+#: the end of the stream.
+CUT = (CommitUnknown, DatabaseUnavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, InternalClientError)
+
+LOOPS = 5  # lock, admin, fan-out, find, settle
+SMALLEST_POOL = LOOPS + 1
+
+
+class Welcome(Action):
+    """What a handler executes: an action with parameters and an event of its own."""
+
+    amount: int
+
+    async def perform(self, tx: Transaction) -> None:
+        tx.emit(WalletOpened(uuid4()), model_id=self.amount)
+
+
+def add_handlers(outbox: Outbox) -> tuple[Journal, Journal]:
+    """Two kinds of handlers, one caused by the other: retried once, emitting, executing."""
+    first, second = Journal(), Journal()
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        if envelope.attempt == 1:
+            raise RetryAfter("10ms")
+        assert isinstance(envelope.action_params, dict)
+        envelope.emit(WalletOpened(envelope.event.wallet_id), model_id=int(envelope.event.amount))
+        await envelope.execute(Welcome(int(envelope.event.amount)))
+        await first(envelope)
+
+    outbox.handler(WalletOpened, name="second")(second)
+    return first, second
+
+
+async def check_flow(outbox: Outbox) -> None:
+    """An outbox with ``add_handlers`` does all that it is there for."""
+    first, second = add_handlers(outbox)
+    async with outbox.running():
+        await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(5)))
+        await outbox.executor.execute(Emit(()), headers={"a": 1}, correlation_id="c")
+        await first.calls(5)
+        await second.calls(10)
+    assert sorted(first.amounts) == list(range(5))
+    counts = await outbox.admin.counts()
+    assert counts["SUCCEEDED"] == 15
+    records = await outbox.admin.list(handler="first")
+    assert {record.errors[0]["type"] for record in records} == {"RetryAfter"}
+
+
+def backends(outbox: Outbox) -> dict[str, int]:
+    """The server processes of an outbox's connections, by what they are for."""
+    database: Any = outbox._shards["default"].database
+    ours = {
+        "lock": database._lock_session,
+        "find": database._find,
+        "settle": database._settle,
+        "fanout": database._fanout,
+        "admin": database._admin,
+    }
+    pids = {name: d._connection.get_server_pid() for name, d in ours.items() if d is not None and d.is_open}
+    holders = [] if database._pool is None else database._pool._holders
+    idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
+    return pids | {"pool": connection.get_server_pid() for connection in idle}
+
+
+async def end_backends(rows: Look, pids: list[int]) -> None:
+    await rows.fetch("SELECT pg_terminate_backend(pid) FROM unnest($1::int[]) pid", pids)
+
+
+async def session(rows: Look, pid: int) -> dict[str, Any] | None:
+    found = await rows.fetch("SELECT * FROM pg_stat_activity WHERE pid = $1", pid)
+    return found[0] if found else None
+
+
+@pytest.fixture
+def rows(postgres_url: str) -> Look:
+    return Look(postgres_url)
+
+
+@pytest.fixture
+async def pool(postgres_url: str) -> AsyncIterator[asyncpg.Pool[Any]]:
+    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=10) as pool:
+        yield pool
+
+
+@asynccontextmanager
+async def producing(outbox: Outbox) -> AsyncIterator[None]:
+    """Events flow while the block lasts; whoever cuts the connection of an action is told so."""
+
+    enough = asyncio.Event()
+
+    async def produce() -> None:
+        for number in itertools.count():
+            with suppress(*CUT):
+                await outbox.executor.execute(Emit((number,)))
+            await asyncio.sleep(0.002)
+            if enough.is_set():
+                return
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(produce())
+        yield
+        enough.set()
+
+
+async def all_handled(rows: Look) -> bool:
+    return await rows.value(
+        "SELECT (SELECT count(*) FROM {events} WHERE event_type IS NOT NULL) ="
+        " (SELECT count(*) FROM {event_notifications} WHERE state = 'SUCCEEDED')"
+    )
+
+
+# --- lost connections ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["url", "given-pool"])
+async def test_whichever_connection_is_lost_everything_is_handled(
+    postgres_url: str, rows: Look, pool: asyncpg.Pool[Any], source: str
+) -> None:
+    journal = Journal()
+    async with opened(Outbox(postgres_url if source == "url" else pool, namespace="app")) as outbox:
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        async with outbox.running(), producing(outbox):
+            for name in ("find", "settle", "fanout", "pool"):
+                await journal.calls(len(journal) + 10)
+                await eventually(lambda name=name: name in backends(outbox))
+                await end_backends(rows, [backends(outbox)[name]])
+                await journal.calls(len(journal) + 10)
+            await eventually(lambda: all_handled(rows))
+            assert set(Counter(journal.amounts).values()) == {1}, "handled twice, although the lock was not lost"
+
+            await end_backends(rows, [backends(outbox)["lock"]])
+            await journal.calls(len(journal) + 10)
+        await outbox.drain()
+    events = await rows.fetch("SELECT model_id FROM {events} WHERE event_type IS NOT NULL")
+    assert {int(event["model_id"]) for event in events} == set(journal.amounts)
+
+
+async def test_all_connections_lost_at_once_are_survived(postgres_url: str, rows: Look) -> None:
+    journal = Journal()
+    async with opened(Outbox(postgres_url, namespace="app")) as outbox:
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        async with outbox.running(), producing(outbox):
+            for _ in range(3):
+                await journal.calls(len(journal) + 20)
+                await end_backends(rows, list(backends(outbox).values()))
+            await journal.calls(len(journal) + 20)
+        await outbox.drain()
+        assert await all_handled(rows)
+
+
+async def test_a_restart_of_the_server_is_survived_without_anybody_s_help() -> None:
+    journal = Journal()
+    with private_postgres() as server:
+        rows = Look(server.url)
+        async with opened(Outbox(server.url, namespace="app")) as outbox:
+            outbox.handler(MoneyDeposited, name="first")(journal)
+            async with outbox.running(), producing(outbox):
+                await journal.calls(20)
+                await asyncio.to_thread(server.stop)
+                await asyncio.to_thread(server.start)
+                await journal.calls(len(journal) + 20)
+            await outbox.drain()
+            assert await all_handled(rows)
+
+
+async def test_a_database_that_is_gone_is_asked_ever_more_rarely(
+    postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with proxy_to(postgres_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
+        outbox.handler(MoneyDeposited, name="first")(Journal())
+        async with outbox.running():
+            await eventually(lambda: "lock" in backends(outbox))
+            await proxy.stop()
+            await asyncio.sleep(1)
+            await proxy.start()
+            failures = [r for r in caplog.records if r.name == "outboxio.loop" and "locks of" in r.getMessage()]
+            assert 2 <= len(failures) <= 6  # after 0.1, 0.2, 0.4, 0.8 s, jittered
+            await eventually(lambda: "lock" in backends(outbox))
+
+
+async def test_a_lost_listen_connection_listens_again(postgres_url: str, rows: Look) -> None:
+    journal = Journal()
+    async with (
+        opened(Outbox(postgres_url, namespace="app")) as producer,
+        Outbox(postgres_url, namespace="app", settings=Settings(**NO_POLLS)) as outbox,
+    ):
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        async with outbox.running():
+            await producer.executor.execute(Emit((1,)))
+            await journal.calls(1)
+            before = backends(outbox)["lock"]
+            await end_backends(rows, [before])
+            # What is committed while nobody listens is found as soon as somebody does.
+            await producer.executor.execute(Emit((2,)))
+            await journal.calls(2, timeout=2)
+            assert backends(outbox)["lock"] != before
+
+            committed_at = time.monotonic()
+            await producer.executor.execute(Emit((3,)))
+            await journal.calls(3, timeout=2)
+            assert time.monotonic() - committed_at < 1.0
+
+
+async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, rows: Look) -> None:
+    journal = Journal()
+    settings = Settings(**NO_POLLS, lock_heartbeat="500ms")
+    async with proxy_to(postgres_url) as proxy, opened(Outbox(postgres_url, namespace="app")) as producer:
+        through = Shard(postgres_url, direct_url=proxy.url)
+        async with Outbox({"default": through}, namespace="app", settings=settings) as outbox:
+            outbox.handler(MoneyDeposited, name="first")(journal)
+            async with outbox.running():
+                await producer.executor.execute(Emit((1,)))
+                await journal.calls(1)
+                assert proxy.fall_silent(b"LISTEN") == 1
+                silent_at = time.monotonic()
+                await producer.executor.execute(Emit((2,)))
+
+                await journal.calls(2)
+
+                # A heartbeat notices: at most 1 s for its answer, and the server ends the session it cannot reach
+                # after twice the heartbeat; a standby's try follows.
+                assert time.monotonic() - silent_at < 1.0 + 2 * 0.5 + 1.0
+
+
+# --- settings of the database and of pools -------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolation", ["serializable", "repeatable read"])
+async def test_the_database_s_default_isolation_changes_nothing(
+    postgres_url: str, rows: Look, isolation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = postgres_url.rpartition("/")[2]
+    await rows.fetch(f"ALTER DATABASE {name} SET default_transaction_isolation = '{isolation}'")
+    async with opened(Outbox(postgres_url, namespace="app")) as outbox:
+        await check_flow(outbox)
+    worse = [r for r in caplog.records if r.levelno >= logging.WARNING and "RetryAfter" not in r.getMessage()]
+    assert worse == []
+
+
+async def with_dicts(connection: asyncpg.Connection[Any]) -> None:
+    for name in ("json", "jsonb"):
+        await connection.set_type_codec(name, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+
+
+class ResetsNothing(asyncpg.Connection):  # type: ignore[type-arg]
+    def get_reset_query(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": with_dicts},
+        {"statement_cache_size": 0},
+        {"max_size": SMALLEST_POOL},
+        {"connection_class": ResetsNothing},
+    ],
+    ids=["jsonb-as-dicts", "no-statement-cache", "smallest", "no-reset"],
+)
+async def test_a_given_pool_does_all_and_comes_back_as_it_was(
+    postgres_url: str, rows: Look, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    size = options.get("max_size", 10)
+    async with asyncpg.create_pool(postgres_url, **{"min_size": 0, "max_size": size, **options}) as pool:
+        async with opened(Outbox(pool, namespace="app")) as outbox:
+            await check_flow(outbox)
+            assert pool.get_idle_size() == pool.get_size(), "a connection was not given back"
+        assert not pool.is_closing()
+        async with AsyncExitStack() as stack:
+            connections = [await stack.enter_async_context(pool.acquire()) for _ in range(size)]
+            for connection in connections:
+                assert await left_on(connection) == [[], [], []]
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+async def left_on(connection: Any) -> list[list[Any]]:
+    """Session settings, channels and advisory locks."""
+    looks = (
+        "SELECT name FROM pg_settings WHERE source = 'session' AND setting IS DISTINCT FROM reset_val",
+        "SELECT pg_listening_channels()",
+        "SELECT objid FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()",
+    )
+    return [[tuple(row) for row in await connection.fetch(sql)] for sql in looks]
+
+
+async def test_a_given_pool_is_free_while_nothing_runs(postgres_url: str) -> None:
+    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=1) as pool:
+        async with opened(Outbox(pool, namespace="app")) as outbox, asyncio.timeout(10):
+            await outbox.executor.execute(Emit((1,)))
+            assert (await outbox.admin.counts())["undelivered"] == 1
+            await outbox.executor.execute(Emit((2,)))
+
+
+async def test_a_given_pool_that_is_too_small_is_refused(postgres_url: str) -> None:
+    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=SMALLEST_POOL - 1) as pool:
+        async with opened(Outbox(pool, namespace="app")) as outbox:
+            outbox.handler(MoneyDeposited, name="first")(Journal())
+            with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* max_size={SMALLEST_POOL}"):
+                async with outbox.running():
+                    pass
+            assert pool.get_idle_size() == pool.get_size()
+
+
+async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
+    postgres_url: str, rows: Look, pool: asyncpg.Pool[Any]
+) -> None:
+    release = asyncio.Event()
+    quick = Journal()
+    async with opened(Outbox(postgres_url, namespace="app")) as producer, Outbox(pool, namespace="app") as outbox:
+
+        @outbox.handler(MoneyDeposited, name="holds")
+        async def hold(envelope: EventEnvelope[MoneyDeposited]) -> None:
+            async with pool.acquire():
+                await release.wait()
+
+        outbox.handler(WalletOpened, name="quick")(quick)
+        async with outbox.running():
+            await producer.executor.execute(Emit(tuple(range(20))))
+            await eventually(lambda: pool.get_size() == pool.get_max_size() and not pool.get_idle_size())
+
+            await producer.executor.execute(Welcome(1))
+
+            await quick.calls(1)
+            await eventually(lambda: _are(rows, {"PENDING": 20, "SUCCEEDED": 1}))
+            release.set()
+            await eventually(lambda: _are(rows, {"SUCCEEDED": 21}))
+
+
+async def test_a_standby_holds_no_transaction_open(postgres_url: str, rows: Look) -> None:
+    async with (
+        opened(Outbox(postgres_url, namespace="app")) as holder,
+        Outbox(postgres_url, namespace="app") as standby,
+    ):
+        for outbox in (holder, standby):
+            outbox.handler(MoneyDeposited, name="first")(Journal())
+        async with holder.running(), standby.running():
+            await eventually(lambda: "lock" in backends(standby))
+            pid = backends(standby)["lock"]
+            tries = set()
+            for _ in range(25):
+                found = await session(rows, pid)
+                assert found is not None
+                # A try is a statement of a millisecond; between two of them there is neither snapshot nor transaction.
+                if found["state"] == "idle":
+                    assert (found["backend_xmin"], found["backend_xid"], found["xact_start"]) == (None, None, None)
+                tries.add(found["query_start"])
+                await asyncio.sleep(0.02)
+            assert len(tries) >= 2, "the standby does not try"
+
+
+# --- PgBouncer in transaction mode ---------------------------------------------------------------
+
+
+async def test_running_through_a_transaction_pooling_proxy_is_refused_in_words(postgres_url: str) -> None:
+    async with opened(Outbox(postgres_url, namespace="app")):
+        pass
+    with pgbouncer_to(postgres_url) as through:
+        async with Outbox({"main": through}, namespace="app") as outbox:
+            outbox.handler(MoneyDeposited, name="first")(Journal())
+            with pytest.raises(PooledConnection, match="'main' is reached through a transaction-pooling proxy"):
+                async with outbox.running():
+                    pass
+
+
+async def test_actions_through_the_proxy_and_loops_beside_it_work(postgres_url: str) -> None:
+    journal = Journal()
+    with pgbouncer_to(postgres_url) as through:
+        shard = Shard(through, direct_url=postgres_url)
+        async with (
+            opened(Outbox({"main": shard}, namespace="app")) as producer,
+            Outbox({"main": shard}, namespace="other") as outbox,
+            Outbox({"main": shard}, namespace="app", settings=Settings(**NO_POLLS)) as worker,
+        ):
+            await check_flow(outbox)
+            worker.handler(MoneyDeposited, name="first")(journal)
+            async with worker.running():
+                await asyncio.gather(*(producer.executor.execute(Emit((n,))) for n in range(50)))
+                await journal.calls(50, timeout=5)
+            assert sorted(journal.amounts) == list(range(50))
+
+
+async def _are(rows: Look, states: dict[str, int]) -> bool:
+    return await rows.states() == states

@@ -1,0 +1,120 @@
+"""One process of an application, for tests that need several of them.
+
+``python -m tests.flow.worker '{...}'``: runs the handlers that its argument describes, until SIGTERM, and reports what
+it does as JSON lines on standard output, each with the moment (``time.monotonic``, one clock for all processes):
+``running``, ``taken`` and ``lost`` (a cluster lock), ``call`` and ``done`` (a handler), ``log``, ``left``. A line on
+standard input lets the handlers with a gate through; its end means that the test is gone, and so is this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from outboxio import EventEnvelope, Outbox, Settings
+from outboxio.names import LockName
+from outboxio.outcome import Lease
+from outboxio.shard import ShardWork
+from tests.app import MoneyDeposited, WalletOpened
+
+
+def report(what: str, **details: Any) -> None:
+    line = json.dumps({"what": what, "at": time.monotonic(), **details})
+    os.write(1, f"{line}\n".encode())
+
+
+class Reporting(logging.Handler):
+    """Reports warnings and errors; the rest is nobody's business."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report("log", level=record.levelname, message=record.getMessage())
+
+
+def report_locks() -> None:
+    taken, lost = ShardWork.lock_taken, ShardWork.lock_lost
+
+    def lock_taken(self: ShardWork, name: LockName, lease: Lease) -> None:
+        report("taken", lock=name.lease, term=lease.term)
+        taken(self, name, lease)
+
+    def lock_lost(self: ShardWork, name: LockName) -> None:
+        report("lost", lock=name.lease)
+        lost(self, name)
+
+    ShardWork.lock_taken, ShardWork.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
+
+
+def freeze_in_settlement() -> None:
+    """Stop this process in the middle of the transaction that writes an outcome together with events."""
+    from outboxio.storage.postgres import notifications
+
+    row_count = notifications.row_count
+
+    def freeze(status: str) -> int:  # what is asked between the settlement and COMMIT
+        notifications.row_count = row_count
+        report("freezing")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return row_count(status)
+
+    notifications.row_count = freeze
+
+
+def add_handler(
+    outbox: Outbox,
+    gate: asyncio.Event,
+    *,
+    name: str,
+    aliases: tuple[str, ...] = (),
+    gated: bool = False,
+    sleep: float = 0,
+    fails_on: tuple[int, ...] = (),
+    emits: bool = False,
+    concurrency: int | None = None,
+) -> None:
+    @outbox.handler(MoneyDeposited, name=name, aliases=aliases, concurrency=concurrency)
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        amount = int(envelope.event.amount)
+        report("call", handler=name, amount=amount, attempt=envelope.attempt)
+        if gated:
+            await gate.wait()
+        await asyncio.sleep(sleep)
+        if amount in fails_on:
+            raise ValueError(f"{name} refuses {amount}")
+        if emits:
+            envelope.emit(WalletOpened(envelope.event.wallet_id))
+        report("done", handler=name, amount=amount)
+
+
+async def main(told: dict[str, Any]) -> None:
+    loop, gate, stop = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def read() -> None:
+        if not os.read(0, 1024):
+            os._exit(2)
+        gate.set()
+
+    loop.add_reader(0, read)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    settings = Settings.load(told["settings"], environ=None)
+    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
+        for handler in told["handlers"]:
+            add_handler(outbox, gate, **handler)
+        async with outbox.running(**told["roles"]):
+            report("running")
+            await stop.wait()
+    report("left")
+
+
+if __name__ == "__main__":
+    logging.getLogger("outboxio").addHandler(Reporting(logging.WARNING))
+    report_locks()
+    arguments = json.loads(sys.argv[1])
+    if arguments["freezes_in_settlement"]:
+        freeze_in_settlement()
+    asyncio.run(main(arguments))

@@ -1,0 +1,226 @@
+"""What the tests of the writing side see with: rows in one shape, statements as they are sent, what is left open."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import UUID
+
+import asyncpg
+
+from outboxio import Action, Outbox, Transaction
+from outboxio.action import Retries
+from tests.app import Look
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+Script = Callable[[Transaction], Awaitable[Any]]
+
+_IDS = ("id", "action_id", "causation_id")
+_DATES = ("started_date", "completion_date", "event_date", "available_at")
+_DOCUMENTS = ("action_params", "payload", "headers")
+
+
+async def written(look: Look) -> list[dict[str, Any]]:
+    """The ``events`` rows of the test's own actions, with values of one type on every database."""
+    return [_in_one_shape(row) for row in await look.events() if row["action_name"] != "MakeTables"]
+
+
+def _in_one_shape(row: dict[str, Any]) -> dict[str, Any]:
+    readers: list[tuple[Sequence[str], Callable[[Any], Any]]] = [
+        (_IDS, lambda value: UUID(str(value))),
+        (_DATES, lambda value: datetime.fromisoformat(str(value))),
+        (_DOCUMENTS, json.loads),
+    ]
+    read = {column: reader for columns, reader in readers for column in columns}
+    return {
+        column: read[column](value) if column in read and value is not None else value for column, value in row.items()
+    }
+
+
+async def balances(look: Look) -> list[int]:
+    """The balances of all wallets, in the order of their ids."""
+    return [row["balance"] for row in await look.fetch("SELECT balance FROM wallets ORDER BY id")]
+
+
+def doing(script: Script, *, retry: Retries = ()) -> Action:
+    """An action whose ``perform`` is ``script``."""
+
+    async def perform(self: Action, tx: Transaction) -> Any:
+        return await script(tx)
+
+    return type(Action)("Scripted", (Action,), {"perform": perform, "retry": retry, "__module__": __name__})()
+
+
+async def add_wallet(tx: Transaction, wallet_id: str = "w1", balance: int = 0) -> None:
+    """One row of the application's own."""
+    await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, $2)", wallet_id, balance)
+
+
+def statements_on(connection: Any) -> list[str]:
+    """A list that grows by every statement that is sent over a driver's connection from now on.
+
+    But for what asyncpg asks on its own when a connection first needs a type.
+    """
+    seen: list[str] = []
+
+    def note(sql: str) -> None:
+        if "typeinfo_tree" not in sql and "set_config('jit'" not in sql:
+            seen.append(sql.strip())
+
+    if isinstance(connection, sqlite3.Connection):
+        connection.set_trace_callback(note)
+    else:
+        connection.add_query_logger(lambda record: note(record.query))
+    return seen
+
+
+async def directly(tx: Transaction, sql: str) -> None:
+    """Run a statement on the driver's own connection, behind the back of ``tx``."""
+    result = tx.connection.execute(sql)
+    if inspect.isawaitable(result):
+        await result
+
+
+@asynccontextmanager
+async def second_database(url: str) -> AsyncIterator[str]:
+    """The URL of another empty database, beside the one at ``url``."""
+    parts = urlsplit(url)
+    if parts.scheme == "sqlite":
+        yield f"{url}.second"
+        return
+    name = f"{parts.path[1:]}_second"
+    await _on_server(url, f"CREATE DATABASE {name}")
+    try:
+        yield parts._replace(path=f"/{name}").geturl()
+    finally:
+        await _on_server(url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+async def _on_server(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
+
+
+@contextmanager
+def log_lines(logger: str, seen: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``seen`` with each line that a logger writes, at the moment it does."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen(record.getMessage())
+
+    handler, target = Handler(), logging.getLogger(logger)
+    level = target.level
+    target.addHandler(handler)
+    target.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        target.removeHandler(handler)
+        target.setLevel(level)
+
+
+async def open_transactions(url: str) -> list[str]:
+    """What keeps a transaction open in a database, or a statement running; empty where all is at rest."""
+    if urlsplit(url).scheme == "sqlite":
+        return await asyncio.to_thread(_writers_of_file, Path(urlsplit(url).path[1:]))
+    connection = await asyncpg.connect(url)
+    try:
+        rows = await connection.fetch(
+            "SELECT state || ': ' || query FROM pg_stat_activity WHERE datname = current_database() "
+            "AND pid <> pg_backend_pid() AND backend_type = 'client backend' AND state <> 'idle'"
+        )
+        return [row[0] for row in rows]
+    finally:
+        await connection.close()
+
+
+def _writers_of_file(path: Path) -> list[str]:
+    connection = sqlite3.connect(path, timeout=0, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    except sqlite3.OperationalError as error:
+        return [str(error)]
+    finally:
+        connection.close()
+    return []
+
+
+@contextmanager
+def nothing_reported() -> Iterator[None]:
+    """Fails if the event loop is told of an error that nobody else heard of: a forgotten task, a dirty connection.
+
+    But for what asyncpg forgets by itself when connecting is cancelled.
+    """
+    reports: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: reports.append(context))
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(before)
+    reports = [report for report in reports if "unexpected connection_lost() call" not in str(report)]
+    assert reports == [], reports
+
+
+class Cancelling:
+    """Awaits a coroutine, and cancels the task that does so at the n-th moment at which it has to wait.
+
+    ``late`` cancels not when the wait begins but when it is over and the task was not resumed yet, so that what was
+    waited for is there and gets lost. ``again`` cancels at every later moment too, as impatient callers do.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], at: int, *, late: bool = False, again: bool = False
+    ) -> None:
+        self._coroutine = coroutine
+        self._at = at
+        self._late = late
+        self._again = again
+        self.waits = 0
+
+    @property
+    def has_struck(self) -> bool:
+        """Whether the coroutine waited often enough to be cancelled."""
+        return self.waits >= self._at
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            try:
+                waited_for = step()
+            except StopIteration as end:
+                return end.value
+            self.waits += 1
+            if self.waits == self._at or (self._again and self.waits > self._at):
+                self._strike(waited_for)
+            try:
+                yield waited_for
+            except BaseException as error:
+                step = partial(self._coroutine.throw, error)
+            else:
+                step = partial(self._coroutine.send, None)
+
+    def _strike(self, waited_for: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._late and isinstance(waited_for, asyncio.Future):
+            # Called before the task's own callback, which is added after this.
+            waited_for.add_done_callback(lambda _: task.cancel())
+        else:
+            task.cancel()

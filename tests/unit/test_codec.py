@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import msgspec
+import pytest
+
+from outboxio import Event, InvalidEvent
+from outboxio.codec import decode_object, encode_object
+
+
+class Anything(Event):
+    value: Any
+
+
+class Renamed(Event, rename="camel"):
+    big_number: float
+
+
+class Inner(msgspec.Struct):
+    inner: Any
+
+
+@dataclass
+class Data:
+    field: Any
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Attribute:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Attrs:
+    """A class as attrs makes it, as far as msgspec looks at it."""
+
+    __attrs_attrs__ = (Attribute("field"),)
+
+    def __init__(self, field: Any) -> None:
+        self.field = field
+
+
+class Text(Enum):
+    NUL = "a\0"
+    FINE = "fine"
+
+
+class Number(IntEnum):
+    ONE = 1
+
+
+def encoded(value: object, *, stores_nul: bool = False) -> Any:
+    return json.loads(encode_object(value, "event X", stores_nul=stores_nul))
+
+
+def refusal(value: object) -> str:
+    with pytest.raises(InvalidEvent) as error:
+        encode_object(value, "event X", stores_nul=False)
+    assert error.value.subject == "event X"
+    return error.value.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+        (Decimal("1.10"), "1.10"),
+        (Decimal("NaN"), "NaN"),
+        (datetime(2030, 1, 2, 3, 4, 5, 6), "2030-01-02T03:04:05.000006"),
+        (date(2030, 1, 2), "2030-01-02"),
+        (timedelta(seconds=1.5), "PT1.5S"),
+        (Text.FINE, "fine"),
+        (Number.ONE, 1),
+        (b"\x00\xff", "AP8="),
+        (Inner([1, None]), {"inner": [1, None]}),
+        (Data({"a": True}), {"field": {"a": True}}),
+        (Pair(1, "b"), [1, "b"]),
+        ((1.5, -0.0), [1.5, -0.0]),
+        (2**63, 2**63),
+        ({1: "a", 2.5: "b"}, {"1": "a", "2.5": "b"}),
+        ("\\u0000", "\\u0000"),
+        ("null", "null"),
+        ("ünï 世界 😀", "ünï 世界 😀"),
+    ],
+)
+def test_values_are_encoded_as_msgspec_does_it(value: object, stored: object) -> None:
+    assert encoded(Anything(value)) == {"value": stored}
+    assert encoded({"value": value}) == {"value": stored}
+
+
+def test_text_stays_readable() -> None:
+    assert encode_object({"a": "é😀"}, "x", stores_nul=False) == '{"a":"é😀"}'
+
+
+@pytest.mark.parametrize("value", [[1], (), "text", 7, None, True, Pair(1, 2), Text.FINE])
+def test_only_objects_are_stored(value: object) -> None:
+    assert refusal(value).endswith("which is no JSON object")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_has_not_is_found_wherever_it_hides(number: float) -> None:
+    hidden: list[tuple[object, str]] = [
+        (Anything(number), "value"),
+        (Renamed(number), "big_number"),
+        ({"a": number}, "a"),
+        (Anything([1, [number]]), "value[1][0]"),
+        (Anything({"a": {"b": (None, number)}}), "value.a.b[1]"),
+        (Anything(frozenset([number])), "value[0]"),
+        (Anything(Inner(number)), "value.inner"),
+        (Anything(Data(number)), "value.field"),
+        (Anything(Pair(None, number)), "value[1]"),
+        (Anything(Attrs(number)), "value.field"),
+        (Anything([None, Inner(Data([Attrs(number)]))]), "value[1].inner.field[0].field"),
+    ]
+    for value, path in hidden:
+        assert refusal(value) == f"{path} is {number!r}, which JSON cannot hold; use None, or a string"
+
+
+def test_nul_is_found_wherever_it_hides_and_kept_where_the_database_keeps_it() -> None:
+    hidden: list[tuple[Any, str]] = [
+        ("a\0", "value"),
+        ({"a": ["\0"]}, "value.a[0]"),
+        ({"\0": 1}, "value key"),
+        (Text.NUL, "value"),
+        (Inner("\0"), "value.inner"),
+        (Data("\0"), "value.field"),
+        (Attrs("\0"), "value.field"),
+        (msgspec.Raw(b'{"raw":"\\u0000"}'), "value.raw"),
+    ]
+    for value, path in hidden:
+        reason = refusal(Anything(value))
+        assert reason.startswith(f"{path} '")
+        assert reason.endswith(r"contains NUL (U+0000), which this database cannot store in JSON")
+        assert "\0" in repr(encoded(Anything(value), stores_nul=True)).encode().decode("unicode_escape")
+
+
+def test_a_lone_surrogate_is_no_text() -> None:
+    for value in ("\ud800", ["a\udfff"], {"\udc00": 1}):
+        assert refusal(Anything(value)).startswith("a string contains a lone surrogate, which is no Unicode text")
+
+
+def test_what_msgspec_cannot_encode_is_refused_with_its_reason() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    for value in (object(), 1j, {(1, 2): 3}, {None: 1}, (n for n in range(3)), circle, lambda: None):
+        assert refusal(Anything(value)).startswith("cannot be encoded as JSON: ")
+
+
+def test_an_object_comes_back_as_it_was() -> None:
+    chance = random.Random(7)
+
+    def anything(depth: int) -> Any:
+        kind = chance.randrange(8 if depth else 6)
+        if kind == 6:
+            return [anything(depth - 1) for _ in range(chance.randrange(4))]
+        if kind == 7:
+            return {text(): anything(depth - 1) for _ in range(chance.randrange(4))}
+        return [None, True, chance.randrange(-(2**53), 2**53), chance.uniform(-1e9, 1e9), text(), ""][kind]
+
+    def text() -> str:
+        return "".join(chance.choice('aé世😀"\\/\n\t\u0001\u2028 ') for _ in range(chance.randrange(6)))
+
+    for _ in range(500):
+        value = {text(): anything(4) for _ in range(3)}
+        assert decode_object(encode_object(value, "x", stores_nul=False)) == value
+
+
+def test_a_column_without_a_value_is_an_empty_object() -> None:
+    assert decode_object(None) == {}
+    assert decode_object(b'{"a": 1}') == decode_object('{"a": 1}') == {"a": 1}
+    for text in ("[]", "1", "{", ""):
+        with pytest.raises(msgspec.DecodeError):
+            decode_object(text)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from outboxio import Event, EventEnvelope, InvalidEvent, TooManyHops
+from outboxio.emission import Cause, Emitter
+from outboxio.envelope import HandlerContext
+from outboxio.event import EventTypes
+from outboxio.notification import Notification
+
+NOON = datetime(2030, 1, 1, 12)
+
+
+class Opened(Event):
+    number: int = 0
+
+
+class Executed:
+    """Remembers what it was asked to execute, and where."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, str | None]] = []
+
+    async def __call__(self, action: Any, *, shard: str | None = None) -> Any:
+        self.calls.append((action, shard))
+        return "result"
+
+
+def notification(**columns: Any) -> Notification:
+    row: dict[str, Any] = {
+        "id": UUID(int=1),
+        "event_id": UUID(int=2),
+        "handler_name": "first",
+        "action_id": UUID(int=3),
+        "action_name": "Open",
+        "action_params": '{"number": 7}',
+        "started_date": NOON,
+        "completion_date": NOON + timedelta(seconds=1),
+        "model_id": "w-1",
+        "model_type": "Wallet",
+        "event_type": "Opened",
+        "payload": "{}",
+        "event_date": NOON + timedelta(seconds=2),
+        "attempts": 2,
+        "next_retry_at": NOON,
+        "retention_from": NOON,
+        "sequence": 5,
+        "correlation_id": "request-7",
+        "causation_id": UUID(int=4),
+        "headers": '{"traceparent": "00-ab"}',
+        "hops": 3,
+    }
+    return Notification(**{**row, **columns})
+
+
+def envelope(
+    *, max_hops: int = 32, execute: Any = None, resources: Any = None, stopping: asyncio.Event | None = None, **row: Any
+) -> EventEnvelope[Opened]:
+    context = HandlerContext(
+        namespace="app",
+        shard="two",
+        resources=resources,
+        stopping=stopping or asyncio.Event(),
+        emitter=Emitter(EventTypes(), stores_nul=False, max_hops=max_hops),
+        execute=execute or Executed(),
+    )
+    return EventEnvelope(Opened(), notification(**row), context)
+
+
+def test_it_says_everything_about_event_delivery_and_action() -> None:
+    it = envelope(resources="resources")
+
+    assert (it.event, it.event_id, it.event_type) == (Opened(), UUID(int=2), "Opened")
+    assert (it.notification_id, it.namespace, it.shard, it.resources) == (UUID(int=1), "app", "two", "resources")
+    assert (it.action_id, it.action_name, it.action_params) == (UUID(int=3), "Open", {"number": 7})
+    assert (it.started_date, it.completion_date) == (NOON, NOON + timedelta(seconds=1))
+    assert it.event_date == NOON + timedelta(seconds=2)
+    assert (it.model_id, it.model_type) == ("w-1", "Wallet")
+    assert (it.correlation_id, it.causation_id, it.headers) == ("request-7", UUID(int=4), {"traceparent": "00-ab"})
+
+
+def test_attempts_count_from_one() -> None:
+    assert [envelope(attempts=attempts).attempt for attempts in (0, 1, 9)] == [1, 2, 10]
+
+
+def test_no_headers_are_an_empty_mapping() -> None:
+    assert envelope(headers=None).headers == {}
+
+
+def test_stopping_is_the_outboxs_own_flag() -> None:
+    stopping = asyncio.Event()
+    it = envelope(stopping=stopping)
+    before = it.stopping.is_set()
+    stopping.set()
+
+    assert (before, it.stopping.is_set()) == (False, True)
+
+
+def test_what_it_emits_is_kept_as_records_in_order() -> None:
+    it = envelope()
+    assert it.emitted == []
+    later = datetime(2030, 1, 1, 14, tzinfo=timezone(timedelta(hours=1)))
+
+    it.emit(Opened(1), model_id=7, model_type="Wallet", ordering_key="k", topic="audit", available_at=later)
+    it.emit(Opened(2))
+
+    first, second = it.emitted
+    assert (first.event_type, first.payload) == ("Opened", '{"number":1}')
+    assert (first.model_id, first.model_type, first.ordering_key, first.topic) == ("7", "Wallet", "k", "audit")
+    assert first.available_at == datetime(2030, 1, 1, 13)
+    assert (second.payload, second.model_id, second.available_at) == ('{"number":2}', None, None)
+    assert first.id < second.id
+
+
+def test_what_cannot_be_stored_is_refused_where_it_is_emitted() -> None:
+    it = envelope()
+    for refused in (lambda: it.emit("no event"), lambda: it.emit(Opened(), model_id="a\0b")):  # type: ignore[arg-type]
+        with pytest.raises(InvalidEvent):
+            refused()
+    assert it.emitted == []
+
+
+def test_the_longest_chain_has_max_hops_events_after_the_first() -> None:
+    envelope(max_hops=3, hops=2).emit(Opened())
+    with pytest.raises(TooManyHops):
+        envelope(max_hops=3, hops=3).emit(Opened())
+
+
+def test_its_cause_is_its_event() -> None:
+    assert envelope().cause == Cause(UUID(int=2), "first", "request-7", 3)
+
+
+async def test_execute_runs_on_the_events_shard_unless_told_otherwise() -> None:
+    executed = Executed()
+    it: Any = envelope(execute=executed)
+
+    assert await it.execute("action") == "result"
+    await it.execute("action", shard="one")
+
+    assert executed.calls == [("action", "two"), ("action", "one")]
+
+
+def test_it_shows_what_it_is() -> None:
+    assert repr(envelope()) == f"<EventEnvelope Opened {UUID(int=2)} for 'first', attempt 3>"

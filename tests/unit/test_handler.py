@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+from outboxio import AmbiguousTypeName, Event, EventEnvelope, EventHandler, Outbox, RegistrationError, RetryPolicy
+from outboxio.event import EventTypes
+from outboxio.handler import Handler, HandlerRegistry, handler_from_object, make_handler
+from outboxio.subscription import Subscription
+
+
+class Opened(Event):
+    pass
+
+
+class Closed(Event, aliases={"Shut"}):
+    pass
+
+
+class Moved(Event):
+    pass
+
+
+class MovedFar(Moved):
+    pass
+
+
+async def handle(envelope: EventEnvelope[Any]) -> None:
+    pass
+
+
+def make(name: str = "first", *event_types: type[Event], aliases: Iterable[str] = (), **options: Any) -> Handler:
+    unset: dict[str, Any] = {"topic": None, "retry": None, "timeout": None, "concurrency": None, "function": handle}
+    chosen = {**unset, **options}
+    types = event_types if event_types or chosen["topic"] else (Opened,)
+    return make_handler(name=name, event_types=types, aliases=aliases, where="here", **chosen)
+
+
+def registry(*handlers: Handler) -> HandlerRegistry:
+    made = HandlerRegistry(EventTypes())
+    for handler in handlers:
+        made.add(handler)
+    return made
+
+
+def refused(*handlers: Handler) -> str:
+    with pytest.raises(RegistrationError) as caught:
+        registry(*handlers)
+    return str(caught.value)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_a_handler_is_found_by_its_name_and_by_its_aliases() -> None:
+    first, second = make("first", aliases={"old", "older"}), make("second")
+    handlers = registry(first, second)
+
+    assert [handlers.find(name) for name in ("first", "old", "older", "second", "third")] == [
+        *[first] * 3,
+        second,
+        None,
+    ]
+    assert handlers.names == ["first", "old", "older", "second"]
+    assert (list(handlers), len(handlers)) == ([first, second], 2)
+
+
+def test_aliases_are_announced_but_never_subscribed() -> None:
+    (wanted,) = registry(make("first", aliases={"old", "older"})).subscriptions()
+
+    assert wanted == Subscription(handler_name="first", event_type="Opened", aliases=("old", "older"))
+
+
+def test_a_name_that_is_taken_is_refused_and_says_by_whom() -> None:
+    message = refused(make("first"), make("first"))
+
+    assert "handler name 'first' is registered twice: by here (handler 'first') and here" in message
+
+
+def test_an_alias_that_is_anothers_name_is_refused() -> None:
+    assert "handler alias 'first' is registered twice" in refused(make("first"), make("second", aliases={"first"}))
+
+
+def test_a_name_that_is_anothers_alias_is_refused() -> None:
+    assert "handler name 'first' is registered twice" in refused(make("second", aliases={"first"}), make("first"))
+
+
+def test_an_alias_that_is_anothers_alias_is_refused() -> None:
+    assert "handler alias 'old' is registered twice" in refused(
+        make("first", aliases={"old"}), make("second", aliases={"old"})
+    )
+
+
+def test_a_handler_that_is_refused_leaves_no_trace() -> None:
+    handlers = registry(make("first"))
+    with pytest.raises(RegistrationError):
+        handlers.add(make("second", Closed, aliases={"third", "first"}))
+
+    assert handlers.names == ["first"]
+    handlers.add(make("third"))
+
+
+def test_several_handlers_may_be_for_one_event() -> None:
+    handlers = registry(make("first", Opened), make("second", Opened))
+
+    assert [wanted.handler_name for wanted in handlers.subscriptions()] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "blank"),
+        ({"name": "  "}, "blank"),
+        ({"name": "x" * 256}, "has 256 characters; the column holds 255"),
+        ({"name": "a\0b"}, "NUL"),
+        ({"name": "a\ud800"}, "lone surrogate"),
+        ({"name": 7}, "7 is no string"),
+        ({"aliases": {""}}, "an alias of handler 'first': '' is blank"),
+        ({"aliases": {"x" * 256}}, "an alias of handler 'first'"),
+        ({"aliases": "old"}, "aliases of handler 'first' is one string; give a set of names: {'old'}"),
+        ({"aliases": {"first"}}, "handler 'first' has its own name as an alias"),
+        ({"topic": " "}, "the topic of handler 'first': ' ' is blank"),
+        ({"topic": "x" * 256}, "the topic of handler 'first'"),
+        ({"retry": 3}, "expected a RetryPolicy or a callable of (attempts, exception)"),
+        ({"concurrency": 0}, "concurrency of handler 'first' is 0; expected 1 or more"),
+        ({"function": lambda envelope: None}, "handler 'first' must be an async function, here is not"),
+    ],
+)
+def test_what_cannot_be_a_handler_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistrationError) as caught:
+        make(**options)
+
+    assert message in str(caught.value)
+
+
+def test_a_name_may_be_as_long_as_its_column() -> None:
+    assert registry(make("x" * 255, aliases={"y" * 255})).names == ["x" * 255, "y" * 255]
+
+
+def test_a_handler_needs_an_event_type_or_a_topic() -> None:
+    with pytest.raises(RegistrationError, match="names neither event types nor a topic"):
+        make_handler(
+            handle,
+            name="first",
+            event_types=(),
+            aliases=(),
+            topic=None,
+            retry=None,
+            timeout=None,
+            concurrency=None,
+            where="here",
+        )
+
+
+@pytest.mark.parametrize("thing", [dict, Opened(), "Opened", EventEnvelope])
+def test_only_event_classes_have_handlers(thing: Any) -> None:
+    with pytest.raises(RegistrationError, match="which is no Event class"):
+        make("first", thing)
+
+
+def test_a_callable_object_with_an_async_call_is_a_handler() -> None:
+    class Callable:
+        async def __call__(self, envelope: EventEnvelope[Any]) -> None:
+            pass
+
+    assert make(function=Callable()).name == "first"
+
+
+# --- what a handler gets -------------------------------------------------------------------------
+
+
+def subscribed_types(handler: Handler) -> list[str]:
+    return [wanted.event_type for wanted in registry(handler).subscriptions()]
+
+
+def test_a_handler_of_a_base_class_is_subscribed_to_its_subclasses() -> None:
+    assert subscribed_types(make("first", Moved)) == ["Moved", "MovedFar"]
+
+
+def test_a_class_and_its_base_are_subscribed_once() -> None:
+    assert subscribed_types(make("first", Moved, MovedFar)) == ["Moved", "MovedFar"]
+
+
+def test_a_handler_is_subscribed_to_the_aliases_of_its_types() -> None:
+    assert subscribed_types(make("first", Closed)) == ["Closed", "Shut"]
+
+
+def test_a_subclass_that_is_defined_later_is_subscribed_as_well() -> None:
+    class Base(Event):
+        pass
+
+    handlers = registry(make("first", Base))
+    before = [wanted.event_type for wanted in handlers.subscriptions()]
+
+    class Later(Base):
+        pass
+
+    assert before == ["Base"]
+    assert [wanted.event_type for wanted in handlers.subscriptions()] == [Later.__base__.__name__, "Later"]
+
+
+def test_a_topic_handler_is_subscribed_to_its_topic_alone() -> None:
+    (wanted,) = registry(make("first", Opened, topic="audit")).subscriptions()
+
+    assert (wanted.topic, wanted.event_type) == ("audit", "")
+
+
+def test_two_classes_with_one_name_are_refused() -> None:
+    class Other(Event, type_name="Opened"):
+        pass
+
+    with pytest.raises(AmbiguousTypeName, match="'Opened'"):
+        registry(make("first", Opened), make("second", Other))
+
+
+def test_a_stored_type_is_read_as_the_class_below_the_handlers_types() -> None:
+    handler = make("first", Moved)
+    handlers = registry(handler)
+
+    assert handlers.event_class(handler, "MovedFar") is MovedFar
+    assert handlers.event_class(handler, "Opened") is None
+
+
+def test_a_stored_type_is_read_by_its_alias() -> None:
+    handler = make("first", Closed)
+
+    assert registry(handler).event_class(handler, "Shut") is Closed
+
+
+# --- the class form ------------------------------------------------------------------------------
+
+
+class WithOptions(EventHandler[Opened]):
+    name = "with-options"
+    aliases = ("old",)
+    timeout = "5s"
+    concurrency = 3
+    retry = RetryPolicy(max_attempts=2)
+
+    async def handle(self, envelope: EventEnvelope[Opened]) -> None:
+        pass
+
+
+def test_class_attributes_are_the_options() -> None:
+    handler = handler_from_object(WithOptions())
+
+    assert (handler.name, handler.aliases, handler.event_types) == ("with-options", frozenset({"old"}), (Opened,))
+    assert handler.options.timeout == timedelta(seconds=5)
+    assert (handler.options.concurrency, handler.options.retry) == (3, RetryPolicy(max_attempts=2))
+    assert handler.where.endswith("test_handler.WithOptions")
+
+
+def test_options_may_be_set_on_the_object() -> None:
+    configured = WithOptions()
+    configured.concurrency = 7  # type: ignore[misc]
+    configured.name = "renamed"  # type: ignore[misc]
+
+    handler = handler_from_object(configured)
+
+    assert (handler.name, handler.options.concurrency) == ("renamed", 7)
+
+
+def test_a_function_as_class_level_retry_is_not_bound_to_the_object() -> None:
+    def in_an_hour(attempts: int, error: BaseException) -> timedelta:
+        return timedelta(hours=attempts)
+
+    class Retries(EventHandler[Opened]):
+        name = "retries"
+        retry = in_an_hour
+
+        async def handle(self, envelope: EventEnvelope[Opened]) -> None:
+            pass
+
+    policy = handler_from_object(Retries()).options.retry
+
+    assert policy.wait_after(2, ValueError(), timedelta()) == timedelta(hours=2)
+
+
+def test_a_static_method_as_class_level_retry_is_called_with_attempts_and_error() -> None:
+    class Retries(EventHandler[Opened]):
+        name = "retries"
+
+        @staticmethod
+        def retry(attempts: int, error: BaseException) -> timedelta:
+            return timedelta(hours=attempts)
+
+        async def handle(self, envelope: EventEnvelope[Opened]) -> None:
+            pass
+
+    policy = handler_from_object(Retries()).options.retry
+
+    assert policy.wait_after(2, ValueError(), timedelta()) == timedelta(hours=2)
+
+
+def test_a_union_in_the_type_parameter_is_several_event_types() -> None:
+    class Both(EventHandler[Opened | Closed]):
+        name = "both"
+
+        async def handle(self, envelope: EventEnvelope[Opened | Closed]) -> None:
+            pass
+
+    assert handler_from_object(Both()).event_types == (Opened, Closed)
+
+
+def test_event_types_go_before_the_type_parameter() -> None:
+    class Some(EventHandler[Event]):
+        name = "some"
+        event_types = (Moved, Closed)
+
+        async def handle(self, envelope: EventEnvelope[Event]) -> None:
+            pass
+
+    assert handler_from_object(Some()).event_types == (Moved, Closed)
+
+
+def test_the_type_parameter_is_inherited() -> None:
+    class Special(WithOptions):
+        name = "special"
+
+    assert handler_from_object(Special()).event_types == (Opened,)
+
+
+T = TypeVar("T", bound=Event)
+
+
+class Logs(EventHandler[T], Generic[T]):
+    async def handle(self, envelope: EventEnvelope[T]) -> None:
+        pass
+
+
+def test_a_generic_handler_class_passes_its_type_parameter_on() -> None:
+    class LogsMoves(Logs[Moved]):
+        name = "logs-moves"
+
+    assert handler_from_object(LogsMoves()).event_types == (Moved,)
+
+
+def test_a_topic_needs_no_event_types_in_the_class_form() -> None:
+    class Audit(EventHandler[Event]):
+        name = "audit"
+        topic = "audit"
+
+        async def handle(self, envelope: EventEnvelope[Event]) -> None:
+            pass
+
+    handler = handler_from_object(Audit())
+
+    assert (handler.topic, handler.event_types) == ("audit", ())
+
+
+def test_a_class_without_a_name_is_refused() -> None:
+    class Nameless(EventHandler[Opened]):
+        async def handle(self, envelope: EventEnvelope[Opened]) -> None:
+            pass
+
+    with pytest.raises(RegistrationError, match="Nameless has no name"):
+        handler_from_object(Nameless())
+
+
+def test_a_class_without_event_types_is_refused() -> None:
+    class Untyped(EventHandler):  # type: ignore[type-arg]
+        name = "untyped"
+
+        async def handle(self, envelope: EventEnvelope[Any]) -> None:
+            pass
+
+    with pytest.raises(RegistrationError, match="names neither event types nor a topic"):
+        handler_from_object(Untyped())
+
+
+def test_a_class_whose_handle_is_not_async_is_refused() -> None:
+    class Sync(EventHandler[Opened]):
+        name = "sync"
+
+        def handle(self, envelope: EventEnvelope[Opened]) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(RegistrationError, match="must be an async function"):
+        handler_from_object(Sync())
+
+
+def test_a_class_in_place_of_its_object_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="takes an EventHandler object"):
+        handler_from_object(WithOptions)  # type: ignore[arg-type]
+
+
+async def test_a_class_without_a_handle_method_says_so_when_it_is_called() -> None:
+    class Empty(EventHandler[Opened]):
+        name = "empty"
+
+    with pytest.raises(TypeError, match="Empty has no handle method"):
+        await handler_from_object(Empty()).function(None)  # type: ignore[arg-type]
+
+
+# --- on an outbox --------------------------------------------------------------------------------
+
+
+def test_the_decorator_gives_the_function_back() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+
+    assert outbox.handler(Opened, name="first")(handle) is handle
+
+
+def test_a_name_is_required() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+
+    with pytest.raises(TypeError, match="name"):
+        outbox.handler(Opened)  # type: ignore[call-arg]
+
+
+def test_the_refusal_names_both_functions() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+    outbox.handler(Opened, name="first")(handle)
+
+    with pytest.raises(RegistrationError, match=r"test_handler\.handle .* and .*test_handler\.WithOptions"):
+        outbox.add_handler(_named(WithOptions(), "first"))
+
+
+def _named(handler: EventHandler[Any], name: str) -> EventHandler[Any]:
+    handler.name = name  # type: ignore[misc]
+    return handler

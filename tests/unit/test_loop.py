@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from outboxio import loop as loop_module
+from outboxio.loop import Loop
+from outboxio.round import NOTHING, Round
+
+
+class Service:
+    """Does rounds as it was told to, one after the other, then idle ones; every round can be waited for."""
+
+    def __init__(self, *rounds: Round | BaseException) -> None:
+        self._rounds = list(rounds)
+        self.done = 0
+        self._counted = asyncio.Condition()
+
+    async def run_once(self) -> Round:
+        self.done += 1
+        async with self._counted:
+            self._counted.notify_all()
+        result = self._rounds.pop(0) if self._rounds else NOTHING
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def rounds(self, number: int) -> None:
+        async with asyncio.timeout(5), self._counted:
+            await self._counted.wait_for(lambda: self.done >= number)
+
+
+FULL = Round(1000, more=True)
+LONG = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "pause_after", lambda failures: 0.001)
+
+
+async def driving(loop: Loop, until: Callable[[], Awaitable[None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await until()
+        loop.stop()
+
+
+def idle_loop(service: Service, delay: float = LONG) -> Loop:
+    return Loop("work", service.run_once, lambda: delay)
+
+
+async def test_a_full_round_is_followed_by_the_next_at_once() -> None:
+    service = Service(FULL, FULL, FULL)
+
+    await driving(idle_loop(service), lambda: service.rounds(4))
+
+    assert service.done == 4
+
+
+async def test_an_idle_loop_polls() -> None:
+    service = Service()
+
+    await driving(idle_loop(service, delay=0.001), lambda: service.rounds(3))
+
+
+async def test_a_wake_up_ends_the_wait() -> None:
+    service = Service()
+    loop = idle_loop(service)
+
+    async def until() -> None:
+        for number in (1, 2, 3):
+            await service.rounds(number)
+            loop.wake()
+        await service.rounds(4)
+
+    await driving(loop, until)
+
+
+async def test_a_wake_up_during_a_round_is_not_lost() -> None:
+    rounds = 0
+    second = asyncio.Event()
+
+    async def run_once() -> Round:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            loop.wake()
+        else:
+            second.set()
+        return NOTHING
+
+    async def until() -> None:
+        await asyncio.wait_for(second.wait(), 5)
+
+    loop = Loop("work", run_once, lambda: LONG)
+    await driving(loop, until)
+
+
+async def test_wake_ups_before_the_first_round_are_one() -> None:
+    service = Service()
+    loop = idle_loop(service)
+    for _ in range(3):
+        loop.wake()
+
+    await driving(loop, lambda: service.rounds(2))
+
+    assert service.done == 2
+
+
+async def test_stop_lets_the_round_under_way_end() -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    ended = []
+
+    async def run_once() -> Round:
+        begun.set()
+        await goes_on.wait()
+        ended.append(True)
+        return FULL
+
+    loop = Loop("work", run_once, lambda: LONG)
+    running = asyncio.create_task(loop.run())
+    await begun.wait()
+    loop.stop()
+    goes_on.set()
+    await asyncio.wait_for(running, 5)
+
+    assert ended == [True]
+
+
+async def test_a_stopped_loop_does_no_round() -> None:
+    service = Service()
+    loop = idle_loop(service)
+    loop.stop()
+
+    await asyncio.wait_for(loop.run(), 5)
+
+    assert service.done == 0
+
+
+async def test_errors_are_survived_counted_and_logged_with_one_stack(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    broken = [RuntimeError("first"), ExceptionGroup("second", [ValueError()]), RuntimeError("third")]
+    service = Service(*broken, Round(1), *broken[:1])
+    loop = idle_loop(service, delay=0.001)
+
+    await driving(loop, lambda: service.rounds(4))
+    assert (loop.errors, loop.failures, loop.last_error) == (3, 0, broken[2])
+
+    records = [record for record in caplog.records if record.name == "outboxio.loop"]
+    assert [record.levelname for record in records] == ["ERROR", "WARNING", "WARNING", "INFO"]
+    assert [record.exc_info is not None for record in records] == [True, False, False, False]
+    assert "works again after 3 failed rounds" in records[-1].getMessage()
+
+
+async def test_failures_in_a_row_lengthen_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pause_after(failures: int) -> float:
+        asked.append(failures)
+        return 0.001
+
+    monkeypatch.setattr(loop_module, "pause_after", pause_after)
+    service = Service(*[ValueError()] * 3, NOTHING, ValueError())
+
+    await driving(idle_loop(service, delay=0.001), lambda: service.rounds(6))
+
+    assert asked == [1, 2, 3, 1]
+
+
+async def test_a_wake_up_ends_the_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "pause_after", lambda failures: LONG)
+    service = Service(ValueError())
+    loop = idle_loop(service)
+
+    async def until() -> None:
+        await service.rounds(1)
+        loop.wake()
+        await service.rounds(2)
+
+    await driving(loop, until)
+
+
+async def test_cancellation_ends_a_loop() -> None:
+    service = Service()
+    running = asyncio.create_task(idle_loop(service).run())
+    await service.rounds(1)
+    running.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await running

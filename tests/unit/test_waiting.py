@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outboxio.waiting import Exclusive, Signal, to_the_end
+
+LONG = 3600.0
+
+
+# --- a signal ------------------------------------------------------------------------------------
+
+
+async def test_a_signal_that_is_up_is_not_waited_for() -> None:
+    signal = Signal()
+    signal.set()
+
+    assert await signal.wait(LONG)
+    assert not signal.is_set
+
+
+async def test_a_signal_ends_the_wait_that_is_under_way() -> None:
+    signal = Signal()
+    waiting = asyncio.create_task(signal.wait(LONG))
+    await asyncio.sleep(0)
+    signal.set()
+    signal.set()
+
+    assert await asyncio.wait_for(waiting, 5)
+    assert not signal.is_set
+
+
+async def test_without_a_signal_the_time_ends_the_wait() -> None:
+    assert not await Signal().wait(0)
+
+
+async def test_a_signal_that_comes_with_the_end_of_the_time_counts() -> None:
+    signal = Signal()
+    asyncio.get_running_loop().call_soon(signal.set)
+
+    assert await signal.wait(0)
+
+
+async def test_a_cancelled_wait_leaves_the_signal_usable() -> None:
+    signal = Signal()
+    waiting = asyncio.create_task(signal.wait(LONG))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    signal.set()
+    assert await signal.wait(LONG)
+
+
+# --- one at a time -------------------------------------------------------------------------------
+
+
+def test_a_lock_outlives_event_loops() -> None:
+    exclusive = Exclusive()
+    most = inside = 0
+
+    async def enter() -> None:
+        nonlocal inside, most
+        async with exclusive:
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    async def contend() -> None:
+        await asyncio.gather(*(enter() for _ in range(3)))
+
+    for _ in range(2):
+        asyncio.run(contend())
+
+    assert (most, inside) == (1, 0)
+
+
+# --- to the end ----------------------------------------------------------------------------------
+
+
+async def test_to_the_end_returns_what_the_coroutine_returns() -> None:
+    async def work() -> int:
+        return 7
+
+    assert await to_the_end(work()) == 7
+
+
+async def test_to_the_end_raises_what_the_coroutine_raises() -> None:
+    async def work() -> None:
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        await to_the_end(work())
+
+
+class Slow:
+    """Work that goes on until it is let go, and then ends or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.has_ended = False
+        self._error = error
+
+    async def work(self) -> None:
+        self.begun.set()
+        await self.goes_on.wait()
+        self.has_ended = True
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize("cancellations", [1, 3])
+async def test_a_cancellation_goes_on_only_after_the_end(cancellations: int) -> None:
+    slow = Slow()
+    waiting = asyncio.create_task(to_the_end(slow.work()))
+    await slow.begun.wait()
+    for _ in range(cancellations):
+        waiting.cancel()
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    slow.goes_on.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert slow.has_ended
+
+
+async def test_an_error_after_a_cancellation_is_its_cause() -> None:
+    slow = Slow(ValueError("at the end"))
+
+    async def cause_of_cancellation() -> BaseException | None:
+        try:
+            await to_the_end(slow.work())
+        except asyncio.CancelledError as error:
+            return error.__cause__
+        return None
+
+    waiting = asyncio.create_task(cause_of_cancellation())
+    await slow.begun.wait()
+    waiting.cancel()
+    await asyncio.sleep(0)
+    slow.goes_on.set()
+
+    assert repr(await waiting) == "ValueError('at the end')"
