@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -300,8 +300,17 @@ class Outbox:
         """
         longest = _FOR_EVER if timeout is None else parse_duration(timeout, key="drain timeout")
         deadline = asyncio.get_running_loop().time() + longest.total_seconds()
-        async with nullcontext() if self._is_running else self._changing:
-            totals = [await self._drain_shard(shard, deadline) for shard in self._shards.values()]
+        totals: list[tuple[int, ...]] = []
+        while True:
+            running = self._running
+            if running is not None and running.has_begun and not running.is_over:
+                totals += await self._drain_shards(deadline)
+                if self._running is running:
+                    break
+            async with self._changing:
+                if not self._is_running:
+                    totals += await self._drain_shards(deadline)
+                    break
         return Drained(*(sum(numbers) for numbers in zip(*totals, strict=True)))
 
     async def migrate(self) -> dict[str, list[str]]:
@@ -386,6 +395,9 @@ class Outbox:
         running, self._running = self._running, None
         if running is not None:
             await running.stop()
+
+    async def _drain_shards(self, deadline: float) -> list[tuple[int, ...]]:
+        return [await self._drain_shard(shard, deadline) for shard in self._shards.values()]
 
     async def _drain_shard(self, shard: ShardRuntime, deadline: float) -> tuple[int, ...]:
         work, beside_loops = shard.work, shard.work is not None

@@ -48,6 +48,11 @@ class Running:
         self._blocks += 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the shards are at work, rather than being prepared."""
+        return self._task is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether its event loop ended before it was left."""
         return self._task is not None and self._task.done()

@@ -97,8 +97,12 @@ class ShardRuntime:
     async def prepare(self, roles: Roles) -> None:
         """Check what can be checked before anything runs, and announce the handlers of this instance."""
         self.database.require_room(loops=2 + roles.fanout + 2 * roles.handling)
-        await self.database.refuse_shared_sessions()
-        await self.database.schema.check()
+        try:
+            await self.database.refuse_shared_sessions()
+            await self.database.schema.check()
+        except BaseException:
+            await self.database.release_loops()
+            raise
 
     def start_work(self, roles: Roles) -> ShardWork:
         """Everything that one stay in ``running()``, or one ``drain()``, needs."""
@@ -208,6 +212,7 @@ class ShardWork:
         self.dispatcher.wake_settling = self.settle_loop.wake
         self.dispatcher.doubt = self.keeper.doubt
         self._reported_unroutable: set[str] = set()
+        self._proven_until = float("-inf")
         self.is_prepared = False
 
     @property
@@ -246,7 +251,13 @@ class ShardWork:
             self.dispatcher.lose(name.handler_name)
 
     def locks_proven_until(self, moment: float) -> None:
+        was_in_doubt = asyncio.get_running_loop().time() >= self._proven_until
+        self._proven_until = moment
         self.dispatcher.trust_until(moment)
+        if was_in_doubt:
+            # A wake-up that came meanwhile found nobody who was allowed to work.
+            self.fanout_loop.wake()
+            self.find_loop.wake()
 
     # --- running -------------------------------------------------------------------------------
 
@@ -348,7 +359,7 @@ class ShardWork:
         writes outcomes while other handlers still run. Beside them, it comes to an end when they do.
         """
         if beside_loops:
-            return await self._drain_all(beside_loops=True)
+            return await self._drain_beside_loops()
         problem: Exception | None = None
         async with asyncio.TaskGroup() as group:
             helpers = [self.keeper_loop, self.settle_loop]
@@ -363,6 +374,14 @@ class ShardWork:
                     loop.stop()
         if problem is not None:
             raise problem
+
+    async def _drain_beside_loops(self) -> None:
+        try:
+            await self._drain_all(beside_loops=True)
+        except Exception:
+            if not self._leave.is_set():
+                raise
+            # The loops' connections were closed under it: whoever drains goes on without them.
 
     async def _drain_all(self, *, beside_loops: bool) -> None:
         while not self._leave.is_set():

@@ -88,14 +88,13 @@ def _scheme(name: str, url: str) -> str:
     """The URL's scheme; a URL that cannot be read is not shown, for nobody knows where the password ends in it."""
     try:
         parts = urlsplit(url)
-        hosts = _HOSTS.fullmatch(parts.netloc.rpartition("@")[2])
     except ValueError:
-        hosts = None
-    if hosts is None:
+        parts = None
+    if parts is None or not _HOSTS.fullmatch(parts.netloc.rpartition("@")[2]):
         raise ConfigurationError(
             f"shard {name!r} has a URL that cannot be read; expected scheme://user:password@host:port/database, where "
             "special characters of user and password are written as %XX"
-        ) from None
+        )
     return "postgresql" if parts.scheme == "postgres" else parts.scheme
 
 

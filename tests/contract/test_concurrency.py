@@ -231,3 +231,19 @@ async def test_outcomes_are_written_while_other_handlers_still_run(make_outbox: 
 
         await eventually(quick_is_settled)
         gate.open()
+
+
+async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(make_outbox: MakeOutbox) -> None:
+    settings = Settings(lock_heartbeat="200ms", fanout_poll_delay="60s", handling_poll_delay="60s")
+    outbox = await make_outbox(settings=settings)
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await journal.calls(1)
+        work = outbox._shards["default"].work
+        assert work is not None
+        work.keeper._trusted_until = float("-inf")
+        work.locks_proven_until(float("-inf"))
+        await outbox.executor.execute(Emit((2,)))
+        await journal.calls(2, timeout=10)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+import outboxio
 from outboxio.waiting import Exclusive, Signal, to_the_end
 
 LONG = 3600.0
@@ -76,6 +78,16 @@ def test_a_lock_outlives_event_loops() -> None:
         asyncio.run(contend())
 
     assert (most, inside) == (1, 0)
+
+
+# --- with a time limit ---------------------------------------------------------------------------
+
+
+def test_nothing_is_awaited_with_wait_for() -> None:
+    """In Python 3.11 it loses a cancellation that comes together with the result; ``asyncio.timeout`` does not."""
+    package = Path(outboxio.__file__).parent
+
+    assert [path.name for path in package.rglob("*.py") if "wait_for(" in path.read_text()] == []
 
 
 # --- to the end ----------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ class PostgresClusterLock:
                 self._watched, self._unheard = connection, 0
 
         try:
-            await asyncio.wait_for(self._session.use(start), self._timeout)
+            async with asyncio.timeout(self._timeout):
+                await self._session.use(start)
         except BaseException:
             self._session.terminate()
             raise
@@ -142,7 +143,8 @@ class PostgresClusterLock:
                 await connection.remove_listener(self._channel, self._on_notification)
                 await connection.add_listener(self._channel, self._on_notification)
 
-            await asyncio.wait_for(self._session.use(listen_anew), self._timeout)
+            async with asyncio.timeout(self._timeout):
+                await self._session.use(listen_anew)
         self._unheard += 1
 
     def _ended(self, connection: Any) -> None:
