@@ -168,6 +168,8 @@ class Dispatcher:
         left_behind: set[UUID],
     ) -> None:
         self.counters = Counters()
+        self.home: asyncio.Task[Any] | None = None
+        """The task that everything here belongs to: when it is cancelled, so is everything."""
         self.wake_finding: Callable[[], None] = _nothing
         self.wake_settling: Callable[[], None] = _nothing
         self.doubt: Callable[[Lease], None] = lambda lease: None
@@ -492,8 +494,11 @@ class Dispatcher:
         if run.cancelled_at is not None:
             return self._judge(run, self._timeout_error(run))
         if isinstance(error, asyncio.CancelledError) and task.cancelling():
-            run.interrupted = True  # the whole event loop is being torn down
-            return None
+            if self.home is not None and self.home.cancelling():
+                run.interrupted = True  # the whole event loop is being torn down
+                return None
+            while task.cancelling():  # the handler cancelled itself
+                task.uncancel()
         return self._judge(run, error)
 
     def _timeout_error(self, run: Run) -> TimeoutError:

@@ -271,6 +271,7 @@ class ShardWork:
             raise
 
     async def _run(self, *, unprepared: bool) -> None:
+        self.dispatcher.home = asyncio.current_task()
         if unprepared and not await self._prepare_at_last():
             return
         problem: ShutdownError | None = None
@@ -360,6 +361,7 @@ class ShardWork:
         """
         if beside_loops:
             return await self._drain_beside_loops()
+        self.dispatcher.home = asyncio.current_task()
         problem: Exception | None = None
         async with asyncio.TaskGroup() as group:
             helpers = [self.keeper_loop, self.settle_loop]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import pytest
@@ -52,12 +54,19 @@ class PrivatePostgres:
         self._ends.close()
 
 
+def _leave_out(reason: str) -> NoReturn:
+    """Skip, loudly; where PostgreSQL is required, fail."""
+    if "postgres" in os.environ.get("OUTBOXIO_TEST_REQUIRE", "").split(","):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 @contextmanager
 def private_postgres() -> Iterator[PrivatePostgres]:
     """A PostgreSQL that nobody else uses, started."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not folders:
-        pytest.skip("no PostgreSQL programs below /usr/lib/postgresql")
+        _leave_out("no PostgreSQL programs below /usr/lib/postgresql: apt-get install postgresql")
     with ExitStack() as ends:
         server = PrivatePostgres(folders[-1], _private_directory(ends))
         ends.callback(server.stop)
@@ -69,7 +78,7 @@ def private_postgres() -> Iterator[PrivatePostgres]:
 def pgbouncer_to(url: str) -> Iterator[str]:
     """The URL of a PgBouncer in transaction mode before the server of ``url``."""
     if PGBOUNCER is None:
-        pytest.skip("no pgbouncer here: apt-get install pgbouncer")
+        _leave_out("no pgbouncer here: apt-get install pgbouncer")
     parts, port = urlsplit(url), free_port()
     through = parts._replace(netloc=f"{parts.username}@127.0.0.1:{port}").geturl()
     with ExitStack() as ends:

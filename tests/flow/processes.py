@@ -61,10 +61,8 @@ class Worker:
     async def until_it(self, holds: Callable[[], bool], timeout: float = 20) -> None:
         """Wait until something holds of its reports."""
         async with self._told:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait_for(lambda: holds() or self._reader.done()), timeout)
-            except TimeoutError:
-                pass
         assert holds(), f"not reported: {self.reports[-20:]}"
 
     async def until_running(self, *locks: str) -> None:

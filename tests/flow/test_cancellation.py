@@ -95,7 +95,7 @@ async def test_leaving_cancelled_comes_to_its_end_all_the_same(
 async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox, look: Look, leaks: Leaks) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError):  # noqa: PT012  # it is raised by the end of the block
         async with asyncio.timeout(0.3), outbox.running():
             await outbox.executor.execute(Emit((1, 2)))
             await asyncio.sleep(60)
@@ -120,9 +120,6 @@ async def test_a_handler_s_inner_task_that_is_cancelled_is_an_ordinary_failure(
     assert [(row["state"], row["attempts"]) for row in rows] == [("FAILED", 1)] * 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the dispatcher takes it for the end of the event loop, and runs the row again and again"
-)
 async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:

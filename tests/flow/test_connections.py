@@ -8,9 +8,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
@@ -100,7 +99,7 @@ def backends(outbox: Outbox) -> dict[str, int]:
     pids = {name: d._connection.get_server_pid() for name, d in ours.items() if d is not None and d.is_open}
     holders = [] if database._pool is None else database._pool._holders
     idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
-    return pids | {"pool": connection.get_server_pid() for connection in idle}
+    return pids | ({"pool": idle[0].get_server_pid()} if idle else {})
 
 
 async def end_backends(rows: Look, pids: list[int]) -> None:
@@ -325,21 +324,26 @@ async def left_on(connection: Any) -> list[list[Any]]:
 
 
 async def test_a_given_pool_is_free_while_nothing_runs(postgres_url: str) -> None:
-    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=1) as pool:
-        async with opened(Outbox(pool, namespace="app")) as outbox, asyncio.timeout(10):
-            await outbox.executor.execute(Emit((1,)))
-            assert (await outbox.admin.counts())["undelivered"] == 1
-            await outbox.executor.execute(Emit((2,)))
+    async with (
+        asyncpg.create_pool(postgres_url, min_size=0, max_size=1) as pool,
+        opened(Outbox(pool, namespace="app")) as outbox,
+        asyncio.timeout(10),
+    ):
+        await outbox.executor.execute(Emit((1,)))
+        assert (await outbox.admin.counts())["undelivered"] == 1
+        await outbox.executor.execute(Emit((2,)))
 
 
 async def test_a_given_pool_that_is_too_small_is_refused(postgres_url: str) -> None:
-    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=SMALLEST_POOL - 1) as pool:
-        async with opened(Outbox(pool, namespace="app")) as outbox:
-            outbox.handler(MoneyDeposited, name="first")(Journal())
-            with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* max_size={SMALLEST_POOL}"):
-                async with outbox.running():
-                    pass
-            assert pool.get_idle_size() == pool.get_size()
+    async with (
+        asyncpg.create_pool(postgres_url, min_size=0, max_size=SMALLEST_POOL - 1) as pool,
+        opened(Outbox(pool, namespace="app")) as outbox,
+    ):
+        outbox.handler(MoneyDeposited, name="first")(Journal())
+        with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* max_size={SMALLEST_POOL}"):
+            async with outbox.running():
+                pass
+        assert pool.get_idle_size() == pool.get_size()
 
 
 async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(

@@ -276,7 +276,7 @@ async def test_outcomes_that_cannot_be_written_are_named_by_an_error_in_time(
         outbox = Outbox(database.source, namespace="app", settings=settings)
         await outbox.migrate()
         outbox.handler(MoneyDeposited, name="slow")(slow)
-        with pytest.raises(ShutdownError) as caught:
+        with pytest.raises(ShutdownError) as caught:  # noqa: PT012  # it is raised by the end of the block
             async with outbox.running():
                 await outbox.executor.execute(Emit((1, 2)))
                 await slow.started.calls(2)
@@ -384,11 +384,14 @@ async def test_a_shard_that_is_down_at_the_start_delays_no_other_and_resumes_by_
 async def test_a_shard_that_never_came_does_not_delay_leaving(
     database_url: str, second_url: str, tmp_path: Path, leaks: Leaks
 ) -> None:
-    async with opened(Outbox(database_url, namespace="app")), late(second_url, tmp_path) as database:
-        async with Outbox({"late": database.source, "here": database_url}, namespace="app") as outbox:
-            async with outbox.running():
-                left_at = time.monotonic()
-            assert time.monotonic() - left_at < 1.0
+    async with (
+        opened(Outbox(database_url, namespace="app")),
+        late(second_url, tmp_path) as database,
+        Outbox({"late": database.source, "here": database_url}, namespace="app") as outbox,
+    ):
+        async with outbox.running():
+            left_at = time.monotonic()
+        assert time.monotonic() - left_at < 1.0
     await leaks.nothing_is_left()
 
 
@@ -418,7 +421,7 @@ async def test_a_shard_that_breaks_keeps_no_other_from_ending_its_handlers(
             except asyncio.CancelledError:
                 await asyncio.sleep(1.5)  # it tidies up, longer than the other shard takes to give up
 
-        with pytest.raises(ShutdownError) as caught:
+        with pytest.raises(ShutdownError) as caught:  # noqa: PT012  # it is raised by the end of the block
             async with outbox.running():
                 await outbox.executor.execute(Emit((1,)), shard="here")
                 await outbox.executor.execute(Emit((2,)), shard="breaks")
@@ -575,7 +578,7 @@ async def test_a_network_that_swallows_everything_delays_leaving_for_a_bounded_t
         outbox = Outbox({"default": Shard(proxy.url)}, namespace="app", settings=settings)
         await outbox.migrate()
         outbox.handler(MoneyDeposited, name="slow")(slow)
-        with pytest.raises(ShutdownError) as caught:
+        with pytest.raises(ShutdownError) as caught:  # noqa: PT012  # it is raised by the end of the block
             async with outbox.running():
                 await outbox.executor.execute(Emit((1,)))
                 await slow.started.calls(1)

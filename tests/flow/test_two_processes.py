@@ -233,12 +233,14 @@ async def test_no_wake_up_is_sent_inside_a_business_transaction(postgres_url: st
     async def log_queries(connection: asyncpg.Connection[Any]) -> None:
         connection.add_query_logger(lambda query: statements.append(query.query))
 
-    async with asyncpg.create_pool(postgres_url, min_size=1, max_size=1, init=log_queries) as pool:
-        async with opened(Outbox(pool, namespace="app")) as outbox:
-            for _ in range(2):  # the first time, the driver asks for types
-                statements.clear()
-                await outbox.executor.execute(Emit((1, 2)))
-                await eventually(lambda: any("NOTIFY" in statement for statement in statements))
+    async with (
+        asyncpg.create_pool(postgres_url, min_size=1, max_size=1, init=log_queries) as pool,
+        opened(Outbox(pool, namespace="app")) as outbox,
+    ):
+        for _ in range(2):  # the first time, the driver asks for types
+            statements.clear()
+            await outbox.executor.execute(Emit((1, 2)))
+            await eventually(lambda: any("NOTIFY" in statement for statement in statements))
 
     inside = statements[statements.index("BEGIN;") + 1 : statements.index("COMMIT;")]
     assert [" ".join(statement.split()[:3]) for statement in inside] == ["INSERT INTO eventlog.events"]

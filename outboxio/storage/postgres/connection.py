@@ -125,7 +125,9 @@ class Dedicated:
     async def _give_back(self, connection: Any) -> None:
         try:
             if not _is_closed(connection):
-                await connection.execute("; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT)
+                await connection.execute(
+                    "; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT
+                )
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             if not _is_closed(connection):
                 connection.terminate()
