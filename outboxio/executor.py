@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -99,7 +100,7 @@ class ActionExecutor:
                 async with self.transaction(
                     name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
                 ) as tx:
-                    result: Result_co = await action.perform(tx)
+                    result: Result_co = await _awaitable(action.perform(tx), name)
                 return result
             except Exception as error:
                 if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
@@ -234,6 +235,12 @@ class ActionExecutor:
             if target.database.lacks_schema(error):
                 await target.database.schema.check()
             raise
+
+
+def _awaitable(performing: Awaitable[Result_co], name: str) -> Awaitable[Result_co]:
+    if not inspect.isawaitable(performing):  # callers may not be typed
+        raise TypeError(f"perform of {name} is no async method: write `async def perform(self, tx)`")
+    return performing
 
 
 def retried_by_default(database: Database) -> Callable[[BaseException], Retry | None]:

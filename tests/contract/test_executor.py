@@ -416,12 +416,18 @@ async def test_only_an_action_can_be_executed(outbox: Outbox, look: Look) -> Non
     assert await written(look) == []
 
 
-async def test_an_action_without_perform_says_so(outbox: Outbox, look: Look) -> None:
+async def test_an_action_without_an_async_perform_says_so(outbox: Outbox, look: Look) -> None:
     class Unfinished(Action):
         pass
 
+    class Blocking(Action):
+        def perform(self, tx: Transaction) -> int:  # type: ignore[override]
+            return 1
+
     with pytest.raises(TypeError, match="Unfinished has no perform method"):
         await outbox.executor.execute(Unfinished())
+    with pytest.raises(TypeError, match="perform of Blocking is no async method: write `async def perform"):
+        await outbox.executor.execute(Blocking())
     assert await written(look) == []
 
 

@@ -190,12 +190,13 @@ async def test_instances_that_start_together_migrate_once(path: Path) -> None:
 
 async def test_a_migration_that_fails_leaves_nothing_behind(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE eventlog_leases (id)")  # in the way of the third file
+        connection.execute("CREATE TABLE own (id)")
+        connection.execute("CREATE INDEX eventlog_consumed_events_date ON own (id)")  # in the way of the fourth file
     async with opened(path) as database:
         with pytest.raises(sqlite3.OperationalError, match="already exists"):
             await database.schema.migrate()
     with closing(sqlite3.connect(path)) as connection:
-        assert names_of("table", connection) == {"eventlog_leases"}
+        assert names_of("table", connection) == {"own"}
 
 
 async def test_complete_tables_of_another_tool_are_adopted(path: Path) -> None:
