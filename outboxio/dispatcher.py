@@ -38,8 +38,9 @@ from outboxio.errors import InvalidEvent, ShutdownError
 from outboxio.event import ActionRecord, Event
 from outboxio.handler import Handler, HandlerRegistry
 from outboxio.ids import uuid7
-from outboxio.notification import BEGINNING, Notification, Position, State, Wanted
+from outboxio.notification import BEGINNING, Notification, State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, shown, success, too_old
+from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, HandlerQueue, Run, Source
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
@@ -48,14 +49,7 @@ from outboxio.storage.protocols import Database
 logger = logging.getLogger(__name__)
 
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
-SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
-SWEEP_IN_FLIGHT = 0.05  # seconds between sweeps while so much is in flight that reading past it costs something
-FEW_IN_FLIGHT = 100
-MOST_READY = 10_000  # rows that all handlers together have ready at most
-FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with
-QUICK, SLOW = 0.25, 2.0  # seconds between two reads that double, or halve, that number
 TRIES_TO_SETTLE = 5  # of one drain, within about three seconds
-LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it stuck
 
 
 class Counters(msgspec.Struct):
@@ -72,84 +66,6 @@ class Counters(msgspec.Struct):
     def count(self, state: State, number: int) -> None:
         name = state.lower()
         setattr(self, name, getattr(self, name) + number)
-
-
-class Run:
-    """One notification on its way through one handler."""
-
-    __slots__ = ("abandoned", "cancelled_at", "interrupted", "lease", "notification", "queue", "started", "task")
-
-    def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
-        self.notification = notification
-        self.queue = queue
-        self.lease = lease
-        self.started = 0.0
-        self.cancelled_at: float | None = None
-        self.interrupted = False
-        self.abandoned = False
-        self.task: asyncio.Task[None] | None = None
-
-
-class HandlerQueue:
-    """What one handler has ready and running."""
-
-    def __init__(self, handler: Handler, settings: Settings, handlers: int) -> None:
-        self.handler = handler
-        self.function = handler.function
-        options = handler.options
-        self.limit = min(options.concurrency or settings.concurrency, settings.concurrency)
-        self.share = min(self.limit, max(1, settings.concurrency // (2 * handlers)))
-        self.policy = options.retry
-        self.retention = self.policy.retention or settings.handling_retention_window
-        self.cap = settings.handling_max_backoff_cap
-        self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
-        self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
-        self.decoders: dict[str, Callable[[str], Event]] = {}
-        self.ready: deque[Run] = deque()
-        self.running: dict[Run, None] = {}  # in the order in which they started, so in that of their deadlines
-        self.is_listed = False
-        self._largest_window = max(self.limit, min(settings.handling_batch_size, MOST_READY // handlers))
-        self.window = min(self._largest_window, max(self.limit, FIRST_WINDOW))
-        self.read_at = 0.0
-        self.was_full = False
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.ready) <= self.window // 2
-
-    def adapt_window(self, now: float) -> None:
-        """Read far ahead for a handler that is quick, and hardly at all for one that is slow."""
-        since, self.read_at = now - self.read_at, now
-        if not self.was_full:
-            return
-        if since < QUICK:
-            self.window = min(self._largest_window, self.window * 2)
-        elif since > SLOW:
-            self.window = min(self._largest_window, max(self.limit, self.window // 2))
-
-
-class Source:
-    """One stored handler name, a handler's own or an alias, whose lock this process holds."""
-
-    def __init__(self, name: str, queue: HandlerQueue, lease: Lease) -> None:
-        self.name = name
-        self.queue = queue
-        self.lease = lease
-        self.position: Position = BEGINNING
-        self.in_flight = 0
-        self.has_backlog = False
-        self.swept_at = float("-inf")
-        self.sweeps = False
-
-    def next_read(self, room: int, now: float) -> Wanted:
-        """What to ask for: on from the position, or from the beginning if it is time for a sweep."""
-        pause = SWEEP_IN_BACKLOG if self.has_backlog else SWEEP_IN_FLIGHT
-        few = self.in_flight <= FEW_IN_FLIGHT and not self.has_backlog
-        self.sweeps = few or now - self.swept_at >= pause
-        if self.sweeps:
-            self.swept_at = now
-            return Wanted(self.name, room + self.in_flight)
-        return Wanted(self.name, room, self.position)
 
 
 class Dispatcher:

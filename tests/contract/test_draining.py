@@ -65,17 +65,25 @@ async def test_drain_goes_on_until_the_last_event_of_a_chain_is_handled(outbox: 
         assert (await outbox.admin.counts())["SUCCEEDED"] == 22
 
 
-async def test_beside_running_drain_waits_for_what_runs(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_beside_running_drain_waits_for_what_runs_and_for_what_comes_of_it(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
-    outbox.handler(MoneyDeposited, name="first")(gate)
+
+    @outbox.handler(MoneyDeposited, name="first")
+    async def first(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        await gate(envelope)
+        envelope.emit(WalletOpened(envelope.event.wallet_id))
+
+    outbox.handler(WalletOpened, name="second")(Journal())
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2)))
         await gate.calls(2)
         async with begun(outbox.drain()) as drain:
             assert await still_goes_on(drain)
             gate.open()
-        assert await look.states() == {"SUCCEEDED": 2}
+        assert await look.states() == {"SUCCEEDED": 4}
 
 
 async def test_beside_running_drain_waits_for_the_write_that_is_under_way(make_outbox: MakeOutbox, look: Look) -> None:

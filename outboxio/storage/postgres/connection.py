@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import asyncpg
 
 from outboxio.waiting import to_the_end
+
+logger = logging.getLogger(__name__)
 
 Connect = Callable[[], Awaitable[Any]]
 Release = Callable[[Any], Awaitable[None]]
@@ -93,8 +96,9 @@ class Dedicated:
     def terminate(self) -> None:
         """Drop the connection at once, without a word to the server."""
         connection, self._connection = self._connection, None
-        if connection is not None and not _is_closed(connection):
-            connection.terminate()
+        if connection is not None:
+            with suppress(asyncpg.InterfaceError):  # its pool has it back already
+                connection.terminate()
 
     @asynccontextmanager
     async def _opened(self) -> AsyncGenerator[Any]:
@@ -128,10 +132,14 @@ class Dedicated:
                 await connection.execute(
                     "; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT
                 )
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except Exception as error:
+            logger.debug("a connection is dropped, for it cannot be given back: %r", error)
             if not _is_closed(connection):
                 connection.terminate()
-        await self._release(connection)
+        try:
+            await self._release(connection)
+        except Exception as error:
+            logger.debug("a connection ended while it was given back: %r", error)
 
 
 def _is_closed(connection: Any) -> bool:
