@@ -20,6 +20,9 @@ from outboxio.subscription import Subscription
 logger = logging.getLogger(__name__)
 
 
+LONGEST_UNSEEN = timedelta(minutes=1)  # so that a handler which was unsubscribed by mistake is soon back
+
+
 class Announcer:
     """Keeps this instance's handlers in ``subscriptions``, and seen."""
 
@@ -42,7 +45,7 @@ class Announcer:
         now, wanted = self._clock(), tuple(self._handlers.subscriptions())
         if self._announced is not None:
             seen, same = now - self._announced[0], wanted == self._announced[1]
-            if same and seen < self._ttl / 10:
+            if same and seen < min(self._ttl / 10, LONGEST_UNSEEN):
                 return
         await self._database.subscriptions.announce(self._namespace, wanted, now)
         self._announced = (now, wanted)

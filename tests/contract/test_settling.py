@@ -11,7 +11,7 @@ import pytest
 from outboxio import EventEnvelope, Outbox, RetryPolicy, Settings, ShutdownError, dispatcher, shard
 from outboxio.names import LockName
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.spies import Gate, breaks, counters, deposits, watch
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -451,3 +451,17 @@ async def test_another_instance_takes_over_what_a_leaving_one_did_not_finish(
 
     assert sorted(journal.amounts) == [1, 2, 3]
     assert await look.states() == {"SUCCEEDED": 3}
+
+
+async def test_a_run_whose_events_a_constraint_of_the_user_refuses_has_failed(postgres_url: str) -> None:
+    look = Look(postgres_url)
+    async with opened(Outbox(postgres_url, namespace="app")) as outbox:
+        await look.fetch("ALTER TABLE {events} ADD CHECK (event_type <> 'WalletOpened')")
+
+        @outbox.handler(MoneyDeposited, name="emits")
+        async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+            envelope.emit(WalletOpened(envelope.event.wallet_id))
+
+        await outbox.executor.execute(Emit((1,)))
+        assert (await outbox.drain(timeout=20)).failed == 1
+        assert await look.states() == {"FAILED": 1}

@@ -96,8 +96,10 @@ async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox,
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     with pytest.raises(TimeoutError):  # noqa: PT012  # it is raised by the end of the block
-        async with asyncio.timeout(0.3), outbox.running():
+        async with asyncio.timeout(60) as limit, outbox.running():
             await outbox.executor.execute(Emit((1, 2)))
+            await journal.calls(2)
+            limit.reschedule(asyncio.get_running_loop().time())
             await asyncio.sleep(60)
     await leaks.nothing_is_left(POOL)
     assert await look.states() == {"SUCCEEDED": 2}

@@ -14,9 +14,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def refuses_value(error: BaseException) -> bool:
-    """Class 22 is "data exception": NUL, a lone surrogate, a text too long; 54 is a program limit, a row too big."""
+    """Whether the same value would be refused again.
+
+    Class 22 is "data exception": NUL, a lone surrogate, a text too long; 54 is a program limit, a row too big; 23 is
+    a constraint, and P0001 what a trigger raises: a user's own, on our tables.
+    """
     if isinstance(error, asyncpg.PostgresError):
-        return str(error.sqlstate)[:2] in ("22", "54")
+        return str(error.sqlstate)[:2] in ("22", "23", "54") or error.sqlstate == "P0001"
     return _refused_by_driver(error)
 
 
