@@ -38,6 +38,7 @@ from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime, ShardWork
 from outboxio.storage import DatabaseSource, open_database
+from outboxio.storage.protocols import ClusterLock
 from outboxio.transaction import Transaction
 from outboxio.waiting import Exclusive, to_the_end
 
@@ -437,8 +438,12 @@ class Outbox:
                     raise SameDatabase(held[-1], shard.name)
                 held.append(shard.name)
         finally:
-            for _, lock in locks:
-                await lock.close()
+            await to_the_end(_close_all([lock for _, lock in locks]))
+
+
+async def _close_all(locks: Iterable[ClusterLock]) -> None:
+    for lock in locks:
+        await lock.close()
 
 
 def _totals(fanned_out: int, counters: Counters) -> tuple[int, ...]:

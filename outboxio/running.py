@@ -80,14 +80,17 @@ class Running:
                 self._works.append(shard.start_work(self._roles))
                 await self._works[-1].announcer.announce_if_due()
         except BaseException:
-            for shard in self._shards:
-                shard.work = None
-                await shard.database.release_loops()
+            await to_the_end(self._abandon())
             raise
         for name, reason in down.items():
             logger.error("shard %s is down and is probed until it comes: %s", name, reason)
             self._works.append(self._shard(name).start_work(self._roles))
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
+
+    async def _abandon(self) -> None:
+        for shard in self._shards:
+            shard.work = None
+            await shard.database.release_loops()
 
     async def stop(self) -> None:
         """Wind all shards down; raises :class:`ShutdownError` if outcomes were lost on the way."""

@@ -37,6 +37,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
         self._flows = True
+        self._last_words: bytes | None = None
 
     async def start(self) -> None:
         """Take connections."""
@@ -62,6 +63,14 @@ class Proxy:
             link.flowing.clear()
         self._flows = self._flows and bool(sent)
         return len(silent)
+
+    def fall_silent_after(self, words: bytes) -> None:
+        """The next connection that sends these bytes gets them through, and nothing after them, in no direction."""
+        self._last_words = words
+
+    @property
+    def waits_for_last_words(self) -> bool:
+        return self._last_words is not None
 
     def speak_again(self) -> None:
         self._flows = True
@@ -105,6 +114,9 @@ class Proxy:
                 if remember and len(link.sent) < 65536:
                     link.sent += data
                 await link.flowing.wait()
+                if remember and self._last_words is not None and self._last_words in data.lower():
+                    self._last_words = None
+                    link.flowing.clear()
                 writer.write(data)
                 await writer.drain()
 

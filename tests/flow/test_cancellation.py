@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ import pytest
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.flow.leaks import Leaks
+from tests.probes import Cancelling
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -185,23 +187,37 @@ async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_a
     await leaks.nothing_is_left(POOL)
 
 
-async def test_entering_cancelled_at_any_moment_leaves_nothing_behind(make_outbox: MakeOutbox, leaks: Leaks) -> None:
-    outbox, journal = await make_outbox(), Journal()
+@pytest.mark.parametrize(
+    ("shards", "way"),
+    [(1, {}), (1, {"late": True}), (1, {"again": True}), (2, {"again": True})],
+    ids=["early", "late", "again-and-again", "two-shards"],
+)
+async def test_entering_cancelled_at_every_wait_leaves_nothing_behind(
+    make_outbox: MakeOutbox, leaks: Leaks, database_url: str, second_url: str, shards: int, way: dict[str, bool]
+) -> None:
+    both = {"one": database_url, "two": second_url}
+    outbox, journal = await make_outbox(database=database_url if shards == 1 else both), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
-    for moment in range(20):
+    for moment in itertools.count(1):
         stay = outbox.running()
-        entering = asyncio.create_task(stay.__aenter__())
-        await asyncio.sleep(0.002 * moment)
-        if entering.cancel():
-            with suppress(asyncio.CancelledError):
-                await entering
-        if not entering.cancelled():
+        entering = Cancelling(stay.__aenter__(), moment, **way)
+        try:
+            await asyncio.create_task(_await(entering))
+        except asyncio.CancelledError:
+            assert entering.has_struck
+        else:
             await stay.__aexit__(None, None, None)
-        await leaks.nothing_is_left(POOL)
+        await leaks.nothing_is_left()
+        if not entering.has_struck:
+            break
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await journal.calls(1)
+
+
+async def _await(cancelling: Cancelling) -> None:
+    await cancelling
 
 
 async def _are(look: Look, states: dict[str, int]) -> bool:

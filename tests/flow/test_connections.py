@@ -241,7 +241,8 @@ async def test_a_lost_listen_connection_listens_again(postgres_url: str, rows: L
             assert time.monotonic() - committed_at < 1.0
 
 
-async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, rows: Look) -> None:
+@pytest.mark.parametrize("moment", ["idle", "in-the-middle-of-a-statement"])
+async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, moment: str) -> None:
     journal = Journal()
     settings = Settings(**NO_POLLS, lock_heartbeat="500ms")
     async with proxy_to(postgres_url) as proxy, opened(Outbox(postgres_url, namespace="app")) as producer:
@@ -249,9 +250,15 @@ async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(p
         async with Outbox({"default": through}, namespace="app", settings=settings) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
             async with outbox.running():
-                await producer.executor.execute(Emit((1,)))
-                await journal.calls(1)
-                assert proxy.fall_silent(b"LISTEN") == 1
+                await eventually(lambda: "lock" in backends(outbox))
+                if moment == "idle":
+                    await producer.executor.execute(Emit((1,)))
+                    await journal.calls(1)
+                    assert proxy.fall_silent(b"LISTEN") == 1
+                else:  # after the first message of the wake-up that fan-out sends
+                    proxy.fall_silent_after(b"notify")
+                    await producer.executor.execute(Emit((1,)))
+                    await eventually(lambda: not proxy.waits_for_last_words)
                 silent_at = time.monotonic()
                 await producer.executor.execute(Emit((2,)))
 
@@ -365,9 +372,11 @@ async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
 
             await producer.executor.execute(Welcome(1))
 
-            await quick.calls(1)
-            await eventually(lambda: _are(rows, {"PENDING": 20, "SUCCEEDED": 1}))
-            release.set()
+            try:
+                await quick.calls(1)
+                await eventually(lambda: _are(rows, {"PENDING": 20, "SUCCEEDED": 1}), timeout=5)
+            finally:
+                release.set()
             await eventually(lambda: _are(rows, {"SUCCEEDED": 21}))
 
 

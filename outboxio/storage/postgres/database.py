@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,10 @@ from outboxio.storage.postgres.session import PooledSession, PostgresSession
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
 from outboxio.waiting import to_the_end
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT = 10.0
+CLOSING_TIMEOUT = 10.0
 NOTIFY_TIMEOUT = 2.0  # a wake-up must neither hold up the heartbeat, which goes the same way, nor the end
 LARGEST_POOL = 20  # connections of a pool of our own; one that is not used for five minutes is closed
 
@@ -92,14 +96,15 @@ class PostgresDatabase:
                 raise PoolTooSmall(self.name, size, needed)
 
     async def release_loops(self) -> None:
-        await _all(connection.close() for connection in (self._fanout, self._find, self._settle, self._admin))
+        ours = (self._fanout, self._find, self._settle, self._admin)
+        await to_the_end(_all(connection.close() for connection in ours))
 
     async def close(self) -> None:
         await self.release_loops()
         if self._url is not None and self._pool is not None:
             pool, self._pool = self._pool, None
             if self._opened_in is asyncio.get_running_loop():
-                await pool.close()
+                await _close(pool)
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -151,6 +156,18 @@ class PostgresDatabase:
             return await connect()
         except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             raise DatabaseUnavailable(self.name, _where(url), str(error) or type(error).__name__) from error
+
+
+async def _close(pool: asyncpg.Pool[Any]) -> None:
+    """Wait for connections that are still checked out, but not for ever: one may have been lost on the way back."""
+    try:
+        async with asyncio.timeout(CLOSING_TIMEOUT):
+            await pool.close()
+    except TimeoutError:
+        logger.warning(
+            "connections of the pool are still in use %g s after it was closed; they are dropped", CLOSING_TIMEOUT
+        )
+        pool.terminate()
 
 
 def _where(url: str | None) -> str:
