@@ -11,6 +11,7 @@ import msgspec
 from outboxio.errors import InvalidEvent
 
 _encode = msgspec.json.Encoder().encode
+_decode_column = msgspec.json.Decoder(dict[str, Any] | str | None).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -37,9 +38,10 @@ def encode_object(value: object, subject: str, *, stores_nul: bool) -> str:
     return encoded.decode()
 
 
-def decode_object(text: str | bytes | None) -> dict[str, Any]:
-    """The JSON object in a column; an empty one where the column is NULL."""
-    return {} if text is None else _decode_object(text)
+def decode_object(document: bytes | msgspec.Raw) -> dict[str, Any]:
+    """A JSON object, or one that is written as text within JSON; an empty one where there is ``null``."""
+    decoded = _decode_column(document)
+    return _decode_object(decoded) if isinstance(decoded, str) else decoded or {}
 
 
 def _is_not_finite(value: object) -> bool:

@@ -235,7 +235,7 @@ class Dispatcher:
         refused = self._refused_runs.pop(row.id, None)
         return refused is not None and refused.lease is lease and refused.notification.attempts == row.attempts
 
-    def _learn(self, asked: list[tuple[Source, Wanted]], rows: list[Notification], now: float) -> bool:
+    def _learn(self, asked: list[tuple[Source, Wanted]], rows: Iterable[Notification], now: float) -> bool:
         """Move the positions on; whether there is more to read for which there is room."""
         counts: dict[str, int] = {}
         last: dict[str, Notification] = {}

@@ -93,53 +93,53 @@ class EventEnvelope(Generic[E_co]):
 
     @property
     def action_id(self) -> UUID:
-        return self._row.action_id
+        return self._row.context.action_id
 
     @property
     def action_name(self) -> str:
-        return self._row.action_name
+        return self._row.context.action_name
 
     @property
     def action_params(self) -> dict[str, Any]:
         """The parameters of the action, as stored: a JSON object."""
-        return decode_object(self._row.action_params)
+        return decode_object(self._row.context.action_params)
 
     @property
     def started_date(self) -> datetime:
         """When the action began."""
-        return self._row.started_date
+        return self._row.context.started_date
 
     @property
     def completion_date(self) -> datetime:
         """When the action's ``perform`` returned."""
-        return self._row.completion_date
+        return self._row.context.completion_date
 
     @property
     def event_date(self) -> datetime:
-        return self._row.event_date
+        return self._row.context.event_date
 
     @property
     def model_id(self) -> str | None:
-        return self._row.model_id
+        return self._row.context.model_id
 
     @property
     def model_type(self) -> str | None:
-        return self._row.model_type
+        return self._row.context.model_type
 
     @property
     def correlation_id(self) -> str | None:
         """What the first execution of this chain was given to be found by."""
-        return self._row.correlation_id
+        return self._row.context.correlation_id
 
     @property
     def causation_id(self) -> UUID | None:
         """The id of the event whose handler caused this one; ``None`` at the start of a chain."""
-        return self._row.causation_id
+        return self._row.context.causation_id
 
     @property
     def headers(self) -> dict[str, Any]:
         """The headers of the execution; an empty mapping where there are none."""
-        return decode_object(self._row.headers)
+        return decode_object(self._row.context.headers)
 
     @property
     def resources(self) -> Any:
@@ -191,8 +191,8 @@ class EventEnvelope(Generic[E_co]):
     @property
     def cause(self) -> Cause:
         """What rows that this handler writes say of their origin."""
-        row = self._row
-        return Cause(row.event_id, row.handler_name, row.correlation_id, row.hops)
+        row, context = self._row, self._row.context
+        return Cause(context.event_id, row.handler_name, context.correlation_id, context.hops)
 
     @property
     def emitted(self) -> list[EventRecord]:

@@ -26,7 +26,7 @@ from outboxio.errors import (
 )
 from outboxio.event import ActionRecord, EventRecord, checked_name, checked_text
 from outboxio.ids import uuid7
-from outboxio.storage.protocols import CommitLost, Database, Session
+from outboxio.storage.protocols import CommitLost, Database, Session, TransactionLost
 from outboxio.transaction import Transaction
 from outboxio.waiting import to_the_end
 
@@ -231,6 +231,8 @@ class ActionExecutor:
             events = (EventRecord(id=uuid7()),)
         try:
             await session.insert_events(record.completed(target.clock()), events)
+        except TransactionLost as error:
+            raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
         except Exception as error:
             if target.database.lacks_schema(error):
                 await target.database.schema.check()
@@ -272,6 +274,8 @@ async def _commit(session: Session, record: ActionRecord, tx: Transaction) -> No
     except CommitLost as lost:
         session.discard()
         raise CommitUnknown(record.action_name, record.action_id) from lost.__cause__
+    except TransactionLost as error:
+        raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
     except BaseException:
         if session.in_transaction():
             await _roll_back(session)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 from uuid import UUID
 
+import msgspec
 from msgspec import Struct
 
 
@@ -22,33 +24,59 @@ class State(StrEnum):
     SKIPPED = "SKIPPED"
 
 
-class Notification(Struct, gc=False):
-    """A due row, as far as dispatch needs it. JSON columns are text until somebody looks at them.
+class Context(Struct, frozen=True, array_like=True):
+    """What a notification knows of its event and the action that caused it; few handlers look at all of it.
 
-    The order of the fields is the order of the columns in every dialect's ``find_due``.
+    The order of the fields is the order of the values in the array that every dialect's ``find_due`` selects.
+    ``action_params`` and ``headers`` are JSON, as an object or as the text of one.
     """
 
-    id: UUID
     event_id: UUID
-    handler_name: str
     action_id: UUID
     action_name: str
-    action_params: str
+    action_params: msgspec.Raw
     started_date: datetime
     completion_date: datetime
     model_id: str | None
     model_type: str | None
-    event_type: str
-    payload: str | None
     event_date: datetime
+    correlation_id: str | None
+    causation_id: UUID | None
+    headers: msgspec.Raw
+    hops: int
+
+
+_decode_context = msgspec.json.Decoder(Context).decode
+
+
+class Notification(Struct, gc=False):
+    """A due row, as far as dispatch needs it.
+
+    The order of the fields is the order of the columns in every dialect's ``find_due``. ``payload`` is the text or the
+    bytes of a JSON object, or ``None``. ``raw_context`` is one column for all that a handler may never look at: drivers
+    take longer to decode its parts than databases take to put them together.
+    """
+
+    id: UUID
+    handler_name: str
+    event_type: str
+    payload: Any
     attempts: int
     next_retry_at: datetime
     retention_from: datetime
     sequence: int
-    correlation_id: str | None
-    causation_id: UUID | None
-    headers: str | None
-    hops: int
+    raw_context: Any
+
+    @property
+    def context(self) -> Context:
+        """The event and the action, decoded when first asked for."""
+        if not isinstance(self.raw_context, Context):
+            self.raw_context = _decode_context(self.raw_context)
+        return self.raw_context
+
+    @property
+    def event_id(self) -> UUID:
+        return self.context.event_id
 
 
 class NotificationRecord(Struct, frozen=True, kw_only=True):

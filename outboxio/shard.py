@@ -203,8 +203,11 @@ class ShardWork:
         name = shard.name
         self.keeper_loop = Loop(f"locks of {name}", self.keeper.run_once, self.keeper.poll_delay)
         self.announce_loop = Loop(f"subscriptions of {name}", self._announce, lambda: _ANNOUNCE_DELAY)
-        self.fanout_loop = Loop(f"fan-out of {name}", self.fanout.run_once, _seconds(settings.fanout_poll_delay))
-        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, _seconds(settings.handling_poll_delay))
+        # What other processes commit is heard of, or else looked for: often while there is traffic.
+        eager = not shard.database.wakes_across_processes
+        fanout_delay, find_delay = _seconds(settings.fanout_poll_delay), _seconds(settings.handling_poll_delay)
+        self.fanout_loop = Loop(f"fan-out of {name}", self.fanout.run_once, fanout_delay, is_eager=eager)
+        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, find_delay, is_eager=eager)
         self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
         self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
         self.keeper.wake = self.keeper_loop.wake

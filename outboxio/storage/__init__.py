@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from outboxio.storage.protocols import Database
 
 _EXPECTED = (
-    "a URL (postgresql://host/database, sqlite:///file.db, sqlite:// for memory), an asyncpg.Pool, or Shard(url, ...)"
+    "a URL (postgresql://host/database, mysql://host/database, mariadb://host/database, sqlite:///file.db, sqlite:// "
+    "for memory), an asyncpg.Pool or aiomysql.Pool, or Shard(url, ...)"
 )
 
 # One host or several, each with its port: postgresql://first:5432,second:5432/app.
@@ -39,7 +41,7 @@ class Shard(Struct, frozen=True):
 
 
 class ConnectionPool(Protocol):
-    """A driver's own pool: ``asyncpg.Pool``."""
+    """A driver's own pool: ``asyncpg.Pool`` or ``aiomysql.Pool``."""
 
     @property
     def acquire(self) -> Callable[..., Any]: ...
@@ -58,10 +60,15 @@ def open_database(name: str, source: DatabaseSource) -> Database:
         return _from_url(name, source.url, source.direct_url)
     if isinstance(source, str):
         return _from_url(name, source, None)
-    if type(source).__module__.partition(".")[0] == "asyncpg":
+    driver = type(source).__module__.partition(".")[0]
+    if driver == "asyncpg":
         from outboxio.storage.postgres.database import PostgresDatabase
 
         return PostgresDatabase(name, cast(Any, source))
+    if driver == "aiomysql":
+        from outboxio.storage.mysql.database import MysqlDatabase
+
+        return MysqlDatabase(name, cast(Any, source))
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 
@@ -70,18 +77,29 @@ def _from_url(name: str, url: str, direct_url: str | None) -> Database:
     if direct_url is not None and _scheme(name, direct_url) != scheme:
         raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
     if scheme == "postgresql":
-        try:
+        with _driver_of(name, "postgres"):
             from outboxio.storage.postgres.database import PostgresDatabase
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"shard {name!r} needs the driver {error.name}: pip install 'outboxio[postgres]'"
-            ) from error
         return PostgresDatabase(name, url, direct_url)
+    if scheme in ("mysql", "mariadb"):
+        with _driver_of(name, "mysql"):
+            from outboxio.storage.mysql.database import MysqlDatabase
+        return MysqlDatabase(name, url, direct_url)
     if scheme == "sqlite":
         from outboxio.storage.sqlite.database import SqliteDatabase
 
         return SqliteDatabase(name, _sqlite_path(name, url))
     raise ConfigurationError(f"shard {name!r} has a URL with the scheme {scheme!r}; expected {_EXPECTED}")
+
+
+@contextmanager
+def _driver_of(name: str, extra: str) -> Iterator[None]:
+    """Imports of a driver that may not be installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"shard {name!r} needs the driver {error.name}: pip install 'outboxio[{extra}]'"
+        ) from error
 
 
 def _scheme(name: str, url: str) -> str:

@@ -26,6 +26,10 @@ class CommitLost(Exception):
     """The connection was lost while COMMIT was under way; nobody knows yet whether it took effect."""
 
 
+class TransactionLost(Exception):
+    """The transaction had ended before its events were written: a statement in it ended it, or a deadlock did."""
+
+
 class FannedOut(Struct, frozen=True):
     """What one round of fan-out did.
 
@@ -49,7 +53,7 @@ class Session(Protocol):
     async def begin(self) -> None: ...
 
     async def commit(self) -> None:
-        """Commit, or raise: :class:`CommitLost` if nobody can know."""
+        """Commit, or raise: :class:`CommitLost` if nobody can know, :class:`TransactionLost` if there was nothing."""
         ...
 
     async def rollback(self) -> None: ...
@@ -71,7 +75,7 @@ class Session(Protocol):
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None: ...
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        """Write the rows of one action, in one statement."""
+        """Write the rows of one action, in one statement. :class:`TransactionLost` if there is no transaction."""
         ...
 
 
@@ -108,7 +112,7 @@ class EventRepository(Protocol):
 class NotificationRepository(Protocol):
     """The ``event_notifications`` table."""
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
         """Due rows for each wanted handler name, in order, behind its cursor, up to its limit."""
         ...
 

@@ -5,13 +5,14 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from outboxio import Event, EventEnvelope, InvalidEvent, TooManyHops
 from outboxio.emission import Cause, Emitter
 from outboxio.envelope import HandlerContext
 from outboxio.event import EventTypes
-from outboxio.notification import Notification
+from outboxio.notification import Context, Notification
 
 NOON = datetime(2030, 1, 1, 12)
 
@@ -55,7 +56,11 @@ def notification(**columns: Any) -> Notification:
         "headers": '{"traceparent": "00-ab"}',
         "hops": 3,
     }
-    return Notification(**{**row, **columns})
+    row.update(columns)
+    for column in ("action_params", "headers"):
+        row[column] = msgspec.Raw(b"null" if row[column] is None else row[column].encode())
+    context = Context(**{column: row.pop(column) for column in Context.__struct_fields__})
+    return Notification(**row, raw_context=context)
 
 
 def envelope(

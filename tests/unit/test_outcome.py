@@ -33,10 +33,8 @@ EXACT = RetryPolicy(jitter=0)
 
 def notification(number: int = 1, *, attempts: int = 0, retention_from: datetime = NOW) -> Notification:
     return Notification(
-        id=UUID(int=number), event_id=UUID(int=2), handler_name="h", action_id=UUID(int=3), action_name="A",
-        action_params="{}", started_date=NOW, completion_date=NOW, model_id=None, model_type=None, event_type="E",
-        payload="{}", event_date=NOW, attempts=attempts, next_retry_at=NOW, retention_from=retention_from,
-        sequence=number, correlation_id=None, causation_id=None, headers=None, hops=0,
+        id=UUID(int=number), handler_name="h", event_type="E", payload="{}", attempts=attempts, next_retry_at=NOW,
+        retention_from=retention_from, sequence=number, raw_context=None,
     )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import asyncpg
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
+from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.connection import FAREWELL_TIMEOUT, LOOP_SETTINGS, Dedicated
+from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.notification import Notification, NotificationRecord, Wanted
+from outboxio.notification import Context, Notification, NotificationRecord, Wanted
 from outboxio.outcome import Bucket
 from outboxio.storage.postgres.connection import Dedicated, row_count
 from outboxio.storage.postgres.session import insert_events
@@ -22,7 +22,12 @@ def _selected(columns: Sequence[str]) -> str:
     return ", ".join(f"n.{c}::text" if c in _JSON else f"n.{c}" for c in columns)
 
 
-_DUE_COLUMNS = Notification.__struct_fields__
+def _context() -> str:
+    """Everything of :class:`Context` in one column: decoding a column takes the driver longer than this the server."""
+    return f"json_build_array({', '.join(f'n.{column}' for column in Context.__struct_fields__)})::text"
+
+
+_DUE_COLUMNS = f"{_selected(Notification.__struct_fields__[:-1])}, {_context()}"
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
 # One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
@@ -30,7 +35,7 @@ _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != 
 FIND_DUE = f"""
 SELECT n.* FROM unnest($3::text[], $4::int[], $5::timestamp[], $6::bigint[]) AS w(handler_name, size, due, sequence)
 CROSS JOIN LATERAL (
-  SELECT {_selected(_DUE_COLUMNS)} FROM eventlog.event_notifications n
+  SELECT {_DUE_COLUMNS} FROM eventlog.event_notifications n
   WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED')
     AND n.next_retry_at <= $2 AND (n.next_retry_at, n.sequence) > (w.due, w.sequence)
   ORDER BY n.next_retry_at, n.sequence LIMIT w.size) n

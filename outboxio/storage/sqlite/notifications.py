@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
-from outboxio.notification import BEGINNING, Notification, NotificationRecord, Position, Wanted
+from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Position, Wanted
 from outboxio.outcome import Bucket
 from outboxio.storage.sqlite.connection import Connections, fetch_value
 from outboxio.storage.sqlite.session import INSERT_EVENTS, event_parameters
@@ -25,7 +25,8 @@ def _object(columns: Iterable[str]) -> str:
     return "json_object(" + ", ".join(f"'{column}', {column}" for column in columns) + ")"
 
 
-_DUE_COLUMNS = Notification.__struct_fields__
+_DUE_COLUMNS = Notification.__struct_fields__[:-1]
+_CONTEXT = Context.__struct_fields__
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
 # SQLite uses a partial index for a query only if it repeats the index's own condition word for word.
@@ -47,8 +48,8 @@ SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
 # One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
 # that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
 FIND_DUE = f"""
-SELECT json_group_array({_object(_DUE_COLUMNS)}) FROM (
-  SELECT {", ".join(_DUE_COLUMNS)} FROM {_BY_DUE}
+SELECT json_group_array(json_array({", ".join(_DUE_COLUMNS)}, json_array({", ".join(_CONTEXT)}))) FROM (
+  SELECT {", ".join((*_DUE_COLUMNS, *_CONTEXT))} FROM {_BY_DUE}
   WHERE namespace = :namespace AND handler_name = :handler_name AND {_DUE} AND next_retry_at <= :now
     AND (next_retry_at, sequence) > (:due, :sequence)
   ORDER BY next_retry_at, sequence LIMIT :limit)
@@ -136,7 +137,15 @@ WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND s
 _NONE = "[]"
 _NO_DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
 
-_notifications = msgspec.json.Decoder(list[Notification])
+
+class _Due(Notification, array_like=True, gc=False):
+    """A due row as FIND_DUE writes it. Its documents are text within JSON: one that is malformed harms no other row."""
+
+    payload: str | None
+    raw_context: msgspec.Raw
+
+
+_notifications = msgspec.json.Decoder(list[_Due])
 _rows = msgspec.json.Decoder(list[dict[str, Any]])
 
 

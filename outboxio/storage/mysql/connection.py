@@ -1,0 +1,163 @@
+"""Connections of the loops, over aiomysql, and statements on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from aiomysql import Cursor
+
+from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
+from outboxio.storage.mysql.flavour import Server, Statement
+from outboxio.waiting import to_the_end
+
+Arguments = Mapping[str, Any] | tuple[Any, ...] | None
+
+# Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
+# locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and keeps its snapshot.
+# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB. max_error_count: warnings about values that did not
+# fit are found by looking at the values, not by another round trip.
+LOOP_SETTINGS: Mapping[str, str | int] = {
+    "autocommit": 1,
+    "sql_mode": "STRICT_ALL_TABLES,NO_ZERO_IN_DATE,NO_ZERO_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
+    "innodb_lock_wait_timeout": 10,
+    "group_concat_max_len": 2**30,
+    "sql_notes": 0,
+    "max_error_count": 0,
+}
+
+
+class Dedicated(DedicatedConnection):
+    """One connection for one loop."""
+
+    def __init__(self, connect: Connect, release: Release, server: Server, *, keeps: bool = True) -> None:
+        super().__init__(connect, release, keeps=keeps)
+        self._server = server
+        self._settings: dict[str, str | int] = dict(LOOP_SETTINGS)
+        self._before: Mapping[str, Any] = {}
+        self._in_transactions: str = ""
+
+    def set(self, name: str, value: str | int) -> None:
+        """Apply a session setting as well, from the next opening on."""
+        self._settings[name] = value
+
+    def end_silent_transactions(self, seconds: int) -> None:
+        """Let the server end this session when it is silent for so long within a transaction."""
+        self._in_transactions = f"SET SESSION wait_timeout = {seconds}; "
+
+    async def fetch(
+        self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
+    ) -> list[tuple[Any, ...]]:
+        """Run one autocommit statement; its rows."""
+        async with self.opened() as connection:
+            return await fetch(connection, self._server.spell(statement), args, timeout)
+
+    async def fetch_all(self, part: str, number: int, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Run one autocommit statement that is so many times ``part``, joined by UNION ALL; its rows."""
+        async with self.opened() as connection:
+            return await fetch(connection, " UNION ALL ".join([part] * number), args)
+
+    async def execute(self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
+        """Run one autocommit statement; the number of rows it changed."""
+        async with self.opened() as connection:
+            return await execute(connection, self._server.spell(statement), args, timeout)
+
+    async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run ``work`` on the connection in one transaction, committed unless it raises."""
+        async with self.opened() as connection:
+            await execute(connection, f"{self._in_transactions}START TRANSACTION")
+            try:
+                result = await work(connection)
+                await execute(connection, "COMMIT")
+            except BaseException:
+                await to_the_end(self._roll_back(connection))
+                raise
+            if self._in_transactions:
+                await execute(connection, _set({"wait_timeout": self._before["wait_timeout"]}))
+            return result
+
+    async def _roll_back(self, connection: Any) -> None:
+        if not self.is_closed(connection):
+            try:
+                await execute(connection, "ROLLBACK", timeout=FAREWELL_TIMEOUT)
+            except Exception:
+                self.drop(connection)
+
+    async def prepare(self, connection: Any) -> None:
+        flavour = self._server.flavour
+        settings = {
+            **self._settings,
+            flavour.isolation: "READ-COMMITTED",
+            "collation_connection": flavour.collation,
+        }
+        read = list(dict.fromkeys((*settings, "wait_timeout")))
+        names = ", ".join(f"@@SESSION.{name}" for name in read)
+        (before,) = await fetch(connection, f"SELECT @@max_allowed_packet, {names}")
+        self._server.largest_packet = before[0]
+        self._before = dict(zip(read, before[1:], strict=True))
+        await execute(connection, _set(settings))
+
+    async def restore(self, connection: Any) -> None:
+        await execute(connection, _set(self._before), timeout=FAREWELL_TIMEOUT)
+
+    def is_closed(self, connection: Any) -> bool:
+        return is_closed(connection)
+
+    def drop(self, connection: Any) -> None:
+        drop(connection)
+
+
+async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
+    """Run a statement, or several with semicolons between them; the cursor after the last one."""
+    async with asyncio.timeout(timeout):
+        cursor = await connection.cursor(Cursor)
+        await cursor.execute(sql, args)
+        while await cursor.nextset():
+            pass
+    return cursor
+
+
+async def fetch(
+    connection: Any, sql: str, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
+) -> list[tuple[Any, ...]]:
+    cursor = await run(connection, sql, args, timeout)
+    return list(await cursor.fetchall())
+
+
+async def execute(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
+    cursor = await run(connection, sql, args, timeout)
+    return int(cursor.rowcount)
+
+
+def is_closed(connection: Any) -> bool:
+    """Whether the connection is of no use: closed here, or by the server. aiomysql's own pool looks at the same."""
+    if connection.closed:
+        return True
+    reader = connection._reader
+    return bool(reader.at_eof() or reader.exception() is not None or getattr(reader, "eof_received", False))
+
+
+def drop(connection: Any) -> None:
+    """Close it at once: what is still to be sent is of no interest any more."""
+    writer = connection._writer
+    if writer is not None:
+        with suppress(Exception):
+            writer.transport.abort()
+    connection.close()
+
+
+def id_list(ids: Iterable[UUID | str]) -> str:
+    """Ids as the inside of ``IN (...)``: they are UUIDs, so there is nothing in them to escape."""
+    return msgspec.json.encode(list(ids)).decode()[1:-1].replace('"', "'")
+
+
+def _set(settings: Mapping[str, Any]) -> str:
+    return "SET " + ", ".join(f"@@SESSION.{name} = {_literal(value)}" for name, value in settings.items())
+
+
+def _literal(value: Any) -> str:
+    return str(int(value)) if isinstance(value, int) else f"'{value}'"

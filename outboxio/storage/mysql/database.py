@@ -1,0 +1,205 @@
+"""One MySQL or MariaDB database: its pool for the application's actions, and a connection for each loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import aiomysql
+from pymysql import err
+from pymysql.constants import CLIENT
+
+from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
+from outboxio.storage.dedicated import FAREWELL_TIMEOUT
+from outboxio.storage.mysql import errors
+from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, is_closed
+from outboxio.storage.mysql.events import MysqlEvents
+from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
+from outboxio.storage.mysql.lock import MysqlClusterLock
+from outboxio.storage.mysql.notifications import MysqlNotifications
+from outboxio.storage.mysql.schema import MysqlSchema
+from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
+from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
+from outboxio.storage.mysql.url import connect_arguments, where
+from outboxio.waiting import to_the_end
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 10.0
+CLOSING_TIMEOUT = 10.0
+LARGEST_POOL = 20  # connections of a pool of our own
+LONGEST_IDLE = 300  # seconds after which one of them is not used again
+
+
+class MysqlDatabase:
+    stores_nul = True
+    wakes_across_processes = False
+
+    def __init__(self, name: str, source: str | aiomysql.Pool, direct_url: str | None = None) -> None:
+        self.name = name
+        self._url = source if isinstance(source, str) else None
+        self._arguments = None if self._url is None else connect_arguments(name, self._url)
+        self._direct_url = direct_url or self._url
+        self._direct_arguments = None if self._direct_url is None else connect_arguments(name, self._direct_url)
+        self._pool: Any = None if isinstance(source, str) else source
+        self._opening = asyncio.Lock()
+        self._opened_in: asyncio.AbstractEventLoop | None = None
+        self._server = Server(FLAVOURS[source.partition(":")[0]] if isinstance(source, str) else MYSQL)
+        # What is seldom asked keeps no connection of a given pool from the application.
+        self._admin = self._loop_connection(keeps=self._url is not None)
+        self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
+        self.events = MysqlEvents(self._fanout, self._admin, self._server)
+        self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
+        self.subscriptions = MysqlSubscriptions(self._admin)
+        self.schema = MysqlSchema(self._admin, self._server, name)
+
+    @property
+    def dialect(self) -> str:
+        """What the URL says, until the server has said what it is."""
+        return self._server.flavour.name
+
+    def session(self) -> PooledSession:
+        return PooledSession(self._check_out, self._server)
+
+    def wrap(self, connection: Any) -> MysqlSession | None:
+        if not isinstance(connection, aiomysql.Connection):
+            return None
+        return MysqlSession(connection, self._server, is_callers=True)
+
+    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> MysqlClusterLock:
+        # A settlement that writes events as well is a transaction of several statements. A process that freezes between
+        # them must not keep the lease rows locked that its successor raises.
+        self._settle.end_silent_transactions(max(1, math.ceil(heartbeat * 2)))
+        return MysqlClusterLock(self._loop_connection(), owner, heartbeat)
+
+    async def notify(self, channel: str, payload: str) -> None:
+        """MySQL cannot wake other processes: they poll."""
+
+    async def refuse_shared_sessions(self) -> None:
+        """Two connections that are open at once never are one session, unless a proxy shares it."""
+        opened = [await self._connect()]
+        try:
+            number = await _session_number(opened[0])
+            opened.append(await self._connect())
+            await execute(opened[1], "START TRANSACTION")
+            try:
+                if await _session_number(opened[1]) == number:
+                    raise PooledConnection(self.name)
+            finally:
+                await execute(opened[1], "ROLLBACK")
+        finally:
+            await to_the_end(_all(map(self._release, opened)))
+
+    def require_room(self, loops: int) -> None:
+        if self._url is None and self._pool.maxsize:
+            size, needed = self._pool.maxsize, loops + 1
+            if size < needed:
+                raise PoolTooSmall(self.name, size, needed)
+
+    async def release_loops(self) -> None:
+        ours = (self._fanout, self._find, self._settle, self._admin)
+        await to_the_end(_all(connection.close() for connection in ours))
+
+    async def close(self) -> None:
+        await self.release_loops()
+        if self._url is not None and self._pool is not None:
+            pool, self._pool = self._pool, None
+            if self._opened_in is asyncio.get_running_loop():
+                await _close(pool)
+
+    is_transient = staticmethod(errors.is_transient)
+    refuses_value = staticmethod(errors.refuses_value)
+    is_unreachable = staticmethod(errors.is_unreachable)
+    lacks_schema = staticmethod(errors.lacks_schema)
+
+    def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
+        return Dedicated(self._connect, self._release, self._server, keeps=keeps)
+
+    async def _open_pool(self) -> Any:
+        if self._url is not None and self._opened_in is not asyncio.get_running_loop():
+            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
+            self._pool, self._opening, self._opened_in = None, asyncio.Lock(), asyncio.get_running_loop()
+        if self._pool is None:
+            async with self._opening:
+                if self._pool is None:
+                    self._pool = await self._reaching(self._url, self._create_pool)
+        return self._pool
+
+    async def _check_out(self) -> tuple[Any, Any]:
+        pool = await self._open_pool()
+        connection = await self._reaching(self._url, pool.acquire)
+        self._server.greeted_by(connection)
+        return pool, connection
+
+    async def _create_pool(self) -> Any:
+        # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
+        return await aiomysql.create_pool(
+            minsize=0,
+            maxsize=LARGEST_POOL,
+            pool_recycle=LONGEST_IDLE,
+            autocommit=True,
+            client_flag=CLIENT.FOUND_ROWS,
+            charset="utf8mb4",
+            **{"connect_timeout": CONNECT_TIMEOUT, **(self._arguments or {})},
+        )
+
+    async def _connect(self) -> Any:
+        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
+        if self._direct_arguments is None:
+            connection = await self._reaching(None, self._pool.acquire)
+        else:
+            connection = await self._reaching(self._direct_url, self._connect_alone)
+        self._server.greeted_by(connection)
+        return connection
+
+    async def _connect_alone(self) -> Any:
+        arguments = {"connect_timeout": CONNECT_TIMEOUT, **(self._direct_arguments or {})}
+        async with asyncio.timeout(arguments["connect_timeout"]):  # the driver's own ends before the greeting
+            return await aiomysql.connect(autocommit=True, charset="utf8mb4", **arguments)
+
+    async def _release(self, connection: Any) -> None:
+        if self._direct_arguments is None:
+            await give_back(self._pool, connection)
+        elif is_closed(connection):
+            connection.close()
+        else:
+            try:
+                async with asyncio.timeout(FAREWELL_TIMEOUT):
+                    await connection.ensure_closed()
+            except BaseException:
+                drop(connection)
+                raise
+
+    async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
+        try:
+            return await connect()
+        except (OSError, OverflowError, RuntimeError, err.MySQLError) as error:
+            place = "the given pool" if url is None else where(url)
+            raise DatabaseUnavailable(self.name, place, str(error) or type(error).__name__) from error
+
+
+async def _close(pool: Any) -> None:
+    """Wait for connections that are still checked out, but not for ever: one may have been lost on the way back."""
+    pool.close()
+    try:
+        async with asyncio.timeout(CLOSING_TIMEOUT):
+            with suppress(OSError):  # of those that the server has closed already
+                await pool.clear()
+            await pool.wait_closed()
+    except TimeoutError:
+        logger.warning(
+            "connections of the pool are still in use %g s after it was closed; they are dropped", CLOSING_TIMEOUT
+        )
+        pool.terminate()
+
+
+async def _all(coroutines: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*coroutines)
+
+
+async def _session_number(connection: Any) -> int:
+    return int((await fetch(connection, "SELECT CONNECTION_ID()"))[0][0])

@@ -1,0 +1,59 @@
+"""What MySQL's and MariaDB's errors mean to us, by number and never by text."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pymysql import err
+
+# A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
+_TRANSIENT = {1020, 1205, 1213}
+# The server has rolled back the whole transaction, not only the statement.
+_ROLLED_BACK = {1020, 1213}
+_LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index
+
+# Beside those that the driver calls errors of data or integrity: an index that is too long, a packet that is too large,
+# JSON that is malformed, too large, too deep, or refused by a check; a row that is too big; what a trigger raises.
+_REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
+
+# The server cannot be reached, is going down or starting up, ended the session, or does not write for the time being.
+_UNREACHABLE = {
+    1040, 1041, 1042, 1043, 1045, 1047, 1053, 1077, 1079, 1080, 1081, 1129, 1130, 1152, 1158, 1159, 1160, 1161,
+    1184, 1203, 1226, 1290, 1317, 1836, 1927, 2002, 2003, 2006, 2012, 2013, 2014, 2055, 3168, 3169, 4031,
+}  # fmt: skip
+
+
+def number(error: BaseException) -> int | None:
+    """The error's number; ``None`` for errors that neither server nor driver has numbered."""
+    first = error.args[0] if isinstance(error, err.MySQLError) and error.args else None
+    return first if isinstance(first, int) else None
+
+
+def is_transient(error: BaseException) -> bool:
+    return number(error) in _TRANSIENT
+
+
+def rolled_back(error: BaseException) -> bool:
+    """Whether the server has rolled back the whole transaction."""
+    return number(error) in _ROLLED_BACK
+
+
+def refuses_value(error: BaseException) -> bool:
+    if isinstance(error, err.DataError | err.IntegrityError) or number(error) in _REFUSES_VALUE:
+        return True
+    return isinstance(error, UnicodeEncodeError)  # a lone surrogate, refused by the driver
+
+
+def is_unreachable(error: BaseException) -> bool:
+    if isinstance(error, err.MySQLError):
+        # Without a number: the driver has no connection any more, or lost track of what it reads.
+        return number(error) in _UNREACHABLE or isinstance(error, err.InterfaceError) or _is_out_of_step(error)
+    return isinstance(error, OSError | TimeoutError | asyncio.IncompleteReadError)
+
+
+def lacks_schema(error: BaseException) -> bool:
+    return number(error) in _LACKS_SCHEMA
+
+
+def _is_out_of_step(error: err.MySQLError) -> bool:
+    return isinstance(error, err.InternalError) and number(error) is None

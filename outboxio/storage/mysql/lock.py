@@ -1,0 +1,133 @@
+"""Cluster locks on MySQL and MariaDB: ``GET_LOCK`` and fencing terms, on one dedicated session.
+
+A lock lasts exactly as long as the session: when the holder's process dies, its server closes the session and the
+next try of a standby succeeds. Standbys try; to wait inside ``GET_LOCK`` would take a connection for each name, MySQL
+rounds such waits up to whole seconds, and MariaDB 10.11 knows no endless one. ``wait_timeout`` makes the server end a
+session that has gone silent, so a frozen holder is replaced as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from outboxio.names import LockName
+from outboxio.storage.mysql.connection import Dedicated, execute
+from outboxio.storage.mysql.events import as_json
+from outboxio.storage.mysql.flavour import in_both
+
+# Names of locks are the server's and not a database's, and so is the one eventlog.
+TRY = in_both("""
+SELECT w.name FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w WHERE GET_LOCK(w.name, 0) = 1
+""")
+RELEASE = in_both("""
+SELECT RELEASE_LOCK(w.name) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w
+""")
+RELEASE_ALL = "SELECT RELEASE_ALL_LOCKS()"
+
+# Leases are locked in name order, as every writer does. Nobody else raises them: this session holds their locks.
+RAISE_TERMS = in_both("""
+INSERT INTO eventlog.leases (name, term, owner, acquired_date)
+SELECT w.name, 1, %(owner)s, UTC_TIMESTAMP(6) FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
+ON DUPLICATE KEY UPDATE term = eventlog.leases.term + 1, owner = %(owner)s, acquired_date = UTC_TIMESTAMP(6)
+""")
+TERMS = in_both("""
+SELECT l.name, l.term FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
+STRAIGHT_JOIN eventlog.leases l ON l.name = w.name
+""")
+
+HEARTBEAT = in_both("SELECT UTC_TIMESTAMP(6)")
+
+LOOK_DELAY = 0.2  # seconds between two looks at whether the server has closed the connection; costs no round trip
+
+
+class MysqlClusterLock:
+    def __init__(self, session: Dedicated, owner: str, heartbeat: float) -> None:
+        self._session = session
+        self._owner = owner[:255]
+        self._timeout = max(heartbeat, 1.0)
+        # The server counts in whole seconds; a fraction less would end a session that beats on time.
+        session.set("wait_timeout", max(1, math.ceil(heartbeat * 2)))
+        session.set("net_write_timeout", max(1, math.ceil(heartbeat * 2)))
+        self._lost: Callable[[], None] = _nothing
+        self._look: asyncio.TimerHandle | None = None
+
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+        by_text = {name.text: name for name in names}
+        try:
+            rows = await self._session.fetch(TRY, {"names": as_json(by_text)}, self._timeout)
+            taken = {by_text[row[0]].lease: by_text[row[0]] for row in rows}
+            if not taken:
+                return {}
+            leases = {"leases": as_json(sorted(taken)), "owner": self._owner}
+            await self._session.execute(RAISE_TERMS, leases, self._timeout)
+            return {taken[name]: term for name, term in await self._session.fetch(TERMS, leases, self._timeout)}
+        except BaseException:
+            # Locks may have been taken that nobody knows of; they end with the session.
+            self._session.terminate()
+            raise
+
+    async def try_probe(self, name: LockName) -> bool:
+        return bool(await self._session.fetch(TRY, {"names": as_json([name.text])}, self._timeout))
+
+    async def heartbeat(self) -> datetime:
+        try:
+            rows = await self._session.fetch(HEARTBEAT, timeout=self._timeout)
+        except BaseException:
+            self._session.terminate()
+            raise
+        moment: datetime = rows[0][0]
+        return moment
+
+    async def release(self, names: Sequence[LockName]) -> None:
+        if names and self._session.is_open:
+            try:
+                await self._session.fetch(RELEASE, {"names": as_json(name.text for name in names)}, self._timeout)
+            except BaseException:
+                self._session.terminate()  # they end with the session
+                raise
+
+    async def listen(self, heard: Callable[[str], None]) -> None:
+        """Open the session, and watch over it. There are no wake-ups: other processes poll."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._session.ready()
+        except BaseException:
+            self._session.terminate()
+            raise
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        self._lost = callback
+
+    async def close(self) -> None:
+        self._stop_looking()
+        try:
+            if self._session.is_open:
+                async with asyncio.timeout(self._timeout):
+                    await self._session.use(lambda connection: execute(connection, RELEASE_ALL))
+        except BaseException:
+            self._session.terminate()
+            raise
+        finally:
+            await self._session.close()
+
+    def _look_at_session(self) -> None:
+        """The driver tells nobody that the server has closed the connection, so it is asked."""
+        if self._session.is_open:
+            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
+        else:
+            self._look = None
+            self._lost()
+
+    def _stop_looking(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+
+def _nothing() -> None:
+    return None

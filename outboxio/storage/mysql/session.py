@@ -1,0 +1,201 @@
+"""A pooled connection, checked out for one transaction of the application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from aiomysql import Cursor
+
+from outboxio.errors import InvalidEvent
+from outboxio.event import ActionRecord, EventRecord
+from outboxio.storage.mysql import errors
+from outboxio.storage.mysql.connection import drop, is_closed, run
+from outboxio.storage.mysql.flavour import Server
+from outboxio.storage.mysql.values import as_rows, as_value
+from outboxio.storage.protocols import CommitLost, TransactionLost
+from outboxio.waiting import to_the_end
+
+logger = logging.getLogger(__name__)
+
+# A transaction that has ended does not know its savepoint: that tells it apart whatever ended it, a deadlock that was
+# swallowed, a CREATE TABLE, a COMMIT inside a procedure. After it, statements would be committed one by one.
+BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
+STILL_OPEN = "RELEASE SAVEPOINT outboxio"
+_NO_SUCH_SAVEPOINT = 1305
+
+# What differs from event to event comes first, and then what the action's rows share.
+INSERT_EVENTS = """
+INSERT INTO eventlog.events (id, model_id, model_type, event_type, payload, ordering_key, topic, available_at,
+  namespace, action_id, action_name, action_params, started_date, completion_date, event_date, source, correlation_id,
+  causation_id, headers, hops, delivered)
+VALUES """
+
+Escape = Callable[[Any], str]
+
+
+def insertions(
+    action: ActionRecord, events: Sequence[EventRecord], escape: Escape, largest_packet: int
+) -> Iterator[bytes]:
+    """The statements that write the rows of one action: one, unless it would be longer than the server takes."""
+    shared = _spelled(escape, _of_action(action))
+    statement = INSERT_EVENTS.encode()
+    begun = statement
+    for event in events:
+        row = f"({_spelled(escape, _of_event(event))}, {shared}, FALSE)".encode()
+        if len(INSERT_EVENTS) + len(row) >= largest_packet:
+            raise InvalidEvent(
+                f"event {event.event_type or 'of ' + action.action_name}",
+                f"its row has {len(row)} bytes with the action's parameters; the server's max_allowed_packet is "
+                f"{largest_packet}: raise it, or store what is large elsewhere",
+            )
+        if statement is not begun and len(statement) + len(row) + 2 >= largest_packet:
+            yield statement
+            statement = begun
+        statement = statement + row if statement is begun else statement + b",\n" + row
+    yield statement
+
+
+def _of_event(event: EventRecord) -> tuple[Any, ...]:
+    return (
+        event.id, event.model_id, event.model_type, event.event_type, event.payload, event.ordering_key, event.topic,
+        event.available_at,
+    )  # fmt: skip
+
+
+def _of_action(action: ActionRecord) -> tuple[Any, ...]:
+    return (
+        action.namespace, action.action_id, action.action_name, action.action_params, action.started_date,
+        action.completion_date, action.completion_date, action.source, action.correlation_id, action.causation_id,
+        action.headers, action.hops,
+    )  # fmt: skip
+
+
+def _spelled(escape: Escape, values: Sequence[Any]) -> str:
+    return ", ".join(["NULL" if value is None else escape(as_value(value)) for value in values])
+
+
+async def insert_events(
+    connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server, first: bytes = b""
+) -> None:
+    """Write the rows of one action on an aiomysql connection; ``first``: a statement that must succeed before that."""
+    for statement in list(insertions(action, events, connection.escape, server.largest_packet)):
+        await run(connection, first + statement)
+        first = b""
+
+
+class MysqlSession:
+    """One transaction on one aiomysql connection; or a caller's own connection, with the transaction that it has."""
+
+    def __init__(self, connection: Any, server: Server, *, is_callers: bool = False) -> None:
+        self._connection = connection
+        self._server = server
+        self._is_callers = is_callers
+        self._is_over = False
+        self._checked = False
+
+    @property
+    def connection(self) -> Any:
+        return self._connection
+
+    async def begin(self) -> None:
+        try:
+            await run(self._connection, BEGIN)
+        except BaseException:
+            self.discard()  # nobody knows whether it began
+            raise
+
+    async def commit(self) -> None:
+        try:
+            if not self._checked:
+                await self._require_open(run(self._connection, STILL_OPEN))
+            await run(self._connection, "COMMIT")
+        except Exception as error:
+            if errors.is_unreachable(error):
+                raise CommitLost from error
+            raise
+
+    async def rollback(self) -> None:
+        if not is_closed(self._connection):
+            await run(self._connection, "ROLLBACK", timeout=10)
+
+    def discard(self) -> None:
+        drop(self._connection)
+
+    def in_transaction(self) -> bool:
+        # A connection that is gone speaks for itself, with the driver's own error.
+        if is_closed(self._connection):
+            return True
+        return not self._is_over and (
+            self._connection.get_transaction_status() or (self._is_callers and not self._connection.get_autocommit())
+        )
+
+    async def execute(self, sql: str, args: Sequence[Any]) -> int:
+        return int((await self._run(sql, args)).rowcount)
+
+    async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]:
+        cursor = await self._run(sql, args)
+        return as_rows([column[0] for column in cursor.description or ()], await cursor.fetchall())
+
+    async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
+        rows = await self.fetch(sql, args)
+        return rows[0] if rows else None
+
+    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        if self._is_callers:
+            await insert_events(self._connection, action, events, self._server)
+            return
+        first = f"{STILL_OPEN};".encode()
+        await self._require_open(insert_events(self._connection, action, events, self._server, first))
+        self._checked = True
+
+    async def _require_open(self, statements: Awaitable[Any]) -> None:
+        """Run statements of which the first releases the savepoint; without it there is no transaction any more."""
+        try:
+            await statements
+        except Exception as error:
+            if errors.number(error) == _NO_SUCH_SAVEPOINT:
+                raise TransactionLost from error
+            raise
+
+    async def _run(self, sql: str, args: Sequence[Any]) -> Any:
+        try:
+            cursor = await self._connection.cursor(Cursor)
+            # Without arguments a percent sign is only a percent sign.
+            await cursor.execute(sql, tuple(map(as_value, args)) or None)
+        except Exception as error:
+            self._is_over = self._is_over or errors.rolled_back(error)
+            raise
+        return cursor
+
+
+class PooledSession:
+    """Checks a connection out of a pool, and gives it back."""
+
+    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, Any]]], server: Server) -> None:
+        self._check_out = check_out
+        self._server = server
+        self._pool: Any = None
+        self._connection: Any = None
+
+    async def __aenter__(self) -> MysqlSession:
+        self._pool, self._connection = await self._check_out()
+        return MysqlSession(self._connection, self._server)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await to_the_end(give_back(self._pool, self._connection))
+
+
+async def give_back(pool: Any, connection: Any) -> None:
+    """Give a connection back to its pool, and wake whoever waits for one.
+
+    The pool itself wakes nobody when it takes back a connection that is closed: without free ones, whoever waits would
+    wait for ever.
+    """
+    pool.release(connection)
+    if is_closed(connection) and not pool.freesize:
+        await pool.clear()

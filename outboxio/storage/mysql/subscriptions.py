@@ -1,0 +1,57 @@
+"""The ``subscriptions`` table on MySQL and MariaDB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import msgspec
+
+from outboxio.storage.mysql.connection import Dedicated
+from outboxio.storage.mysql.events import as_json
+from outboxio.storage.mysql.flavour import in_both
+from outboxio.subscription import Subscription
+
+ANNOUNCE = in_both("""
+INSERT INTO eventlog.subscriptions
+  (namespace, handler_name, event_type, topic, aliases, priority, ordered, last_seen_date)
+SELECT %(namespace)s, s.handler_name, s.event_type, s.topic, s.aliases, s.priority, s.ordered, %(now)s
+FROM JSON_TABLE(%(subscriptions)s, '$[*]' COLUMNS (handler_name {text} PATH '$[0]', event_type {text} PATH '$[1]',
+  topic {text} PATH '$[2]', aliases {document} PATH '$[3]', priority INT PATH '$[4]', ordered INT PATH '$[5]')) s
+ON DUPLICATE KEY UPDATE aliases = s.aliases, priority = s.priority, ordered = s.ordered,
+  last_seen_date = GREATEST(eventlog.subscriptions.last_seen_date, %(now)s)
+""")
+
+ROUTABLE_NAMES = in_both("""
+SELECT s.handler_name FROM eventlog.subscriptions s
+WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s
+UNION
+SELECT a.name FROM eventlog.subscriptions r JOIN JSON_TABLE(r.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
+WHERE r.namespace = %(namespace)s AND r.last_seen_date > %(seen_since)s
+""")
+
+FORGET = in_both("""
+DELETE FROM eventlog.subscriptions WHERE namespace = %(namespace)s AND handler_name = %(handler_name)s
+""")
+
+
+class MysqlSubscriptions:
+    def __init__(self, admin: Dedicated) -> None:
+        self._admin = admin
+
+    async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
+        if not subscriptions:
+            return
+        # In the order of their names, as every writer writes them.
+        rows = sorted((s.handler_name, s.event_type, s.topic, s) for s in subscriptions)
+        listed = as_json(
+            (*names, msgspec.json.encode(s.aliases).decode(), s.priority, int(s.ordered)) for *names, s in rows
+        )
+        await self._admin.execute(ANNOUNCE, {"namespace": namespace, "now": now, "subscriptions": listed})
+
+    async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
+        rows = await self._admin.fetch(ROUTABLE_NAMES, {"namespace": namespace, "seen_since": seen_since})
+        return {row[0] for row in rows}
+
+    async def forget(self, namespace: str, handler_name: str) -> int:
+        return await self._admin.execute(FORGET, {"namespace": namespace, "handler_name": handler_name})

@@ -1,0 +1,94 @@
+"""URLs of MySQL and MariaDB: what they say, as aiomysql takes it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from outboxio.errors import ConfigurationError
+
+DEFAULT_PORT = 3306
+OPTIONS = ("unix_socket", "ssl_mode", "ssl_ca", "ssl_cert", "ssl_key", "connect_timeout")
+SSL_MODES = ("DISABLED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
+
+
+def connect_arguments(shard: str, url: str) -> dict[str, Any]:
+    """The arguments of ``aiomysql.connect``; :class:`ConfigurationError` for what is not understood.
+
+    ``mysql://user:password@host:3306/database?ssl_mode=VERIFY_IDENTITY&ssl_ca=/etc/ssl/ca.pem``, or
+    ``mysql://user@/database?unix_socket=/run/mysqld/mysqld.sock``.
+    """
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigurationError(
+                f"shard {shard!r} has a URL with the option {name!r}; there are {', '.join(OPTIONS)}"
+            )
+    if "," in parts.netloc.rpartition("@")[2]:
+        raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; aiomysql connects to one")
+    arguments: dict[str, Any] = {
+        "user": unquote(parts.username or "") or None,
+        "password": unquote(parts.password or ""),
+        "db": unquote(parts.path.removeprefix("/")) or None,
+    }
+    if "unix_socket" in options:
+        arguments["unix_socket"] = options["unix_socket"]
+    else:
+        arguments |= {"host": parts.hostname or "127.0.0.1", "port": _port(shard, url)}
+    if "connect_timeout" in options:
+        arguments["connect_timeout"] = _seconds(shard, options["connect_timeout"])
+    context = _ssl_context(shard, options)
+    return arguments if context is None else {**arguments, "ssl": context}
+
+
+def where(url: str) -> str:
+    """What of a URL may be shown: no user, no password."""
+    parts = urlsplit(url)
+    socket = dict(parse_qsl(parts.query)).get("unix_socket")
+    return f"{socket or parts.netloc.rpartition('@')[2] or '127.0.0.1'}{parts.path}"
+
+
+def _port(shard: str, url: str) -> int:
+    try:
+        return urlsplit(url).port or DEFAULT_PORT
+    except ValueError as error:
+        raise ConfigurationError(f"shard {shard!r} has a URL with a bad port: {error}") from error
+
+
+def _seconds(shard: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigurationError(
+            f"shard {shard!r} has a URL with connect_timeout={text!r}; expected seconds, such as 10"
+        )
+    return seconds
+
+
+def _ssl_context(shard: str, options: Mapping[str, str]) -> ssl.SSLContext | None:
+    """As MySQL's own clients understand these options. A certificate authority means that it is asked."""
+    default = "VERIFY_CA" if "ssl_ca" in options else "REQUIRED" if "ssl_cert" in options else "DISABLED"
+    mode = options.get("ssl_mode", default).upper()
+    if mode not in SSL_MODES:
+        raise ConfigurationError(
+            f"shard {shard!r} has a URL with ssl_mode={options['ssl_mode']!r}; expected one of {', '.join(SSL_MODES)}"
+        )
+    if mode == "DISABLED":
+        if given := [name for name in ("ssl_ca", "ssl_cert", "ssl_key") if name in options]:
+            raise ConfigurationError(f"shard {shard!r} has a URL with ssl_mode=DISABLED and {', '.join(given)}")
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.get("ssl_ca"))
+        context.check_hostname = mode == "VERIFY_IDENTITY"
+        if mode == "REQUIRED":
+            context.verify_mode = ssl.CERT_NONE
+        if "ssl_cert" in options:
+            context.load_cert_chain(options["ssl_cert"], options.get("ssl_key"))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"shard {shard!r} has a URL with certificates that cannot be read: {error}") from error
+    return context

@@ -1,0 +1,48 @@
+"""How values are written for MySQL, and how rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from enum import Enum
+from typing import Any
+from uuid import UUID
+
+from outboxio.clock import naive_utc
+
+
+class Row(tuple[Any, ...]):
+    """A row whose columns are reached by index and by name, as those of the other drivers are."""
+
+    _places: Mapping[str, int]
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self._places[key] if isinstance(key, str) else key)
+
+    def keys(self) -> list[str]:
+        """The names of the columns, in order."""
+        return list(self._places)
+
+
+def as_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Rows of one result; columns of one name are reached by index."""
+    if not rows:
+        return []
+    places: dict[str, int] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, place)
+    kind: Any = type("Row", (Row,), {"_places": places})
+    return [kind(row) for row in rows]
+
+
+def as_value(value: Any) -> Any:
+    """A value of the application as the driver takes it: aware moments in UTC, UUIDs as text, members as their value."""
+    match value:
+        case UUID():
+            return str(value)
+        case datetime():
+            return naive_utc(value)
+        case Enum():
+            return as_value(value.value)
+        case _:
+            return value

@@ -1,0 +1,55 @@
+-- outboxio, MariaDB 10.11 or later: the outbox itself.
+-- Run the files of this folder in order. MariaDB commits every CREATE by itself, so a file that was interrupted is simply
+-- run again; every file records that it was applied.
+-- All of it is in a database of its own, eventlog, of which a server has one. The application's user needs
+--   GRANT CREATE, DROP, ALTER, INDEX, SELECT, INSERT, UPDATE, DELETE ON eventlog.* TO ...;
+-- where somebody else runs these files, the last four are enough.
+
+CREATE DATABASE IF NOT EXISTS eventlog CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+-- Which of these files were applied.
+CREATE TABLE IF NOT EXISTS eventlog.schema_versions (
+    version      INT          NOT NULL PRIMARY KEY,
+    file         VARCHAR(255) NOT NULL,
+    applied_date DATETIME(6)  NOT NULL
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+-- One row per event that an action emitted, with the whole context of the action. An action that emitted
+-- nothing has one row too, the sentinel: its model_id, model_type, event_type and payload are NULL.
+-- Dates are UTC without a zone. Names, keys and ids compare byte for byte.
+-- There are no partial indexes here: delivered comes before what is walked, so that delivered rows leave the walk.
+CREATE TABLE IF NOT EXISTS eventlog.events (
+    id              UUID     NOT NULL PRIMARY KEY,
+    namespace       VARCHAR(255) NOT NULL,
+    action_id       UUID     NOT NULL,
+    action_name     VARCHAR(255) NOT NULL,
+    action_params   JSON         NOT NULL,
+    started_date    DATETIME(6)  NOT NULL,
+    completion_date DATETIME(6)  NOT NULL,
+    model_id        VARCHAR(255),
+    model_type      VARCHAR(255),
+    event_type      VARCHAR(255),
+    payload         JSON,
+    event_date      DATETIME(6)  NOT NULL,
+    delivered       BOOLEAN      NOT NULL,
+    sequence        BIGINT       NOT NULL AUTO_INCREMENT,
+    ordering_key    VARCHAR(255),
+    topic           VARCHAR(255),
+    source          VARCHAR(255),
+    correlation_id  VARCHAR(255),
+    causation_id    UUID    ,
+    headers         JSON,
+    available_at    DATETIME(6),
+    hops            INT          NOT NULL DEFAULT 0,
+
+    UNIQUE KEY events_sequence (sequence),
+    KEY idx_events_action_id (action_id),
+    -- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that are
+    -- delivered already cost it nothing.
+    KEY events_undelivered (namespace, delivered, event_type, sequence),
+    -- The same for handlers of a topic.
+    KEY events_undelivered_topic (namespace, delivered, topic, sequence)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+INSERT INTO eventlog.schema_versions VALUES (1, '0001_events.sql', UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE version = version;

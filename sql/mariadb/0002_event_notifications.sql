@@ -1,0 +1,43 @@
+-- One row per event and handler that is owed it, with the event's whole context, so that handling reads one row.
+-- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
+-- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
+-- There are no partial indexes here: is_unfinished comes before what is walked, so that finished rows leave the walk.
+-- It is computed, and invisible: SELECT * does not show it.
+CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
+    id              UUID     NOT NULL PRIMARY KEY,
+    event_id        UUID     NOT NULL,
+    handler_name    VARCHAR(255) NOT NULL,
+    namespace       VARCHAR(255) NOT NULL,
+    action_id       UUID     NOT NULL,
+    action_name     VARCHAR(255) NOT NULL,
+    action_params   JSON         NOT NULL,
+    started_date    DATETIME(6)  NOT NULL,
+    completion_date DATETIME(6)  NOT NULL,
+    model_id        VARCHAR(255),
+    model_type      VARCHAR(255),
+    event_type      VARCHAR(255) NOT NULL,
+    payload         JSON,
+    event_date      DATETIME(6)  NOT NULL,
+    state           VARCHAR(24)  NOT NULL,
+    attempts        INT          NOT NULL DEFAULT 0,
+    next_retry_at   DATETIME(6)  NOT NULL,
+    created_date    DATETIME(6)  NOT NULL,
+    updated_date    DATETIME(6)  NOT NULL,
+    sequence        BIGINT       NOT NULL,
+    ordering_key    VARCHAR(255),
+    priority        INT          NOT NULL DEFAULT 0,
+    errors          JSON         NOT NULL DEFAULT '[]',
+    correlation_id  VARCHAR(255),
+    causation_id    UUID    ,
+    headers         JSON,
+    hops            INT          NOT NULL DEFAULT 0,
+    retention_from  DATETIME(6)  NOT NULL,
+    is_unfinished   BOOLEAN GENERATED ALWAYS AS (state IN ('PENDING', 'FAILED', 'DYING')) STORED INVISIBLE,
+
+    UNIQUE KEY event_notifications_event (event_id, handler_name),
+    -- Due rows are found per handler: the backlog of one handler is invisible to the others.
+    KEY event_notifications_due (namespace, is_unfinished, handler_name, next_retry_at, sequence)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+INSERT INTO eventlog.schema_versions VALUES (2, '0002_event_notifications.sql', UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE version = version;

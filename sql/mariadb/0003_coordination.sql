@@ -1,0 +1,29 @@
+-- Which handlers the instances of every service have: fan-out serves all of them, whichever process runs it.
+-- Exactly one of event_type and topic is set, the other is the empty string.
+-- The four names together are longer than a key may be, so their digests are the key.
+CREATE TABLE IF NOT EXISTS eventlog.subscriptions (
+    namespace      VARCHAR(255) NOT NULL,
+    handler_name   VARCHAR(255) NOT NULL,
+    event_type     VARCHAR(255) NOT NULL,
+    topic          VARCHAR(255) NOT NULL,
+    aliases        JSON         NOT NULL,
+    priority       INT          NOT NULL,
+    ordered        BOOLEAN      NOT NULL,
+    last_seen_date DATETIME(6)  NOT NULL,
+    names_digest   BINARY(128) GENERATED ALWAYS AS (UNHEX(CONCAT(SHA2(namespace, 256), SHA2(handler_name, 256),
+        SHA2(event_type, 256), SHA2(topic, 256)))) STORED INVISIBLE,
+
+    UNIQUE KEY subscriptions_names (names_digest),
+    KEY subscriptions_handler (namespace, handler_name)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+-- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
+CREATE TABLE IF NOT EXISTS eventlog.leases (
+    name          VARCHAR(255) NOT NULL PRIMARY KEY,
+    term          BIGINT       NOT NULL,
+    owner         VARCHAR(255) NOT NULL,
+    acquired_date DATETIME(6)  NOT NULL
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+INSERT INTO eventlog.schema_versions VALUES (3, '0003_coordination.sql', UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE version = version;
