@@ -49,6 +49,7 @@ from outboxio.storage.protocols import Database
 logger = logging.getLogger(__name__)
 
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
+_NULL = (None, msgspec.Raw(b"null"))
 TRIES_TO_SETTLE = 5  # of one drain, within about three seconds
 
 
@@ -384,7 +385,7 @@ class Dispatcher:
         decode = queue.decoders.get(notification.event_type)
         if decode is None:
             decode = queue.decoders[notification.event_type] = self._decoder(queue.handler, notification.event_type)
-        if notification.payload is None:
+        if notification.payload in _NULL:
             raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
         return EventEnvelope(decode(notification.payload), notification, self._context)
 

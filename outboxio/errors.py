@@ -41,13 +41,13 @@ class RegistrationError(ConfigurationError):
 class PoolTooSmall(ConfigurationError):
     """A connection pool that was handed in cannot hold the lock, the loops and one action."""
 
-    def __init__(self, shard: str, size: int, needed: int) -> None:
+    def __init__(self, shard: str, size: int, needed: int, option: str) -> None:
         self.shard = shard
         self.size = size
         self.needed = needed
         super().__init__(
             f"the pool of shard {shard!r} holds at most {size} connections, but the cluster lock, the loops and "
-            f"one action need {needed}: give it max_size={needed} or more, or give a URL instead of a pool"
+            f"one action need {needed}: give it {option}={needed} or more, or give a URL instead of a pool"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -111,6 +112,15 @@ class NotificationRecord(Struct, frozen=True, kw_only=True):
     hops: int
     retention_from: datetime
     shard: str
+
+
+_DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
+
+
+def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
+    """A row that came as JSON. Documents stay as they are: an operator wants to see what is malformed, too."""
+    record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
+    return msgspec.structs.replace(record, **{column: row[column] for column in _DOCUMENTS})
 
 
 Position = tuple[datetime, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -92,7 +92,7 @@ def _from_url(name: str, url: str, direct_url: str | None) -> Database:
 
 
 @contextmanager
-def _driver_of(name: str, extra: str) -> Iterator[None]:
+def _driver_of(name: str, extra: str) -> Generator[None]:
     """Imports of a driver that may not be installed."""
     try:
         yield

@@ -9,16 +9,16 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from aiomysql import Cursor
 
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
+from outboxio.storage.mysql.driver import Cursor
 from outboxio.storage.mysql.flavour import Server, Statement
 from outboxio.waiting import to_the_end
 
 Arguments = Mapping[str, Any] | tuple[Any, ...] | None
 
 # Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
-# locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and keeps its snapshot.
+# locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and a snapshot.
 # group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB. max_error_count: warnings about values that did not
 # fit are found by looking at the values, not by another round trip.
 LOOP_SETTINGS: Mapping[str, str | int] = {

@@ -9,14 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-import aiomysql
-from pymysql import err
-from pymysql.constants import CLIENT
-
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, is_closed
+from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect, create_pool
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
 from outboxio.storage.mysql.lock import MysqlClusterLock
@@ -39,7 +36,7 @@ class MysqlDatabase:
     stores_nul = True
     wakes_across_processes = False
 
-    def __init__(self, name: str, source: str | aiomysql.Pool, direct_url: str | None = None) -> None:
+    def __init__(self, name: str, source: str | Any, direct_url: str | None = None) -> None:
         self.name = name
         self._url = source if isinstance(source, str) else None
         self._arguments = None if self._url is None else connect_arguments(name, self._url)
@@ -66,7 +63,7 @@ class MysqlDatabase:
         return PooledSession(self._check_out, self._server)
 
     def wrap(self, connection: Any) -> MysqlSession | None:
-        if not isinstance(connection, aiomysql.Connection):
+        if not isinstance(connection, Connection):
             return None
         return MysqlSession(connection, self._server, is_callers=True)
 
@@ -98,7 +95,7 @@ class MysqlDatabase:
         if self._url is None and self._pool.maxsize:
             size, needed = self._pool.maxsize, loops + 1
             if size < needed:
-                raise PoolTooSmall(self.name, size, needed)
+                raise PoolTooSmall(self.name, size, needed, "maxsize")
 
     async def release_loops(self) -> None:
         ours = (self._fanout, self._find, self._settle, self._admin)
@@ -137,12 +134,12 @@ class MysqlDatabase:
 
     async def _create_pool(self) -> Any:
         # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
-        return await aiomysql.create_pool(
+        return await create_pool(
             minsize=0,
             maxsize=LARGEST_POOL,
             pool_recycle=LONGEST_IDLE,
             autocommit=True,
-            client_flag=CLIENT.FOUND_ROWS,
+            client_flag=FOUND_ROWS,
             charset="utf8mb4",
             **{"connect_timeout": CONNECT_TIMEOUT, **(self._arguments or {})},
         )
@@ -159,7 +156,7 @@ class MysqlDatabase:
     async def _connect_alone(self) -> Any:
         arguments = {"connect_timeout": CONNECT_TIMEOUT, **(self._direct_arguments or {})}
         async with asyncio.timeout(arguments["connect_timeout"]):  # the driver's own ends before the greeting
-            return await aiomysql.connect(autocommit=True, charset="utf8mb4", **arguments)
+            return await connect(autocommit=True, charset="utf8mb4", **arguments)
 
     async def _release(self, connection: Any) -> None:
         if self._direct_arguments is None:
@@ -174,10 +171,10 @@ class MysqlDatabase:
                 drop(connection)
                 raise
 
-    async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
+    async def _reaching(self, url: str | None, reach: Callable[[], Any]) -> Any:
         try:
-            return await connect()
-        except (OSError, OverflowError, RuntimeError, err.MySQLError) as error:
+            return await reach()
+        except (OSError, OverflowError, RuntimeError, MySQLError) as error:
             place = "the given pool" if url is None else where(url)
             raise DatabaseUnavailable(self.name, place, str(error) or type(error).__name__) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pymysql import err
+from outboxio.storage.mysql.driver import DataError, IntegrityError, InterfaceError, InternalError, MySQLError
 
 # A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
 _TRANSIENT = {1020, 1205, 1213}
@@ -25,7 +25,7 @@ _UNREACHABLE = {
 
 def number(error: BaseException) -> int | None:
     """The error's number; ``None`` for errors that neither server nor driver has numbered."""
-    first = error.args[0] if isinstance(error, err.MySQLError) and error.args else None
+    first = error.args[0] if isinstance(error, MySQLError) and error.args else None
     return first if isinstance(first, int) else None
 
 
@@ -39,15 +39,15 @@ def rolled_back(error: BaseException) -> bool:
 
 
 def refuses_value(error: BaseException) -> bool:
-    if isinstance(error, err.DataError | err.IntegrityError) or number(error) in _REFUSES_VALUE:
+    if isinstance(error, DataError | IntegrityError) or number(error) in _REFUSES_VALUE:
         return True
     return isinstance(error, UnicodeEncodeError)  # a lone surrogate, refused by the driver
 
 
 def is_unreachable(error: BaseException) -> bool:
-    if isinstance(error, err.MySQLError):
+    if isinstance(error, MySQLError):
         # Without a number: the driver has no connection any more, or lost track of what it reads.
-        return number(error) in _UNREACHABLE or isinstance(error, err.InterfaceError) or _is_out_of_step(error)
+        return number(error) in _UNREACHABLE or isinstance(error, InterfaceError) or _is_out_of_step(error)
     return isinstance(error, OSError | TimeoutError | asyncio.IncompleteReadError)
 
 
@@ -55,5 +55,5 @@ def lacks_schema(error: BaseException) -> bool:
     return number(error) in _LACKS_SCHEMA
 
 
-def _is_out_of_step(error: err.MySQLError) -> bool:
-    return isinstance(error, err.InternalError) and number(error) is None
+def _is_out_of_step(error: Exception) -> bool:
+    return isinstance(error, InternalError) and number(error) is None

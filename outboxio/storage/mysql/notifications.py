@@ -9,7 +9,7 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.notification import Context, Notification, NotificationRecord, Wanted
+from outboxio.notification import Context, Notification, NotificationRecord, Wanted, record_of
 from outboxio.outcome import Bucket
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, id_list
 from outboxio.storage.mysql.events import as_json
@@ -174,7 +174,7 @@ class MysqlNotifications:
         return [_decode_due(row[0]) for row in rows]
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
-        return await self._settle.use(lambda connection: self._write(connection, bucket, now))
+        return int(await self._settle.use(lambda connection: self._write(connection, bucket, now)))
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def insert_and_settle(connection: Any) -> int:
@@ -223,7 +223,7 @@ class MysqlNotifications:
             "limit": limit,
         }
         rows = await self._admin.use(lambda connection: fetch(connection, SELECT, scope))
-        return [self._record(row[0]) for row in rows]
+        return [record_of(_decode_record(row[0]), self._shard) for row in rows]
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._change(RETRY, namespace, ids, now, unless=())
@@ -246,9 +246,6 @@ class MysqlNotifications:
     async def _write(self, connection: Any, bucket: Bucket, now: datetime) -> int:
         statement, args = settlement(bucket, now)
         return await execute(connection, self._server.spell(statement).replace("{ids}", id_list(bucket.ids)), args)
-
-    def _record(self, text: str) -> NotificationRecord:
-        return msgspec.convert({**_decode_record(text), "shard": self._shard}, NotificationRecord)
 
 
 class _Refused(Exception):
@@ -283,4 +280,4 @@ def _plain(row: Sequence[Any]) -> Notification:
         rest[column] = msgspec.Raw(b"null" if rest[column] is None else rest[column].encode())
     for column in ("event_id", "action_id", "causation_id"):
         rest[column] = None if rest[column] is None else UUID(rest[column])
-    return Notification(UUID(due[0]), *due[1:], raw_context=Context(**rest))
+    return Notification(*(UUID(due[0]), *due[1:], Context(**rest)))

@@ -65,10 +65,11 @@ class MysqlSchema:
         missing = [part for part, _ in missing_parts(found) if not part.startswith("table ")]
         if missing and files:
             raise SchemaOccupied(self._shard, missing)
+        is_complete = not any(part != "table schema_versions" for part, _ in missing_parts(found))
         for file in files:
             for statement in _statements(file.text):
                 await execute(connection, statement)
-        return [file.name for file in files]
+        return [] if is_complete else [file.name for file in files]
 
     async def _look(self, connection: Any) -> Found:
         self._refuse_old(connection)

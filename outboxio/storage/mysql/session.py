@@ -7,12 +7,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from aiomysql import Cursor
-
 from outboxio.errors import InvalidEvent
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import drop, is_closed, run
+from outboxio.storage.mysql.driver import Cursor
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.mysql.values import as_rows, as_value
 from outboxio.storage.protocols import CommitLost, TransactionLost
@@ -158,6 +157,7 @@ class MysqlSession:
         except Exception as error:
             if errors.number(error) == _NO_SUCH_SAVEPOINT:
                 raise TransactionLost from error
+            self._checked = True  # it was a later one that failed
             raise
 
     async def _run(self, sql: str, args: Sequence[Any]) -> Any:

@@ -36,7 +36,7 @@ def as_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def as_value(value: Any) -> Any:
-    """A value of the application as the driver takes it: aware moments in UTC, UUIDs as text, members as their value."""
+    """A value of the application as the driver takes it: moments in UTC, UUIDs as text, members as their value."""
     match value:
         case UUID():
             return str(value)

@@ -94,7 +94,7 @@ class PostgresDatabase:
         if self._url is None and self._pool is not None:
             size, needed = self._pool.get_max_size(), loops + 1
             if size < needed:
-                raise PoolTooSmall(self.name, size, needed)
+                raise PoolTooSmall(self.name, size, needed, "max_size")
 
     async def release_loops(self) -> None:
         ours = (self._fanout, self._find, self._settle, self._admin)

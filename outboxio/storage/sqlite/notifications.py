@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
-from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Position, Wanted
+from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Position, Wanted, record_of
 from outboxio.outcome import Bucket
 from outboxio.storage.sqlite.connection import Connections, fetch_value
 from outboxio.storage.sqlite.session import INSERT_EVENTS, event_parameters
@@ -135,7 +135,6 @@ WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND s
 """
 
 _NONE = "[]"
-_NO_DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
 
 
 class _Due(Notification, array_like=True, gc=False):
@@ -154,7 +153,7 @@ class SqliteNotifications:
         self._connections = connections
         self._shard = shard
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
         return await self._connections.read(lambda connection: _find_due(connection, namespace, as_text(now), wanted))
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
@@ -219,9 +218,7 @@ class SqliteNotifications:
         return await self._connections.write(SKIP, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
 
     def _record(self, row: dict[str, Any]) -> NotificationRecord:
-        documents = {column: _document(row[column]) for column in _JSON}
-        record = msgspec.convert({**row, **_NO_DOCUMENTS, "shard": self._shard}, NotificationRecord)
-        return replace(record, **documents)
+        return record_of({**row, **{column: _document(row[column]) for column in _JSON}}, self._shard)
 
 
 def _document(text: str | None) -> Any:
@@ -268,7 +265,7 @@ def _find_due(connection: sqlite3.Connection, namespace: str, now: str, wanted: 
     return found
 
 
-def _find_due_of(connection: sqlite3.Connection, scope: Mapping[str, str], wanted: Wanted) -> list[Notification]:
+def _find_due_of(connection: sqlite3.Connection, scope: Mapping[str, str], wanted: Wanted) -> Sequence[Notification]:
     due, sequence = wanted.after
     parameters = {"handler_name": wanted.handler_name, "due": as_text(due), "sequence": sequence, "limit": wanted.limit}
     try:
