@@ -11,9 +11,13 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiomysql
 import asyncpg
 
 from outboxio import Event, EventEnvelope, Outbox
@@ -42,15 +46,39 @@ async def fill(connection: Any, events: int, types: int) -> None:
         )
         for i in range(events)
     ]  # fmt: skip
-    await connection.copy_records_to_table("events", schema_name="eventlog", records=rows, columns=COLUMNS)
-    await connection.execute("VACUUM ANALYZE eventlog.events")
+    if isinstance(connection, asyncpg.Connection):
+        await connection.copy_records_to_table("events", schema_name="eventlog", records=rows, columns=COLUMNS)
+        await connection.execute("VACUUM ANALYZE eventlog.events")
+        return
+    insert = f"INSERT INTO eventlog.events ({', '.join(COLUMNS)}) VALUES ({', '.join(['%s'] * len(COLUMNS))})"
+    async with connection.cursor() as cursor:
+        for start in range(0, events, 1000):
+            await cursor.executemany(insert, rows[start : start + 1000])
+        await cursor.execute("ANALYZE TABLE eventlog.events")
+
+
+@asynccontextmanager
+async def empty(url: str) -> AsyncIterator[Any]:
+    """A connection to the database, without an eventlog in it."""
+    parts = urlsplit(url)
+    if parts.scheme == "postgresql":
+        connection = await asyncpg.connect(url)
+        await connection.execute("DROP SCHEMA IF EXISTS eventlog CASCADE")
+        yield connection
+        await connection.close()
+    else:
+        async with aiomysql.connect(
+            host=parts.hostname, port=parts.port, user=parts.username, password=parts.password or "", autocommit=True
+        ) as connection:
+            async with connection.cursor() as cursor:
+                await cursor.execute("SET sql_notes = 0")
+                await cursor.execute("DROP DATABASE IF EXISTS eventlog")
+            yield connection
 
 
 async def drain(url: str, events: int, types: int, handlers: int) -> dict[str, Any]:
-    connection = await asyncpg.connect(url)
-    await connection.execute("DROP SCHEMA IF EXISTS eventlog CASCADE")
     classes = [type(Event)(f"E{i}", (Deposited,), {"__module__": __name__}, frozen=True) for i in range(types)]
-    async with Outbox(url, namespace="bench") as outbox:
+    async with empty(url) as connection, Outbox(url, namespace="bench") as outbox:
         await outbox.migrate()
         await fill(connection, events, types)
         total, handled, done = events * handlers, 0, asyncio.Event()
@@ -69,7 +97,6 @@ async def drain(url: str, events: int, types: int, handlers: int) -> dict[str, A
             await outbox.drain()  # until the last outcome is written
             elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu
         counts = await outbox.admin.counts()
-    await connection.close()
     assert counts["SUCCEEDED"] == total, counts
     assert handled == total, f"{handled} calls for {total} notifications"
     return {

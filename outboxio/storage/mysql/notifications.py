@@ -275,9 +275,10 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[Statement, Arguments]:
 
 def _plain(row: Sequence[Any]) -> Notification:
     """A row that came column by column."""
-    due, rest = row[: len(_DUE_COLUMNS)], dict(zip(_CONTEXT_COLUMNS, row[len(_DUE_COLUMNS) :], strict=True))
+    values: dict[str, Any] = dict(zip((*_DUE_COLUMNS, *_CONTEXT_COLUMNS), row, strict=True))
     for column in ("action_params", "headers"):
-        rest[column] = msgspec.Raw(b"null" if rest[column] is None else rest[column].encode())
-    for column in ("event_id", "action_id", "causation_id"):
-        rest[column] = None if rest[column] is None else UUID(rest[column])
-    return Notification(*(UUID(due[0]), *due[1:], Context(**rest)))
+        values[column] = msgspec.Raw(b"null" if values[column] is None else values[column].encode())
+    for column in ("id", "event_id", "action_id", "causation_id"):
+        values[column] = None if values[column] is None else UUID(values[column])
+    context = Context(**{column: values.pop(column) for column in _CONTEXT_COLUMNS})
+    return Notification(**values, raw_context=context)
