@@ -16,6 +16,8 @@ from uuid import UUID, uuid4
 import asyncpg
 
 from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
+from tests import mysql
+from tests.sql import sql, with_percents
 
 WALLETS = "CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL, version INT NOT NULL DEFAULT 1)"
 
@@ -33,7 +35,7 @@ class OpenWallet(Action):
     wallet_id: UUID
 
     async def perform(self, tx: Transaction) -> UUID:
-        await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, $2)", str(self.wallet_id), 0)
+        await tx.execute(sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)"), str(self.wallet_id), 0)
         tx.emit(WalletOpened(self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
         return self.wallet_id
 
@@ -43,11 +45,9 @@ class Deposit(Action):
     amount: Decimal
 
     async def perform(self, tx: Transaction) -> int:
-        balance = await tx.fetchval(
-            "UPDATE wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance",
-            int(self.amount),
-            str(self.wallet_id),
-        )
+        wallet = str(self.wallet_id)
+        await tx.execute(sql(tx, "UPDATE wallets SET balance = balance + $1 WHERE id = $2"), int(self.amount), wallet)
+        balance = await tx.fetchval(sql(tx, "SELECT balance FROM wallets WHERE id = $1"), wallet)
         tx.emit(MoneyDeposited(self.wallet_id, self.amount), model_id=self.wallet_id, model_type="Wallet")
         return int(balance)
 
@@ -62,23 +62,63 @@ class Emit(Action):
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), model_id=amount, model_type="Wallet")
 
 
+_DRIVERS = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "sqlite3"}
+
+
+_TABLES = {
+    "asyncpg": """SELECT schemaname || '.' || tablename AS name FROM pg_tables
+        WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
+    "aiomysql": """SELECT concat(table_schema, '.', table_name) AS name FROM information_schema.tables
+        WHERE table_schema IN (database(), 'eventlog')""",
+    "sqlite3": "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'",
+}
+
+
 class Look:
     """Reads and writes the tables of one database from outside, as an operator's own SQL would."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
-        self.is_file = urlsplit(url).scheme == "sqlite"
+        self.url = url
+        self._scheme = urlsplit(url).scheme
+        #: As `sql/` calls it.
+        self.dialect = {"postgresql": "postgres"}.get(self._scheme, self._scheme)
+        #: Whether it is a file of this machine, without a server.
+        self.is_file = self._scheme == "sqlite"
+        #: What a connection of one's own is made with.
+        self.driver = _DRIVERS[self._scheme]
+        #: Whether UPDATE can answer with rows.
+        self.has_returning = self._scheme not in mysql.SCHEMES
+        #: Whether there may be columns that SELECT * does not show.
+        self.has_invisible_columns = self._scheme in mysql.SCHEMES
+        #: Whether CREATE TABLE and its like commit what was open.
+        self.ends_transaction_at_ddl = self._scheme in mysql.SCHEMES
+
+    def id(self, value: UUID) -> Any:
+        """An id as an argument of `fetch`."""
+        return value if self._scheme.startswith("postgres") else str(value)
 
     def table(self, name: str) -> str:
         """The full name of one of outboxio's tables."""
         return f"eventlog_{name}" if self.is_file else f"eventlog.{name}"
 
-    async def fetch(self, sql: str, *args: Any) -> list[dict[str, Any]]:
-        """Run a statement with ``$1`` placeholders; ``{events}`` and the like become table names."""
-        return await asyncio.to_thread(self._in_file, sql, args) if self.is_file else await self._in_server(sql, args)
+    async def tables(self) -> set[str]:
+        """Every table in the application's reach, whoever made it."""
+        return {row["name"] for row in await self.fetch(_TABLES[self.driver])}
 
-    async def value(self, sql: str, *args: Any) -> Any:
-        rows = await self.fetch(sql, *args)
+    async def drop_index(self, table: str, index: str) -> None:
+        """Drop an index of one of outboxio's tables."""
+        on = f"{index} ON {self.table(table)}" if self.driver == "aiomysql" else self.table(index)
+        await self.fetch(f"DROP INDEX {on}")
+
+    async def fetch(self, statement: str, *args: Any) -> list[dict[str, Any]]:
+        """Run a statement with ``$1`` placeholders; ``{events}`` and the like become table names."""
+        named = self._named(statement)
+        if self.is_file:
+            return await asyncio.to_thread(self._in_file, named, args)
+        return await (self._in_mysql(named, args) if self._scheme in mysql.SCHEMES else self._in_postgres(named, args))
+
+    async def value(self, statement: str, *args: Any) -> Any:
+        rows = await self.fetch(statement, *args)
         return next(iter(rows[0].values())) if rows else None
 
     async def events(self) -> list[dict[str, Any]]:
@@ -92,24 +132,28 @@ class Look:
         rows = await self.fetch("SELECT state, count(*) AS n FROM {event_notifications} GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
 
-    def _named(self, sql: str) -> str:
+    def _named(self, statement: str) -> str:
         for name in ("event_notifications", "events", "subscriptions", "leases", "schema_versions", "consumed_events"):
-            sql = sql.replace(f"{{{name}}}", self.table(name))
-        return sql
+            statement = statement.replace(f"{{{name}}}", self.table(name))
+        return statement
 
-    async def _in_server(self, sql: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        connection = await asyncpg.connect(self._url)
+    async def _in_postgres(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        connection = await asyncpg.connect(self.url)
         try:
-            return [dict(row) for row in await connection.fetch(self._named(sql), *args)]
+            return [dict(row) for row in await connection.fetch(statement, *args)]
         finally:
             await connection.close()
 
-    def _in_file(self, sql: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        connection = sqlite3.connect(Path(urlsplit(self._url).path[1:]), timeout=10)
+    async def _in_mysql(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        async with mysql.connected(self.url) as connection:
+            return await mysql.fetch(connection, with_percents(statement), args)
+
+    def _in_file(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        connection = sqlite3.connect(Path(urlsplit(self.url).path[1:]), timeout=10)
         connection.row_factory = sqlite3.Row
         try:
             named = {str(i): arg for i, arg in enumerate(args, 1)}
-            rows = [dict(row) for row in connection.execute(self._named(sql), named).fetchall()]
+            rows = [dict(row) for row in connection.execute(statement, named).fetchall()]
             connection.commit()
             return rows
         finally:

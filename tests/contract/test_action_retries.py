@@ -26,6 +26,8 @@ from tests.probes import (
     open_transactions,
     written,
 )
+from tests.server_acts import acts_on
+from tests.sql import sql
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +120,7 @@ async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look
         version = row["version"] - (1 if not versions else 0)
         versions.append(version)
         await tx.expect_one(
-            "UPDATE wallets SET balance = $1, version = version + 1 WHERE id = 'w1' AND version = $2",
+            sql(tx, "UPDATE wallets SET balance = $1, version = version + 1 WHERE id = 'w1' AND version = $2"),
             row["balance"] - 30, version, model_type="Wallet", model_id="w1", version=version,
         )  # fmt: skip
 
@@ -199,10 +201,10 @@ async def test_two_actions_that_lock_rows_crosswise_both_commit(outbox: Outbox, 
     def crossing(first: str, second: str) -> Action:
         async def run(tx: Transaction) -> None:
             runs.append(first)
-            await tx.execute("UPDATE wallets SET balance = balance + 1 WHERE id = $1", first)
+            await tx.execute(sql(tx, "UPDATE wallets SET balance = balance + 1 WHERE id = $1"), first)
             if len(runs) <= 2:
                 await both_hold_one.wait()
-            await tx.execute("UPDATE wallets SET balance = balance + 1 WHERE id = $1", second)
+            await tx.execute(sql(tx, "UPDATE wallets SET balance = balance + 1 WHERE id = $1"), second)
             tx.emit(WalletOpened(uuid4()))
 
         return doing(run)
@@ -465,8 +467,8 @@ async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connectio
         assert len(await written(Look(postgres_url))) == 2
 
 
-async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_retried(postgres_url: str) -> None:
-    runs = 0
+async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_retried(server_url: str) -> None:
+    acts, runs = acts_on(server_url), 0
     lost: list[BaseException] = []
 
     async def lose(tx: Transaction) -> int:
@@ -474,33 +476,35 @@ async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_r
         runs += 1
         if runs == 1:
             try:
-                await tx.fetch("SELECT pg_terminate_backend(pg_backend_pid())")
+                await tx.fetch(acts.hang_up)
             except Exception as error:
                 lost.append(error)
                 raise
         return runs
 
-    async with Outbox(postgres_url, namespace="app") as outbox:
+    async with Outbox(server_url, namespace="app") as outbox:
         await outbox.migrate()
-        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)) as caught:
+        with pytest.raises(acts.cut) as caught:
             await outbox.executor.execute(doing(lose))
         assert caught.value is lost[0]
         runs = 0
-        retry = Retry(on=(asyncpg.PostgresError, asyncpg.InterfaceError, OSError), attempts=2, delay=0)
+        retry = Retry(on=acts.cut, attempts=2, delay=0)
         assert await outbox.executor.execute(doing(lose, retry=retry)) == 2
 
 
-async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(postgres_url: str) -> None:
-    async def overlook(tx: Transaction) -> None:
-        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
-            await tx.fetch("SELECT pg_terminate_backend(pg_backend_pid())")
+async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(server_url: str) -> None:
+    acts = acts_on(server_url)
 
-    async with Outbox(postgres_url, namespace="app") as outbox:
+    async def overlook(tx: Transaction) -> None:
+        with pytest.raises(acts.cut):
+            await tx.fetch(acts.hang_up)
+
+    async with Outbox(server_url, namespace="app") as outbox:
         await outbox.migrate()
-        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
+        with pytest.raises(acts.cut):
             await outbox.executor.execute(doing(overlook))
         await outbox.executor.execute(Emit((1,)))
-    assert [row["action_name"] for row in await written(Look(postgres_url))] == ["Emit"]
+    assert [row["action_name"] for row in await written(Look(server_url))] == ["Emit"]
 
 
 async def test_a_connection_that_cannot_be_reset_after_commit_is_nobodys_failure(postgres_url: str) -> None:

@@ -41,6 +41,7 @@ from outboxio import (
 from outboxio.testing import emitted
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 from tests.probes import add_wallet, balances, doing, open_transactions, written
+from tests.server_acts import acts_on, with_password
 
 LONG = "x" * 300
 
@@ -486,11 +487,6 @@ def test_a_database_that_makes_no_sense_is_refused_at_once(database: Any, messag
     assert_no_secret(caught.value)
 
 
-def with_password(url: str, **changes: Any) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=f"postgres:s3cret@{parts.hostname}:{parts.port}", **changes).geturl()
-
-
 def assert_no_secret(error: BaseException) -> None:
     assert "s3cret" not in "".join(traceback.format_exception(error))
 
@@ -516,8 +512,9 @@ async def each_way_in(outbox: Outbox, refusal: type[OutboxError], message: str) 
         assert_no_secret(caught.value)
 
 
-async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
-    async with Outbox("postgresql://ada:s3cret@127.0.0.1:1/app", namespace="app") as outbox:
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])
+async def test_a_server_that_is_not_there_is_named_without_its_password(scheme: str) -> None:
+    async with Outbox(f"{scheme}://ada:s3cret@127.0.0.1:1/app", namespace="app") as outbox:
         await each_way_in(outbox, DatabaseUnavailable, "shard 'default' at 127.0.0.1:1/app cannot be reached")
         with pytest.raises(DatabaseUnavailable):
             await outbox.migrate()
@@ -538,13 +535,17 @@ async def test_several_hosts_in_one_url_are_named_as_they_are() -> None:
         await each_way_in(outbox, DatabaseUnavailable, r"at 127\.0\.0\.1:1,127\.0\.0\.1:2/app cannot be reached")
 
 
-async def test_a_database_that_does_not_exist_is_named(postgres_url: str) -> None:
-    async with Outbox(with_password(postgres_url, path="/no_such_database"), namespace="app") as outbox:
-        await each_way_in(outbox, DatabaseUnavailable, 'database "no_such_database" does not exist')
+async def test_a_database_that_does_not_exist_is_named(server_url: str) -> None:
+    async with (
+        with_password(server_url, "s3cret") as url,
+        Outbox(urlsplit(url)._replace(path="/no_such_database").geturl(), namespace="app") as outbox,
+    ):
+        await each_way_in(outbox, DatabaseUnavailable, "no_such_database")
 
 
-async def test_a_user_that_does_not_exist_is_refused_without_the_password(postgres_url: str) -> None:
-    url = with_password(postgres_url).replace("postgres:s3cret", "nobody_of_that_name:s3cret")
+async def test_a_user_that_does_not_exist_is_refused_without_the_password(server_url: str) -> None:
+    parts = urlsplit(server_url)
+    url = parts._replace(netloc=f"nobody_of_that_name:s3cret@{parts.hostname}:{parts.port}").geturl()
     async with Outbox(url, namespace="app") as outbox:
         await each_way_in(outbox, DatabaseUnavailable, "nobody_of_that_name")
 
@@ -578,10 +579,7 @@ async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 async def test_a_database_without_the_tables_is_refused_with_the_way_to_get_them(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         outbox.handler(MoneyDeposited, name="journal")(Journal())
-        async with outbox.executor.shard(None).database.session() as session:
-            await session.begin()
-            await session.execute("CREATE TABLE own (id INT)", ())
-            await session.commit()
+        await look.fetch("CREATE TABLE own (id INT)")
 
         async def fill(tx: Transaction) -> None:
             await tx.execute("INSERT INTO own VALUES (1)")
@@ -664,10 +662,10 @@ async def test_a_relative_path_and_an_absolute_one_may_be_one_file(
         await assert_same_database(outbox)
 
 
-async def test_a_pool_and_the_url_of_its_database_are_one_shard(postgres_url: str) -> None:
+async def test_a_pool_and_the_url_of_its_database_are_one_shard(server_url: str) -> None:
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=10) as pool,
-        Outbox({"a": pool, "b": postgres_url}, namespace="app") as outbox,
+        acts_on(server_url).pool() as pool,
+        Outbox({"a": pool, "b": server_url}, namespace="app") as outbox,
     ):
         await outbox.migrate()
         await assert_same_database(outbox)
@@ -676,13 +674,15 @@ async def test_a_pool_and_the_url_of_its_database_are_one_shard(postgres_url: st
 # --- pools that are too small ---------------------------------------------------------------------------------------
 
 
-async def test_a_pool_too_small_for_the_loops_and_one_action_is_refused(postgres_url: str) -> None:
+async def test_a_pool_too_small_for_the_loops_and_one_action_is_refused(server_url: str) -> None:
+    acts = acts_on(server_url)
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=3) as pool,
+        acts.pool(3) as pool,
         Outbox(pool, namespace="app") as outbox,
     ):
         await outbox.migrate()
-        says = r"the pool of shard 'default' holds at most 3 connections, .* need (\d+): give it max_size=\1 or more"
+        room = rf"need (\d+): give it {acts.size_option}=\1 or more"
+        says = rf"the pool of shard 'default' holds at most 3 connections, .* {room}"
         with pytest.raises(PoolTooSmall, match=says) as caught:
             async with outbox.running():
                 pytest.fail("it runs")
@@ -690,7 +690,7 @@ async def test_a_pool_too_small_for_the_loops_and_one_action_is_refused(postgres
             await outbox.drain()
     needed = caught.value.needed
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=needed) as pool,
+        acts.pool(needed) as pool,
         Outbox(pool, namespace="app") as outbox,
     ):
         journal = Journal()
@@ -700,10 +700,11 @@ async def test_a_pool_too_small_for_the_loops_and_one_action_is_refused(postgres
             await journal.calls(2)
 
 
-async def test_a_pool_of_one_connection_is_enough_to_write(postgres_url: str) -> None:
+async def test_a_pool_of_one_connection_is_enough_to_write(server_url: str) -> None:
     """An instance that only executes actions needs no more; migrating and checking must not keep the connection."""
+    acts = acts_on(server_url)
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=1) as pool,
+        acts.pool(1) as pool,
         Outbox(pool, namespace="app") as outbox,
         asyncio.timeout(20),
     ):
@@ -713,4 +714,4 @@ async def test_a_pool_of_one_connection_is_enough_to_write(postgres_url: str) ->
         await outbox.executor.execute(Emit((2,)))
         assert (await outbox.admin.counts())["undelivered"] == 2
         await outbox.executor.execute(Emit((3,)))
-        assert pool.get_idle_size() == 1
+        assert acts.is_at_rest(pool)

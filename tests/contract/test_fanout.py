@@ -15,6 +15,7 @@ import pytest
 from outboxio import Event, Outbox, Settings
 from outboxio.testing import MovableClock
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.probes import open_transaction
 from tests.spies import breaks, deposits, watch
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -83,7 +84,7 @@ async def test_the_sentinel_of_an_action_without_events_is_never_touched(outbox:
     assert (await outbox.drain()).fanned_out == 0
 
     assert await look.notifications() == []
-    assert await look.value("SELECT count(*) FROM {events} WHERE event_type IS NULL AND NOT delivered") == 2
+    assert await look.value("SELECT count(*) FROM {events} WHERE event_type IS NULL AND NOT delivered") == 1
     assert (await outbox.admin.counts())["undelivered"] == 0
 
 
@@ -211,7 +212,7 @@ async def test_an_empty_topic_is_nobodys_topic(outbox: Outbox, look: Look) -> No
     outbox.handler(CardPayment, name="of-another-type")(Journal())
 
     await emit(outbox, CashPayment(Decimal(1)))
-    await look.fetch("UPDATE {events} SET topic = '' WHERE event_type IS NOT NULL RETURNING 1")
+    await look.fetch("UPDATE {events} SET topic = '' WHERE event_type IS NOT NULL")
     await outbox.drain()
     await outbox.admin.backfill("of-another-type", since=_LONG_AGO)
 
@@ -505,7 +506,7 @@ async def test_fanning_out_the_same_event_again_changes_nothing(outbox: Outbox, 
     await outbox.drain()
     before = await look.notifications()
 
-    await look.fetch("UPDATE {events} SET delivered = FALSE WHERE event_type IS NOT NULL RETURNING 1")
+    await look.fetch("UPDATE {events} SET delivered = FALSE WHERE event_type IS NOT NULL")
     drained = await outbox.drain()
 
     assert (drained.fanned_out, drained.succeeded) == (2, 0)
@@ -521,8 +522,8 @@ async def test_what_a_crash_left_half_fanned_out_is_completed(outbox: Outbox, lo
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    await look.fetch("UPDATE {events} SET delivered = FALSE WHERE event_type IS NOT NULL RETURNING 1")
-    await look.fetch("DELETE FROM {event_notifications} WHERE handler_name = 'second' RETURNING 1")
+    await look.fetch("UPDATE {events} SET delivered = FALSE WHERE event_type IS NOT NULL")
+    await look.fetch("DELETE FROM {event_notifications} WHERE handler_name = 'second'")
     await outbox.drain()
 
     assert (first.amounts, second.amounts) == ([1], [1, 1])
@@ -572,30 +573,23 @@ async def test_two_instances_that_fan_out_beside_each_other_make_each_notificati
 
 
 @asynccontextmanager
-async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterator[Any]:
-    """A producer that has written its event, and has not committed yet."""
+async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A producer that has written its event, and has not committed yet: how it does."""
     if look.is_file:
         pytest.skip("this database has one writer at a time")
-    import asyncpg
-
-    connection = await asyncpg.connect(look._url)
-    transaction = connection.transaction()
-    await transaction.start()
-    try:
+    async with open_transaction(look) as (connection, commit):
         await outbox.record(connection, event, action="Slow")
-        yield transaction
-    finally:
-        await connection.close()
+        yield commit
 
 
 async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
-    async with open_producer(outbox, look, MoneyDeposited(uuid4(), Decimal(1))) as late:
+    async with open_producer(outbox, look, MoneyDeposited(uuid4(), Decimal(1))) as commit:
         await outbox.executor.execute(Emit((2,)))
         await outbox.drain(timeout=10)
         assert journal.amounts == [2]
-        await late.commit()
+        await commit()
 
     await outbox.drain()
 
@@ -610,8 +604,9 @@ async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Ou
     await outbox.executor.execute(Emit((1, 2)))
     if look.is_file:
         pytest.skip("this database has one writer at a time")
+    first = await look.value("SELECT id FROM {events} WHERE model_id = '1'")
     async with outbox.transaction("Holds") as tx:
-        await tx.execute("UPDATE eventlog.events SET headers = '{}' WHERE model_id = '1'")
+        await tx.execute(f"UPDATE eventlog.events SET headers = '{{}}' WHERE id = '{first}'")
         await asyncio.wait_for(asyncio.create_task(outbox.drain()), 10)
         assert journal.amounts == [2]
 

@@ -279,8 +279,10 @@ async def take_lock(outbox: Outbox) -> None:
 
 async def raise_term(look: Look, handler: str) -> None:
     """What another process does when it takes the handler's lock."""
-    raised = await look.fetch("UPDATE {leases} SET term = term + 1 WHERE name = $1 RETURNING 1", lease_of(handler))
-    assert len(raised) == 1
+    term = "SELECT term FROM {leases} WHERE name = $1"
+    before = await look.value(term, lease_of(handler))
+    await look.fetch("UPDATE {leases} SET term = term + 1 WHERE name = $1", lease_of(handler))
+    assert await look.value(term, lease_of(handler)) == before + 1
 
 
 async def test_an_outcome_under_an_old_term_is_refused_and_counted(make_outbox: MakeOutbox, look: Look) -> None:

@@ -757,7 +757,7 @@ async def test_rows_that_are_too_much_for_one_text_are_found_in_parts(
 
     def with_little_room(*args: Any, **options: Any) -> sqlite3.Connection:
         connection = connect(*args, **options)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 3000)  # of 1 GB
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2500)  # of 1 GB
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", with_little_room)

@@ -23,6 +23,7 @@ from tests.probes import (
     statements_on,
     written,
 )
+from tests.sql import sql
 
 ENDINGS = [
     "COMMIT", "commit;", " \n\tCommit work", "-- done\nCOMMIT", "/* done */ /* really */ COMMIT", "; COMMIT",
@@ -49,11 +50,17 @@ def kinds(statements: list[str]) -> list[str]:
 
 async def test_execute_returns_how_many_rows_were_touched(outbox: Outbox) -> None:
     async with outbox.transaction("Count") as tx:
-        insert = "INSERT INTO wallets (id, balance) VALUES ($1, $2)"
+        insert = sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)")
         assert [await tx.execute(insert, name, n) for n, name in enumerate("abc")] == [1, 1, 1]
-        assert await tx.execute("UPDATE wallets SET balance = 7 WHERE balance > $1", 0) == 2
+        assert await tx.execute(sql(tx, "UPDATE wallets SET balance = 7 WHERE balance > $1"), 0) == 2
         assert await tx.execute("UPDATE wallets SET balance = 7 WHERE id = 'nobody'") == 0
         assert await tx.execute("DELETE FROM wallets") == 3
+
+
+async def test_execute_of_a_statement_that_touches_no_rows_returns_0(outbox: Outbox, look: Look) -> None:
+    if look.ends_transaction_at_ddl:
+        pytest.skip("such a statement would end the transaction here")
+    async with outbox.transaction("Make") as tx:
         assert await tx.execute("CREATE TABLE made_here (id INT)") == 0
 
 
@@ -63,21 +70,31 @@ async def test_fetched_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> 
         await add_wallet(tx, "b", 2)
         rows = await tx.fetch("SELECT id, balance FROM wallets ORDER BY id")
         assert [(row[0], row["balance"]) for row in rows] == [("a", 1), ("b", 2)]
-        assert await tx.fetch("SELECT id FROM wallets WHERE id = $1", "nobody") == []
+        of_one = sql(tx, "SELECT id FROM wallets WHERE id = $1")
+        assert await tx.fetch(of_one, "nobody") == []
         row = await tx.fetchrow("SELECT id, balance FROM wallets ORDER BY id")
         assert row is not None
         assert (row["id"], row[1]) == ("a", 1)
-        assert await tx.fetchrow("SELECT id FROM wallets WHERE id = $1", "nobody") is None
+        assert await tx.fetchrow(of_one, "nobody") is None
         assert await tx.fetchval("SELECT count(*) FROM wallets") == 2
-        assert await tx.fetchval("SELECT id FROM wallets WHERE id = $1", "nobody") is None
+        assert await tx.fetchval(of_one, "nobody") is None
         assert await tx.fetchval("SELECT NULL") is None
+
+
+async def test_a_statement_that_writes_may_answer_with_rows(outbox: Outbox, look: Look) -> None:
+    if not look.has_returning:
+        pytest.skip("UPDATE answers with no rows here")
+    async with outbox.transaction("Fetch") as tx:
+        await add_wallet(tx, "a", 1)
         assert await tx.fetchval("UPDATE wallets SET balance = 9 WHERE id = 'a' RETURNING balance") == 9
 
 
 async def test_sql_is_the_drivers_own(outbox: Outbox) -> None:
     """A percent sign, a colon, a question mark in a string: nothing is rewritten, and doubled quotes stay."""
     async with outbox.transaction("Own") as tx:
-        assert await tx.fetchval("SELECT '100% :name ? $1 ''quoted''' WHERE $1 = 1", 1) == "100% :name ? $1 'quoted'"
+        literal = sql(tx, "SELECT '100% :name ? $1 ''quoted''' WHERE $1 = 1")
+        assert await tx.fetchval(literal, 1) == "100% :name ? $1 'quoted'"
+        assert await tx.fetchval("SELECT '100% :name ?'") == "100% :name ?"
 
 
 async def test_the_drivers_connection_is_in_the_same_transaction(outbox: Outbox, look: Look) -> None:
@@ -148,10 +165,10 @@ async def test_savepoints_are_the_actions_to_use(outbox: Outbox, look: Look) -> 
         await add_wallet(tx, "kept", 1)
         await tx.execute("SAVEPOINT part")
         await add_wallet(tx, "undone", 2)
-        with pytest.raises(Exception, match=r"(?i)unique"):
+        with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
             await add_wallet(tx, "undone", 2)
         await tx.execute("ROLLBACK TO SAVEPOINT part")
-        await tx.execute("rollback transaction to part")
+        await tx.execute("rollback  to part")
         await tx.execute("RELEASE SAVEPOINT part")
         await add_wallet(tx, "later", 3)
         tx.emit(WalletOpened(uuid4()))
@@ -198,7 +215,7 @@ async def test_nothing_is_run_outside_of_a_transaction_that_was_ended_behind_its
 async def test_swallowing_a_failed_statement_commits_all_of_the_rest_or_nothing(outbox: Outbox, look: Look) -> None:
     async def swallow(tx: Transaction) -> None:
         await add_wallet(tx, "a")
-        with pytest.raises(Exception, match=r"(?i)unique"):
+        with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
             await add_wallet(tx, "a")
         tx.emit(WalletOpened(uuid4()))
 
@@ -216,12 +233,11 @@ async def test_a_transaction_that_a_failed_statement_has_doomed_is_no_success(
 ) -> None:
     """PostgreSQL answers COMMIT with ROLLBACK there, and no error."""
     outbox = await make_outbox(settings=Settings(record_empty_actions=record_empty_actions))
-    async with outbox.transaction("MakeTable") as tx:
-        await tx.execute("CREATE TABLE own (id INT PRIMARY KEY)")
+    await look.fetch("CREATE TABLE own (id INT PRIMARY KEY)")
 
     async def swallow(tx: Transaction) -> None:
         await tx.execute("INSERT INTO own VALUES (1)")
-        with pytest.raises(Exception, match=r"(?i)unique"):
+        with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
             await tx.execute("INSERT INTO own VALUES (1)")
 
     succeeded = True

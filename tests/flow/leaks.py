@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from tests.app import Look, eventually
+from tests.server_acts import acts_on
 
 
 class Leaks:
     """Compares what there is with what there was when this was made. Make it before ``running()`` is entered."""
 
     def __init__(self, url: str) -> None:
-        self._look = Look(url)
-        self._path = Path(urlsplit(url).path[1:]) if self._look.is_file else None
+        self._path = Path(urlsplit(url).path[1:]) if Look(url).is_file else None
+        self._acts = acts_on(url)
         self._tasks = asyncio.all_tasks()
 
     async def nothing_is_left(self, connections: int = 0) -> None:
@@ -32,19 +32,10 @@ class Leaks:
         try:
             await eventually(lambda: self._sessions_are_gone(connections), timeout=5)
         except AssertionError:
-            raise AssertionError(f"sessions are left: {await self.sessions()}") from None
+            raise AssertionError(f"sessions are left: {await self._acts.sessions()}") from None
 
     async def _sessions_are_gone(self, connections: int) -> bool:
-        sessions = await self.sessions()
-        locks = await self._look.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'" + _OF_THIS_DATABASE)
-        return len(sessions) <= connections and not locks
-
-    async def sessions(self) -> list[dict[str, Any]]:
-        """The sessions on the test's database, without the one that asks."""
-        return await self._look.fetch(
-            "SELECT pid, state, query FROM pg_stat_activity"
-            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
+        return len(await self._acts.sessions()) <= connections and not await self._acts.locks()
 
     def _open_files(self, folder: str) -> list[str]:
         targets = []
@@ -58,6 +49,3 @@ class Leaks:
     def _is_here(self, target: str) -> bool:
         assert self._path is not None
         return Path(target).parent.parent == self._path.parent
-
-
-_OF_THIS_DATABASE = " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"

@@ -1,4 +1,4 @@
-"""Servers that one test has for itself: a PostgreSQL that it may stop and start, and a PgBouncer."""
+"""Servers that one test has for itself: one that it may stop and start, and a PgBouncer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ import pytest
 
 from tests.flow.proxy import free_port
 from tests.servers import (
+    DIALECTS,
     POSTGRES_SETTINGS,
+    MysqlFamily,
+    MysqlPrograms,
     _give_to_server_user,
     _keep_running,
+    _mysql_execute,
     _private_directory,
     _ready_postgres,
+    _run_apart,
     _run_as_server_user,
     _tail,
 )
@@ -54,9 +59,34 @@ class PrivatePostgres:
         self._ends.close()
 
 
-def _leave_out(reason: str) -> NoReturn:
-    """Skip, loudly; where PostgreSQL is required, fail."""
-    if "postgres" in os.environ.get("OUTBOXIO_TEST_REQUIRE", "").split(","):
+class PrivateMysql:
+    """A MySQL or MariaDB whose data outlive its stops."""
+
+    def __init__(self, family: MysqlFamily, programs: MysqlPrograms, home: Path) -> None:
+        self._family = family
+        self._programs = programs
+        self._home = home
+        self._port = free_port()
+        self._ends = ExitStack()
+        self.url = f"{family.name}://root@127.0.0.1:{self._port}/private"
+        family.initialise(programs, home)
+        self.start()
+        _run_apart(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
+
+    def start(self) -> None:
+        here = self._home / "running"  # what keeps it running removes that folder at its end
+        here.mkdir()
+        _give_to_server_user(here)
+        self._family.keep_running(self._programs, self._ends, self._home, self._port, remove=here)
+
+    def stop(self) -> None:
+        """A shutdown: sessions are ended, their transactions are rolled back."""
+        self._ends.close()
+
+
+def _leave_out(reason: str, dialect: str = "postgres") -> NoReturn:
+    """Skip, loudly; where the dialect is required, fail."""
+    if dialect in os.environ.get("OUTBOXIO_TEST_REQUIRE", "").split(","):
         pytest.fail(reason)
     pytest.skip(reason)
 
@@ -71,6 +101,23 @@ def private_postgres() -> Iterator[PrivatePostgres]:
         server = PrivatePostgres(folders[-1], _private_directory(ends))
         ends.callback(server.stop)
         server.start()
+        yield server
+
+
+@contextmanager
+def private_server(like: str) -> Iterator[PrivatePostgres | PrivateMysql]:
+    """A server that nobody else uses, started; of the dialect of a URL."""
+    family = DIALECTS.get(urlsplit(like).scheme)
+    if not isinstance(family, MysqlFamily):
+        with private_postgres() as server:
+            yield server
+        return
+    programs = [each for each in family.programs(os.environ) if each.version >= family.oldest]
+    if not programs:
+        _leave_out(f"no programs of {family.name} on this machine", family.name)
+    with ExitStack() as ends:
+        server = PrivateMysql(family, programs[0], _private_directory(ends))
+        ends.callback(server.stop)
         yield server
 
 

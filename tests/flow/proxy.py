@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
+USUAL_PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -30,9 +32,10 @@ class Proxy:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._target = (parts.hostname, parts.port or 5432)
+        self._target = (parts.hostname, parts.port or USUAL_PORTS[parts.scheme])
         self._port = free_port()
-        user = f"{parts.username}@" if parts.username else ""
+        user = parts.netloc.rpartition("@")[0]
+        user = f"{user}@" if user else ""
         self.url = parts._replace(netloc=f"{user}127.0.0.1:{self._port}").geturl()
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()

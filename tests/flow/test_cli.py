@@ -18,6 +18,7 @@ from outboxio import Action, Event, Outbox, Transaction
 from outboxio.cli import main
 from outboxio.storage.schema import sql_files
 from tests.app import Look, eventually
+from tests.server_acts import with_password
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,10 +141,6 @@ async def local_shop(local: Command) -> AsyncIterator[Outbox]:
         yield outbox
 
 
-def dialect_of(url: str) -> str:
-    return "sqlite" if url.startswith("sqlite") else "postgres"
-
-
 async def line_with(stream: asyncio.StreamReader | None, text: str) -> None:
     """Wait for a line of a process."""
     assert stream is not None
@@ -158,7 +155,7 @@ async def line_with(stream: asyncio.StreamReader | None, text: str) -> None:
 
 
 async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(command: Command) -> None:
-    files = [file.name for file in sql_files(dialect_of(command.database))]
+    files = [file.name for file in sql_files(Look(command.database).dialect)]
 
     first, second = await command("migrate", "shop:outbox"), await command("migrate", "shop:outbox")
     check = await command("check", "shop:outbox")
@@ -170,7 +167,7 @@ async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(
 
 
 async def test_migrate_answers_machines_shard_by_shard(command: Command) -> None:
-    files = [file.name for file in sql_files(dialect_of(command.database))]
+    files = [file.name for file in sql_files(Look(command.database).dialect)]
 
     assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": files}}
     assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": []}}
@@ -181,7 +178,7 @@ async def test_check_of_an_empty_database_names_what_is_missing_and_the_file_to_
 
     assert answer.code == 1, answer
     assert "table events" in answer.out
-    assert f"sql/{dialect_of(command.database)}/0001_events.sql" in answer.out
+    assert f"sql/{Look(command.database).dialect}/0001_events.sql" in answer.out
     assert "Traceback" not in answer.err
 
 
@@ -193,15 +190,13 @@ async def test_check_answers_machines(command: Command) -> None:
     assert (before.code, before.json["ok"]) == (1, False)
     shard = before.json["shards"]["default"]
     assert "table events" in shard["missing"]
-    assert f"sql/{dialect_of(command.database)}/0001_events.sql" in shard["files"]
+    assert f"sql/{Look(command.database).dialect}/0001_events.sql" in shard["files"]
     assert (after.code, after.json["ok"]) == (0, True)
     assert after.json["shards"]["default"] == {"ok": True, "error": None, "missing": [], "files": []}
 
 
-async def test_check_names_one_missing_index(command: Command, shop: Outbox) -> None:
-    index = "eventlog_events_undelivered" if dialect_of(command.database) == "sqlite" else "eventlog.events_undelivered"
-    async with shop.transaction("DropIndex") as tx:
-        await tx.execute(f"DROP INDEX {index}")
+async def test_check_names_one_missing_index(command: Command, shop: Outbox, look: Look) -> None:
+    await look.drop_index("events", "events_undelivered")
 
     answer = await command("check", "--database", command.database)
 
@@ -294,14 +289,12 @@ async def test_a_second_signal_ends_a_worker_at_once_and_uses_up_no_attempt(loca
 
 
 async def test_a_worker_says_what_it_runs_and_hides_the_password(command: Command, shop: Outbox) -> None:
-    environ = {}
-    if dialect_of(command.database) == "postgres":
-        environ["SHOP_DATABASE"] = command.database.replace("postgres@", "postgres:s3cret@")
-
-    async with command.started("worker", "shop:outbox", **environ) as worker:
-        await line_with(worker.stderr, "took shop/dispatch/ship")
-        worker.send_signal(signal.SIGTERM)
-        _, err = await worker.communicate()
+    async with with_password(command.database, "s3cret") as database:
+        environ = {"SHOP_DATABASE": database}
+        async with command.started("worker", "shop:outbox", **environ) as worker:
+            await line_with(worker.stderr, "took shop/dispatch/ship")
+            worker.send_signal(signal.SIGTERM)
+            _, err = await worker.communicate()
         answer = await command("worker", "shop:outbox", "--drain", **environ)
 
     for part in ("fans out and runs handlers for namespace shop", "ship", "Ordered", "also found as send"):

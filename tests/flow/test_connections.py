@@ -15,12 +15,10 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-from asyncpg.exceptions import InternalClientError
 
 from outboxio import (
     Action,
     CommitUnknown,
-    DatabaseUnavailable,
     EventEnvelope,
     Outbox,
     PooledConnection,
@@ -31,15 +29,12 @@ from outboxio import (
     Transaction,
 )
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.flow.private_servers import pgbouncer_to, private_postgres
+from tests.flow.private_servers import pgbouncer_to, private_server
 from tests.flow.proxy import proxy_to
+from tests.server_acts import ServerActs, acts_on
 
 #: Polling cannot be what found something.
 NO_POLLS = {"fanout_poll_delay": "60s", "handling_poll_delay": "60s"}
-
-#: What an action may raise whose connection is cut; the last is what asyncpg says between the server's farewell and
-#: the end of the stream.
-CUT = (CommitUnknown, DatabaseUnavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, InternalClientError)
 
 LOOPS = 5  # lock, admin, fan-out, find, settle
 SMALLEST_POOL = LOOPS + 1
@@ -86,51 +81,36 @@ async def check_flow(outbox: Outbox) -> None:
     assert {record.errors[0]["type"] for record in records} == {"RetryAfter"}
 
 
-def backends(outbox: Outbox) -> dict[str, int]:
-    """The server processes of an outbox's connections, by what they are for."""
-    database: Any = outbox._shards["default"].database
-    ours = {
-        "lock": database._lock_session,
-        "find": database._find,
-        "settle": database._settle,
-        "fanout": database._fanout,
-        "admin": database._admin,
-    }
-    pids = {name: d._connection.get_server_pid() for name, d in ours.items() if d is not None and d.is_open}
-    holders = [] if database._pool is None else database._pool._holders
-    idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
-    return pids | ({"pool": idle[0].get_server_pid()} if idle else {})
-
-
-async def end_backends(rows: Look, pids: list[int]) -> None:
-    await rows.fetch("SELECT pg_terminate_backend(pid) FROM unnest($1::int[]) pid", pids)
-
-
 async def session(rows: Look, pid: int) -> dict[str, Any] | None:
     found = await rows.fetch("SELECT * FROM pg_stat_activity WHERE pid = $1", pid)
     return found[0] if found else None
 
 
 @pytest.fixture
-def rows(postgres_url: str) -> Look:
-    return Look(postgres_url)
+def rows(server_url: str) -> Look:
+    return Look(server_url)
 
 
 @pytest.fixture
-async def pool(postgres_url: str) -> AsyncIterator[asyncpg.Pool[Any]]:
-    async with asyncpg.create_pool(postgres_url, min_size=0, max_size=10) as pool:
+def acts(server_url: str) -> ServerActs:
+    return acts_on(server_url)
+
+
+@pytest.fixture
+async def pool(acts: ServerActs) -> AsyncIterator[Any]:
+    async with acts.pool() as pool:
         yield pool
 
 
 @asynccontextmanager
-async def producing(outbox: Outbox) -> AsyncIterator[None]:
+async def producing(outbox: Outbox, acts: ServerActs) -> AsyncIterator[None]:
     """Events flow while the block lasts; whoever cuts the connection of an action is told so."""
 
     enough = asyncio.Event()
 
     async def produce() -> None:
         for number in itertools.count():
-            with suppress(*CUT):
+            with suppress(*acts.cut):
                 await outbox.executor.execute(Emit((number,)))
             await asyncio.sleep(0.002)
             if enough.is_set():
@@ -142,7 +122,7 @@ async def producing(outbox: Outbox) -> AsyncIterator[None]:
         enough.set()
 
 
-async def all_handled(rows: Look) -> bool:
+async def all_handled(rows: Look) -> Any:
     return await rows.value(
         "SELECT (SELECT count(*) FROM {events} WHERE event_type IS NOT NULL) ="
         " (SELECT count(*) FROM {event_notifications} WHERE state = 'SUCCEEDED')"
@@ -154,47 +134,47 @@ async def all_handled(rows: Look) -> bool:
 
 @pytest.mark.parametrize("source", ["url", "given-pool"])
 async def test_whichever_connection_is_lost_everything_is_handled(
-    postgres_url: str, rows: Look, pool: asyncpg.Pool[Any], source: str
+    server_url: str, rows: Look, acts: ServerActs, pool: Any, source: str
 ) -> None:
     journal = Journal()
-    async with opened(Outbox(postgres_url if source == "url" else pool, namespace="app")) as outbox:
+    async with opened(Outbox(server_url if source == "url" else pool, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
-        async with outbox.running(), producing(outbox):
+        async with outbox.running(), producing(outbox, acts):
             for name in ("find", "settle", "fanout", "pool"):
                 await journal.calls(len(journal) + 10)
-                await eventually(lambda name=name: name in backends(outbox))
-                await end_backends(rows, [backends(outbox)[name]])
+                await eventually(lambda name=name: name in acts.own_sessions(outbox))
+                await acts.end([acts.own_sessions(outbox)[name]])
                 await journal.calls(len(journal) + 10)
             await eventually(lambda: all_handled(rows))
             assert set(Counter(journal.amounts).values()) == {1}, "handled twice, although the lock was not lost"
 
-            await end_backends(rows, [backends(outbox)["lock"]])
+            await acts.end([acts.own_sessions(outbox)["lock"]])
             await journal.calls(len(journal) + 10)
         await outbox.drain()
     events = await rows.fetch("SELECT model_id FROM {events} WHERE event_type IS NOT NULL")
     assert {int(event["model_id"]) for event in events} == set(journal.amounts)
 
 
-async def test_all_connections_lost_at_once_are_survived(postgres_url: str, rows: Look) -> None:
+async def test_all_connections_lost_at_once_are_survived(server_url: str, rows: Look, acts: ServerActs) -> None:
     journal = Journal()
-    async with opened(Outbox(postgres_url, namespace="app")) as outbox:
+    async with opened(Outbox(server_url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
-        async with outbox.running(), producing(outbox):
+        async with outbox.running(), producing(outbox, acts):
             for _ in range(3):
                 await journal.calls(len(journal) + 20)
-                await end_backends(rows, list(backends(outbox).values()))
+                await acts.end(list(acts.own_sessions(outbox).values()))
             await journal.calls(len(journal) + 20)
         await outbox.drain()
         assert await all_handled(rows)
 
 
-async def test_a_restart_of_the_server_is_survived_without_anybody_s_help() -> None:
+async def test_a_restart_of_the_server_is_survived_without_anybody_s_help(server_url: str) -> None:
     journal = Journal()
-    with private_postgres() as server:
-        rows = Look(server.url)
+    with private_server(like=server_url) as server:
+        rows, acts = Look(server.url), acts_on(server.url)
         async with opened(Outbox(server.url, namespace="app")) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
-            async with outbox.running(), producing(outbox):
+            async with outbox.running(), producing(outbox, acts):
                 await journal.calls(20)
                 await asyncio.to_thread(server.stop)
                 await asyncio.to_thread(server.start)
@@ -203,23 +183,48 @@ async def test_a_restart_of_the_server_is_survived_without_anybody_s_help() -> N
             assert await all_handled(rows)
 
 
+async def test_a_connection_that_is_cut_during_commit_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
+    """The server commits, and its answer does not arrive."""
+    async with (
+        opened(Outbox(server_url, namespace="app")),
+        proxy_to(server_url) as proxy,
+        Outbox(proxy.url, namespace="app", settings=Settings(notify=False)) as outbox,
+    ):
+        await outbox.executor.execute(Emit((1,)))
+        proxy.fall_silent_after(b"commit")
+        acting = asyncio.create_task(outbox.executor.execute(Emit((2,))))
+        await eventually(lambda: not proxy.waits_for_last_words)
+        await eventually(lambda: _has_events(rows, 2))
+        await proxy.stop()
+        with pytest.raises(CommitUnknown):
+            await acting
+
+        await proxy.start()
+        await outbox.executor.execute(Emit((3,)))
+    assert await _has_events(rows, 3)
+
+
+async def _has_events(rows: Look, number: int) -> bool:
+    return len(await rows.events()) == number
+
+
 async def test_a_database_that_is_gone_is_asked_ever_more_rarely(
-    postgres_url: str, caplog: pytest.LogCaptureFixture
+    server_url: str, acts: ServerActs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with proxy_to(postgres_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
+    async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         async with outbox.running():
-            await eventually(lambda: "lock" in backends(outbox))
+            await eventually(lambda: "lock" in acts.own_sessions(outbox))
             await proxy.stop()
             await asyncio.sleep(1)
             await proxy.start()
             failures = [r for r in caplog.records if r.name == "outboxio.loop" and "locks of" in r.getMessage()]
             assert 2 <= len(failures) <= 6  # after 0.1, 0.2, 0.4, 0.8 s, jittered
-            await eventually(lambda: "lock" in backends(outbox))
+            await eventually(lambda: "lock" in acts.own_sessions(outbox))
 
 
-async def test_a_lost_listen_connection_listens_again(postgres_url: str, rows: Look) -> None:
-    journal = Journal()
+async def test_a_lost_listen_connection_listens_again(postgres_url: str) -> None:
+    journal, acts = Journal(), acts_on(postgres_url)
     async with (
         opened(Outbox(postgres_url, namespace="app")) as producer,
         Outbox(postgres_url, namespace="app", settings=Settings(**NO_POLLS)) as outbox,
@@ -228,12 +233,12 @@ async def test_a_lost_listen_connection_listens_again(postgres_url: str, rows: L
         async with outbox.running():
             await producer.executor.execute(Emit((1,)))
             await journal.calls(1)
-            before = backends(outbox)["lock"]
-            await end_backends(rows, [before])
+            before = acts.own_sessions(outbox)["lock"]
+            await acts.end([before])
             # What is committed while nobody listens is found as soon as somebody does.
             await producer.executor.execute(Emit((2,)))
             await journal.calls(2, timeout=2)
-            assert backends(outbox)["lock"] != before
+            assert acts.own_sessions(outbox)["lock"] != before
 
             committed_at = time.monotonic()
             await producer.executor.execute(Emit((3,)))
@@ -243,14 +248,14 @@ async def test_a_lost_listen_connection_listens_again(postgres_url: str, rows: L
 
 @pytest.mark.parametrize("moment", ["idle", "in-the-middle-of-a-statement"])
 async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, moment: str) -> None:
-    journal = Journal()
+    journal, acts = Journal(), acts_on(postgres_url)
     settings = Settings(**NO_POLLS, lock_heartbeat="500ms")
     async with proxy_to(postgres_url) as proxy, opened(Outbox(postgres_url, namespace="app")) as producer:
         through = Shard(postgres_url, direct_url=proxy.url)
         async with Outbox({"default": through}, namespace="app", settings=settings) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
             async with outbox.running():
-                await eventually(lambda: "lock" in backends(outbox))
+                await eventually(lambda: "lock" in acts.own_sessions(outbox))
                 if moment == "idle":
                     await producer.executor.execute(Emit((1,)))
                     await journal.calls(1)
@@ -269,15 +274,36 @@ async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(p
                 assert time.monotonic() - silent_at < 1.0 + 2 * 0.5 + 1.0
 
 
+async def test_a_lock_connection_that_fell_silent_is_replaced_on_every_server(
+    server_url: str, acts: ServerActs
+) -> None:
+    journal = Journal()
+    settings = Settings(lock_heartbeat="500ms")
+    async with proxy_to(server_url) as proxy, opened(Outbox(server_url, namespace="app")) as producer:
+        through = Shard(server_url, direct_url=proxy.url)
+        async with Outbox({"default": through}, namespace="app", settings=settings) as outbox:
+            outbox.handler(MoneyDeposited, name="first")(journal)
+            async with outbox.running():
+                await producer.executor.execute(Emit((1,)))
+                await journal.calls(1)
+                before = acts.own_sessions(outbox)["lock"]
+                assert proxy.fall_silent(acts.lock_words) == 1
+
+                await eventually(lambda: acts.own_sessions(outbox).get("lock", before) != before)
+
+                await producer.executor.execute(Emit((2,)))
+                await journal.calls(2)
+
+
 # --- settings of the database and of pools -------------------------------------------------------
 
 
 @pytest.mark.parametrize("isolation", ["serializable", "repeatable read"])
 async def test_the_database_s_default_isolation_changes_nothing(
-    postgres_url: str, rows: Look, isolation: str, caplog: pytest.LogCaptureFixture
+    postgres_url: str, isolation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = postgres_url.rpartition("/")[2]
-    await rows.fetch(f"ALTER DATABASE {name} SET default_transaction_isolation = '{isolation}'")
+    await Look(postgres_url).fetch(f"ALTER DATABASE {name} SET default_transaction_isolation = '{isolation}'")
     async with opened(Outbox(postgres_url, namespace="app")) as outbox:
         await check_flow(outbox)
     worse = [r for r in caplog.records if r.levelno >= logging.WARNING and "RetryAfter" not in r.getMessage()]
@@ -305,7 +331,7 @@ class ResetsNothing(asyncpg.Connection):  # type: ignore[type-arg]
     ids=["jsonb-as-dicts", "no-statement-cache", "smallest", "no-reset"],
 )
 async def test_a_given_pool_does_all_and_comes_back_as_it_was(
-    postgres_url: str, rows: Look, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    postgres_url: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     size = options.get("max_size", 10)
     async with asyncpg.create_pool(postgres_url, **{"min_size": 0, "max_size": size, **options}) as pool:
@@ -320,6 +346,15 @@ async def test_a_given_pool_does_all_and_comes_back_as_it_was(
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
+async def test_a_given_pool_of_any_driver_does_all_and_gets_its_connections_back(
+    acts: ServerActs, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with acts.pool() as pool, opened(Outbox(pool, namespace="app")) as outbox:
+        await check_flow(outbox)
+        await eventually(lambda: acts.is_at_rest(pool))
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
 async def left_on(connection: Any) -> list[list[Any]]:
     """Session settings, channels and advisory locks."""
     looks = (
@@ -330,9 +365,9 @@ async def left_on(connection: Any) -> list[list[Any]]:
     return [[tuple(row) for row in await connection.fetch(sql)] for sql in looks]
 
 
-async def test_a_given_pool_is_free_while_nothing_runs(postgres_url: str) -> None:
+async def test_a_given_pool_is_free_while_nothing_runs(acts: ServerActs) -> None:
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=1) as pool,
+        acts.pool(1) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
         asyncio.timeout(10),
     ):
@@ -341,24 +376,25 @@ async def test_a_given_pool_is_free_while_nothing_runs(postgres_url: str) -> Non
         await outbox.executor.execute(Emit((2,)))
 
 
-async def test_a_given_pool_that_is_too_small_is_refused(postgres_url: str) -> None:
+async def test_a_given_pool_that_is_too_small_is_refused(acts: ServerActs) -> None:
     async with (
-        asyncpg.create_pool(postgres_url, min_size=0, max_size=SMALLEST_POOL - 1) as pool,
+        acts.pool(SMALLEST_POOL - 1) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
     ):
         outbox.handler(MoneyDeposited, name="first")(Journal())
-        with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* max_size={SMALLEST_POOL}"):
+        wanted = f"{acts.size_option}={SMALLEST_POOL}"
+        with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* {wanted}"):
             async with outbox.running():
                 pass
-        assert pool.get_idle_size() == pool.get_size()
+        assert acts.is_at_rest(pool)
 
 
 async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
-    postgres_url: str, rows: Look, pool: asyncpg.Pool[Any]
+    server_url: str, rows: Look, acts: ServerActs, pool: Any
 ) -> None:
     release = asyncio.Event()
     quick = Journal()
-    async with opened(Outbox(postgres_url, namespace="app")) as producer, Outbox(pool, namespace="app") as outbox:
+    async with opened(Outbox(server_url, namespace="app")) as producer, Outbox(pool, namespace="app") as outbox:
 
         @outbox.handler(MoneyDeposited, name="holds")
         async def hold(envelope: EventEnvelope[MoneyDeposited]) -> None:
@@ -368,7 +404,7 @@ async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
         outbox.handler(WalletOpened, name="quick")(quick)
         async with outbox.running():
             await producer.executor.execute(Emit(tuple(range(20))))
-            await eventually(lambda: pool.get_size() == pool.get_max_size() and not pool.get_idle_size())
+            await eventually(lambda: acts.is_exhausted(pool))
 
             await producer.executor.execute(Welcome(1))
 
@@ -380,7 +416,8 @@ async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
             await eventually(lambda: _are(rows, {"SUCCEEDED": 21}))
 
 
-async def test_a_standby_holds_no_transaction_open(postgres_url: str, rows: Look) -> None:
+async def test_a_standby_holds_no_transaction_open(postgres_url: str) -> None:
+    rows, acts = Look(postgres_url), acts_on(postgres_url)
     async with (
         opened(Outbox(postgres_url, namespace="app")) as holder,
         Outbox(postgres_url, namespace="app") as standby,
@@ -388,8 +425,8 @@ async def test_a_standby_holds_no_transaction_open(postgres_url: str, rows: Look
         for outbox in (holder, standby):
             outbox.handler(MoneyDeposited, name="first")(Journal())
         async with holder.running(), standby.running():
-            await eventually(lambda: "lock" in backends(standby))
-            pid = backends(standby)["lock"]
+            await eventually(lambda: "lock" in acts.own_sessions(standby))
+            pid = acts.own_sessions(standby)["lock"]
             tries = set()
             for _ in range(25):
                 found = await session(rows, pid)

@@ -395,8 +395,8 @@ async def test_a_shard_that_never_came_does_not_delay_leaving(
     await leaks.nothing_is_left()
 
 
-async def test_no_shard_in_reach_is_an_error(second_url: str, tmp_path: Path) -> None:
-    async with late(second_url, tmp_path) as database, Outbox(database.source, namespace="app") as outbox:
+async def test_no_shard_in_reach_is_an_error(database_url: str, tmp_path: Path) -> None:
+    async with late(database_url, tmp_path) as database, Outbox(database.source, namespace="app") as outbox:
         with pytest.raises(DatabaseUnavailable, match="'default'"):
             async with outbox.running():
                 pass
@@ -550,10 +550,11 @@ async def breakable(url: str) -> AsyncIterator[Fragile]:
 async def late(url: str, folder: Path) -> AsyncIterator[Fragile]:
     """A server that is not there yet; an SQLite file in a folder that is not there yet."""
     if urlsplit(url).scheme == "sqlite":
-        database = Fragile(f"sqlite:///{folder / 'later' / 'second.db'}")
+        path = Path(urlsplit(url).path[1:])
+        database = Fragile(f"sqlite:///{folder / 'later' / path.name}")
 
         async def arrive() -> None:
-            (folder / "later").symlink_to(folder)
+            (folder / "later").symlink_to(path.parent)
 
         database.arrives = arrive  # type: ignore[method-assign]
         yield database

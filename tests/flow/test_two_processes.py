@@ -28,15 +28,21 @@ NEVER = 60.0  # a poll delay that cannot be what found something
 
 
 @pytest.fixture
-async def producer(postgres_url: str) -> AsyncIterator[Outbox]:
+async def producer(server_url: str) -> AsyncIterator[Outbox]:
     """An outbox of this process, which runs nothing."""
+    async with opened(Outbox(server_url, namespace="app")) as outbox:
+        yield outbox
+
+
+@pytest.fixture
+async def postgres_producer(postgres_url: str) -> AsyncIterator[Outbox]:
     async with opened(Outbox(postgres_url, namespace="app")) as outbox:
         yield outbox
 
 
 @pytest.fixture
-def rows(postgres_url: str) -> Look:
-    return Look(postgres_url)
+def rows(server_url: str) -> Look:
+    return Look(server_url)
 
 
 async def a_pair(start_worker: StartWorker, url: str, *handlers: dict[str, Any], **options: Any) -> list[Worker]:
@@ -49,10 +55,10 @@ async def a_pair(start_worker: StartWorker, url: str, *handlers: dict[str, Any],
 
 
 async def test_a_killed_holder_is_replaced_within_a_second(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     holder, standby = await a_pair(
-        start_worker, postgres_url, {"name": "receipt", "sleep": 0.02, "concurrency": 2}, {"name": "receipt"}
+        start_worker, server_url, {"name": "receipt", "sleep": 0.02, "concurrency": 2}, {"name": "receipt"}
     )
     await producer.executor.execute(Emit(tuple(range(100))))
     await holder.until("call", 20)
@@ -69,10 +75,10 @@ async def test_a_killed_holder_is_replaced_within_a_second(
 
 
 async def test_a_holder_that_leaves_hands_over_at_once_and_repeats_nothing(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     holder, standby = await a_pair(
-        start_worker, postgres_url, {"name": "receipt", "sleep": 0.02, "concurrency": 2}, {"name": "receipt"}
+        start_worker, server_url, {"name": "receipt", "sleep": 0.02, "concurrency": 2}, {"name": "receipt"}
     )
     await producer.executor.execute(Emit(tuple(range(100))))
     await holder.until("call", 20)
@@ -88,11 +94,11 @@ async def test_a_holder_that_leaves_hands_over_at_once_and_repeats_nothing(
 
 
 async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     holder, successor = await a_pair(
         start_worker,
-        postgres_url,
+        server_url,
         {"name": "receipt", "gated": True, "concurrency": 2},
         {"name": "receipt", "fails_on": [0]},
         lock_heartbeat=HEARTBEAT,
@@ -120,13 +126,13 @@ async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
 
 
 async def test_a_holder_frozen_inside_a_transaction_is_replaced_as_well(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     frozen = await start_worker(
-        postgres_url, {"name": "receipt", "emits": True}, freezes_in_settlement=True, lock_heartbeat=HEARTBEAT
+        server_url, {"name": "receipt", "emits": True}, freezes_in_settlement=True, lock_heartbeat=HEARTBEAT
     )
     await frozen.until_running(*LOCKS)
-    successor = await start_worker(postgres_url, {"name": "receipt", "emits": True}, lock_heartbeat=HEARTBEAT)
+    successor = await start_worker(server_url, {"name": "receipt", "emits": True}, lock_heartbeat=HEARTBEAT)
     await successor.until_running()
 
     await producer.executor.execute(Emit((1,)))
@@ -142,11 +148,11 @@ async def test_a_holder_frozen_inside_a_transaction_is_replaced_as_well(
 
 
 async def test_instances_with_different_handlers_run_theirs_at_the_same_time(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     web, worker = await asyncio.gather(
-        start_worker(postgres_url, {"name": "web", "gated": True}),
-        start_worker(postgres_url, {"name": "worker", "gated": True}),
+        start_worker(server_url, {"name": "web", "gated": True}),
+        start_worker(server_url, {"name": "worker", "gated": True}),
     )
     await web.until_running("app/dispatch/web")
     await worker.until_running("app/dispatch/worker")
@@ -165,13 +171,13 @@ async def test_instances_with_different_handlers_run_theirs_at_the_same_time(
 
 
 async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event_once(
-    postgres_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
-    old = await start_worker(postgres_url, {"name": "receipt", "sleep": 0.05, "concurrency": 1})
+    old = await start_worker(server_url, {"name": "receipt", "sleep": 0.05, "concurrency": 1})
     await old.until_running(*LOCKS)
     await producer.executor.execute(Emit(tuple(range(40))))
     await old.until("call", 5)
-    new = await start_worker(postgres_url, {"name": "deposit-receipt", "aliases": ["receipt"]})
+    new = await start_worker(server_url, {"name": "deposit-receipt", "aliases": ["receipt"]})
     await new.until_running("app/dispatch/deposit-receipt")
 
     # The old version fans out, and runs what is left under the old name; new events are for the new name alone.
@@ -187,8 +193,9 @@ async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event
 
 
 async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
-    postgres_url: str, producer: Outbox, start_worker: StartWorker
+    postgres_url: str, postgres_producer: Outbox, start_worker: StartWorker
 ) -> None:
+    producer = postgres_producer
     polls = {"fanout_poll_delay": NEVER, "handling_poll_delay": NEVER}
     fanning, handling = await asyncio.gather(
         start_worker(postgres_url, {"name": "receipt"}, roles={"handling": False}, **polls),
@@ -204,7 +211,8 @@ async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
         assert call["at"] - committed_at < 1.0
 
 
-async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, producer: Outbox) -> None:
+async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres_producer: Outbox) -> None:
+    producer = postgres_producer
     heard: list[float] = []
     listener = await asyncpg.connect(postgres_url)
     await listener.add_listener(channel_name("app"), lambda *_: heard.append(time.monotonic()))

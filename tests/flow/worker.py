@@ -16,12 +16,16 @@ import signal
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
+
+import aiomysql
 
 from outboxio import EventEnvelope, Outbox, Settings
 from outboxio.names import LockName
 from outboxio.outcome import Lease
 from outboxio.shard import ShardWork
 from tests.app import MoneyDeposited, WalletOpened
+from tests.mysql import SCHEMES
 
 
 def report(what: str, **details: Any) -> None:
@@ -50,8 +54,31 @@ def report_locks() -> None:
     ShardWork.lock_taken, ShardWork.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
 
 
-def freeze_in_settlement() -> None:
+def freeze_in_settlement(database: str) -> None:
     """Stop this process in the middle of the transaction that writes an outcome together with events."""
+    (freeze_in_mysql if urlsplit(database).scheme in SCHEMES else freeze_in_postgres)()
+
+
+def freeze_in_mysql() -> None:
+    """Before COMMIT, as the driver would send it."""
+    send = aiomysql.Connection._execute_command
+    has_events = False
+
+    async def freeze(self: aiomysql.Connection, command: int, sql: str | bytes | bytearray) -> None:
+        nonlocal has_events
+        statement = sql if isinstance(sql, str) else sql.decode()
+        # Nothing else in this process writes events.
+        has_events = has_events or "INSERT INTO eventlog.events" in statement
+        if has_events and statement == "COMMIT":
+            aiomysql.Connection._execute_command = send
+            report("freezing")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await send(self, command, sql)
+
+    aiomysql.Connection._execute_command = freeze
+
+
+def freeze_in_postgres() -> None:
     from outboxio.storage.postgres import notifications
 
     row_count = notifications.row_count
@@ -116,5 +143,5 @@ if __name__ == "__main__":
     report_locks()
     arguments = json.loads(sys.argv[1])
     if arguments["freezes_in_settlement"]:
-        freeze_in_settlement()
+        freeze_in_settlement(arguments["database"])
     asyncio.run(main(arguments))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, postgres_slots
+from tests.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, mysql_root, slots_of
 
 
 def offer(version: int, source: str = "somewhere") -> Offer:
@@ -39,7 +40,8 @@ def test_dialects_are_given_as_a_list() -> None:
 
 @pytest.mark.parametrize("variable", ["OUTBOXIO_TEST_ONLY", "OUTBOXIO_TEST_REQUIRE"])
 def test_a_dialect_that_nobody_knows_is_refused(variable: str) -> None:
-    with pytest.raises(pytest.UsageError, match=f"{variable}: no dialect oracle; there are postgres, sqlite"):
+    there_are = "there are mariadb, mysql, postgres, sqlite"
+    with pytest.raises(pytest.UsageError, match=f"{variable}: no dialect oracle; {there_are}"):
         Selection.from_environ({variable: "sqlite,oracle"})
 
 
@@ -69,7 +71,7 @@ def test_a_missing_server_is_reported() -> None:
 
 def test_an_offer_that_fails_is_undone_and_the_next_one_taken() -> None:
     undone: list[str] = []
-    [slot] = postgres_slots([broken(15, undone), offer(15, "next")])
+    [slot] = slots_of("postgres", [broken(15, undone), offer(15, "next")])
     session = servers(slot)
     assert session.take(slot).url == "postgresql://next/15"
     assert undone == ["half a start"]
@@ -103,7 +105,7 @@ def test_closing_the_session_ends_its_servers() -> None:
 
 
 def test_postgres_is_tested_on_the_first_offer_and_on_the_newest_version() -> None:
-    slots = postgres_slots([offer(15, "url"), offer(16, "programs"), offer(18, "wheel")])
+    slots = slots_of("postgres", [offer(15, "url"), offer(16, "programs"), offer(18, "wheel")])
     assert [(slot.id, [each.source for each in slot.offers]) for slot in slots] == [
         ("postgres15", ["url"]),
         ("postgres18", ["wheel"]),
@@ -111,9 +113,36 @@ def test_postgres_is_tested_on_the_first_offer_and_on_the_newest_version() -> No
 
 
 def test_offers_of_one_version_stand_in_for_one_another() -> None:
-    [slot] = postgres_slots([offer(18, "docker"), offer(18, "wheel")])
+    [slot] = slots_of("postgres", [offer(18, "docker"), offer(18, "wheel")])
     assert (slot.id, [each.source for each in slot.offers]) == ("postgres18", ["docker", "wheel"])
 
 
 def test_without_an_offer_postgres_still_has_a_slot_to_be_missed() -> None:
-    assert list(postgres_slots([])) == [MISSING]
+    assert list(slots_of("postgres", [])) == [MISSING]
+
+
+def test_a_second_server_is_started_when_a_test_wants_it_and_kept_apart_from_the_first() -> None:
+    [slot] = slots_of("mysql", [offer(9, "first")], further=[offer(9, "more")])
+    session = servers(slot)
+    assert session.take(slot).url == "postgresql://first/9"
+    assert session.take(slot.another()).url == "postgresql://more/9"
+    assert session.take(slot.another()) is session.take(slot.another())
+    assert list(session.report()) == [("mysql9: first", True), ("mysql9-second: more", True)]
+
+
+def test_a_second_server_is_of_the_same_version_if_there_is_one() -> None:
+    slots = slots_of("mysql", [offer(8, "url")], further=[offer(9, "unpacked"), offer(8, "docker")])
+    assert [each.source for each in slots[0].another().offers] == ["docker", "unpacked"]
+
+
+def test_a_second_server_that_cannot_be_had_is_missed_as_loudly_as_a_first_one() -> None:
+    [slot] = slots_of("mysql", [offer(9, "url")])
+    session = servers(slot, OUTBOXIO_TEST_REQUIRE="mysql")
+    session.take(slot)
+    with pytest.raises(pytest.fail.Exception, match="OUTBOXIO_TEST_REQUIRE names mysql, but no second server"):
+        session.take(slot.another())
+
+
+def test_unpacked_programs_of_mysql_are_looked_for_where_somebody_says() -> None:
+    assert mysql_root({"OUTBOXIO_TEST_MYSQL_ROOT": "/opt/mysql", "XDG_CACHE_HOME": "/x"}) == Path("/opt/mysql")
+    assert mysql_root({"XDG_CACHE_HOME": "/x"}) == Path("/x/outboxio/mysql")

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec.json import decode
 
 from outboxio.notification import Context, Notification, NotificationRecord, Wanted, record_of
 from outboxio.outcome import Bucket
@@ -34,6 +35,7 @@ def _selected(column: str) -> str:
     return f"n.{column} COLLATE utf8mb4_bin" if column in _TEXT else f"n.{column}"
 
 
+_JSON = ("action_params", "payload", "headers", "errors")
 _DUE_COLUMNS = Notification.__struct_fields__[:-1]
 _CONTEXT_COLUMNS = Context.__struct_fields__
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
@@ -128,13 +130,18 @@ UPDATE {_BY_ID} SET n.state = 'EXPIRED', n.updated_date = %(now)s
 WHERE n.id IN ({{ids}}) AND n.state IN ('PENDING', 'FAILED') AND n.retention_from < %(before)s
 """)
 
-SELECT = f"""
-SELECT {_object(_RECORD_COLUMNS)} FROM eventlog.event_notifications n
-WHERE n.namespace = %(namespace)s AND (%(state)s IS NULL OR n.state = %(state)s)
-  AND (%(handler_name)s IS NULL OR n.handler_name = %(handler_name)s)
-  AND (%(event_type)s IS NULL OR n.event_type = %(event_type)s)
-ORDER BY n.created_date, n.sequence, n.handler_name LIMIT %(limit)s
+# Only ids are sorted: MySQL has no room to sort rows with large documents in them.
+_CHOSEN = f"""
+FROM (
+  SELECT n.id FROM eventlog.event_notifications n
+  WHERE n.namespace = %(namespace)s AND (%(state)s IS NULL OR n.state = %(state)s)
+    AND (%(handler_name)s IS NULL OR n.handler_name = %(handler_name)s)
+    AND (%(event_type)s IS NULL OR n.event_type = %(event_type)s)
+  ORDER BY n.created_date, n.sequence, n.handler_name LIMIT %(limit)s) chosen
+STRAIGHT_JOIN {_BY_ID} ON n.id = chosen.id
 """
+SELECT = f"SELECT {_object(_RECORD_COLUMNS)} {_CHOSEN}"
+SELECT_LARGE = f"SELECT {', '.join(f'n.{column}' for column in _RECORD_COLUMNS)} {_CHOSEN}"
 
 # How many rows an UPDATE really changed is not how many it was meant for, so these are locked and counted first.
 RETRY = f"""
@@ -153,7 +160,6 @@ class _Due(Notification, array_like=True, gc=False):
 
 
 _decode_due = msgspec.json.Decoder(_Due).decode
-_decode_record = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class MysqlNotifications:
@@ -223,7 +229,14 @@ class MysqlNotifications:
             "limit": limit,
         }
         rows = await self._admin.use(lambda connection: fetch(connection, SELECT, scope))
-        return [record_of(_decode_record(row[0]), self._shard) for row in rows]
+        if any(row[0] is None for row in rows):
+            rows = await self._admin.use(lambda connection: fetch(connection, SELECT_LARGE, scope))
+            found = [dict(zip(_RECORD_COLUMNS, row, strict=True)) for row in rows]
+            found = [{**row, **{c: None if row[c] is None else decode(row[c]) for c in _JSON}} for row in found]
+        else:
+            found = [decode(row[0]) for row in rows]
+        records = [record_of(row, self._shard) for row in found]
+        return sorted(records, key=lambda record: (record.created_date, record.sequence, record.handler_name))
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._change(RETRY, namespace, ids, now, unless=())

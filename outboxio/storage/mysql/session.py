@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
 STILL_OPEN = "RELEASE SAVEPOINT outboxio"
 _NO_SUCH_SAVEPOINT = 1305
+_TOO_LARGE = 1301
 
 # What differs from event to event comes first, and then what the action's rows share.
 INSERT_EVENTS = """
@@ -81,7 +82,16 @@ async def insert_events(
 ) -> None:
     """Write the rows of one action on an aiomysql connection; ``first``: a statement that must succeed before that."""
     for statement in list(insertions(action, events, connection.escape, server.largest_packet)):
-        await run(connection, first + statement)
+        try:
+            await run(connection, first + statement)
+        except Exception as error:
+            if errors.number(error) != _TOO_LARGE:
+                raise
+            raise InvalidEvent(
+                f"an event of {action.action_name}",
+                "its JSON, as the server spells it, is longer than the server's max_allowed_packet of "
+                f"{server.largest_packet} bytes: raise it, or store what is large elsewhere",
+            ) from error
         first = b""
 
 

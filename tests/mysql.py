@@ -1,0 +1,81 @@
+"""Connecting to MySQL and MariaDB from outside, with the driver that outboxio uses for both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import aiomysql
+
+SCHEMES = frozenset({"mysql", "mariadb"})
+
+
+def address(url: str) -> dict[str, Any]:
+    """What ``aiomysql.connect`` and ``aiomysql.create_pool`` need to know of a URL."""
+    parts = urlsplit(url)
+    told = {
+        "host": parts.hostname,
+        "port": parts.port,
+        "user": parts.username and unquote(parts.username),
+        "password": parts.password and unquote(parts.password),
+        "db": unquote(parts.path[1:]),
+        "unix_socket": parse_qs(parts.query).get("unix_socket", [None])[0],
+        "charset": "utf8mb4",
+    }
+    return {name: value for name, value in told.items() if value}
+
+
+@asynccontextmanager
+async def connected(url: str, **options: Any) -> AsyncIterator[aiomysql.Connection]:
+    """A connection that commits every statement by itself and answers with dicts."""
+    usual = {"autocommit": True, "cursorclass": aiomysql.DictCursor, "connect_timeout": 5}
+    connection = await aiomysql.connect(**(address(url) | usual | options))
+    try:
+        yield connection
+    finally:
+        await connection.ensure_closed()
+
+
+async def fetch(connection: aiomysql.Connection, sql: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    """The rows of one statement, whose placeholders are ``%s``; none if it has no result."""
+    async with connection.cursor() as cursor:
+        # Without arguments the driver leaves percent signs alone.
+        await cursor.execute(sql, args or None)
+        return list(await cursor.fetchall() or ())
+
+
+class _Unwarned(aiomysql.DictCursor):
+    """Asks no server for its warnings, which the driver would make Python's."""
+
+    async def _show_warnings(self, connection: aiomysql.Connection) -> None:
+        pass
+
+
+async def sessions(connection: aiomysql.Connection) -> list[dict[str, Any]]:
+    """The other sessions of the server: their ``Id``, ``db``, ``Command``, ``State``, ``Info`` (the statement)."""
+    # MySQL 9 warns that this is deprecated; what it offers instead needs performance_schema, which is off here.
+    async with connection.cursor(_Unwarned) as cursor:
+        await cursor.execute("SHOW FULL PROCESSLIST")
+        return [row for row in await cursor.fetchall() if row["Id"] != connection.thread_id()]
+
+
+_NO_SUCH_SESSION = 1094
+
+
+async def kill(connection: aiomysql.Connection, session: int) -> None:
+    """End a session, unless it has just ended by itself."""
+    try:
+        await fetch(connection, f"KILL {session}")
+    except aiomysql.Error as error:
+        if error.args[0] != _NO_SUCH_SESSION:
+            raise
+
+
+async def run_all(connection: aiomysql.Connection, script: str) -> None:
+    """Run all statements of a text, on a connection with ``MULTI_STATEMENTS``, whatever they warn of."""
+    async with connection.cursor(_Unwarned) as cursor:
+        await cursor.execute(script)
+        while await cursor.nextset():
+            pass

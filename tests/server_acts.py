@@ -1,0 +1,189 @@
+"""What tests do to a server and ask of it, in the words of each: sessions, and pools of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiomysql
+import asyncpg
+from asyncpg.exceptions import InternalClientError
+
+from outboxio import CommitUnknown, DatabaseUnavailable, Outbox
+from tests import mysql
+
+
+class ServerActs(Protocol):
+    """One server, seen from the test's database."""
+
+    #: What an action may raise whose connection is cut.
+    cut: tuple[type[BaseException], ...]
+    #: What only the connection with the cluster locks sends.
+    lock_words: bytes
+    #: A statement with which a session ends itself.
+    hang_up: str
+    #: How a pool's constructor calls the number of connections that it may have at most.
+    size_option: str
+
+    def pool(self, size: int = 10) -> Any:
+        """A pool of the driver, as an application makes it: an async context manager."""
+        ...
+
+    def is_exhausted(self, pool: Any) -> bool:
+        """Whether all that the pool may have is in use."""
+        ...
+
+    def is_at_rest(self, pool: Any) -> bool:
+        """Whether nothing of the pool is in use."""
+        ...
+
+    def own_sessions(self, outbox: Outbox) -> dict[str, int]:
+        """The server's ids of an outbox's connections, by what they are for; ``pool``: an idle one of the actions."""
+        ...
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        """Who is connected to the test's database, but for the one who asks."""
+        ...
+
+    async def locks(self) -> list[Any]:
+        """The cluster locks that sessions of the test's database hold, where the server can list them."""
+        ...
+
+    async def end(self, sessions: Sequence[int]) -> None:
+        """End sessions at once, as an administrator would."""
+        ...
+
+
+def acts_on(url: str) -> ServerActs:
+    return MysqlActs(url) if urlsplit(url).scheme in mysql.SCHEMES else PostgresActs(url)
+
+
+def _dedicated(outbox: Outbox) -> dict[str, Any]:
+    """The driver's connections that the loops of an outbox have for themselves, those that are open."""
+    shard = outbox._shards["default"]
+    database: Any = shard.database
+    lock: Any = shard.work and shard.work.keeper._lock
+    ours = {
+        "lock": lock and lock._session,
+        "find": database._find,
+        "settle": database._settle,
+        "fanout": database._fanout,
+        "admin": database._admin,
+    }
+    return {name: each._connection for name, each in ours.items() if each is not None and each.is_open}
+
+
+class PostgresActs:
+    # The last is what asyncpg says between the server's farewell and the end of the stream.
+    cut = (
+        CommitUnknown, DatabaseUnavailable, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, InternalClientError,
+    )  # fmt: skip
+    lock_words = b"LISTEN"
+    hang_up = "SELECT pg_terminate_backend(pg_backend_pid())"
+    size_option = "max_size"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @asynccontextmanager
+    async def pool(self, size: int = 10) -> AsyncIterator[asyncpg.Pool[Any]]:
+        async with asyncpg.create_pool(self._url, min_size=0, max_size=size) as pool:
+            yield pool
+
+    def is_exhausted(self, pool: asyncpg.Pool[Any]) -> bool:
+        return pool.get_size() == pool.get_max_size() and not pool.get_idle_size()
+
+    def is_at_rest(self, pool: asyncpg.Pool[Any]) -> bool:
+        return pool.get_idle_size() == pool.get_size()
+
+    def own_sessions(self, outbox: Outbox) -> dict[str, int]:
+        pids = {name: connection.get_server_pid() for name, connection in _dedicated(outbox).items()}
+        pool: Any = outbox._shards["default"].database._pool
+        holders = [] if pool is None else pool._holders
+        idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
+        return pids | ({"pool": idle[0].get_server_pid()} if idle else {})
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        return await self._fetch(
+            "SELECT pid, state, query FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+    async def locks(self) -> list[Any]:
+        return await self._fetch(
+            "SELECT objid FROM pg_locks WHERE locktype = 'advisory'"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+
+    async def end(self, sessions: Sequence[int]) -> None:
+        await self._fetch("SELECT pg_terminate_backend(pid) FROM unnest($1::int[]) pid", list(sessions))
+
+    async def _fetch(self, statement: str, *args: Any) -> list[dict[str, Any]]:
+        connection = await asyncpg.connect(self._url)
+        try:
+            return [dict(row) for row in await connection.fetch(statement, *args)]
+        finally:
+            await connection.close()
+
+
+class MysqlActs:
+    """MySQL and MariaDB."""
+
+    cut = (CommitUnknown, DatabaseUnavailable, aiomysql.Error, OSError)
+    lock_words = b"GET_LOCK"
+    hang_up = "KILL CONNECTION_ID()"
+    size_option = "maxsize"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @asynccontextmanager
+    async def pool(self, size: int = 10) -> AsyncIterator[aiomysql.Pool]:
+        async with aiomysql.create_pool(**mysql.address(self._url), minsize=0, maxsize=size) as pool:
+            yield pool
+
+    def is_exhausted(self, pool: aiomysql.Pool) -> bool:
+        return pool.size == pool.maxsize and not pool.freesize
+
+    def is_at_rest(self, pool: aiomysql.Pool) -> bool:
+        return pool.freesize == pool.size
+
+    def own_sessions(self, outbox: Outbox) -> dict[str, int]:
+        ids = {name: connection.thread_id() for name, connection in _dedicated(outbox).items()}
+        pool: Any = outbox._shards["default"].database._pool
+        idle = [] if pool is None else [connection for connection in pool._free if not connection.closed]
+        return ids | ({"pool": idle[0].thread_id()} if idle else {})
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        async with mysql.connected(self._url) as connection:
+            name = urlsplit(self._url).path[1:]
+            return [session for session in await mysql.sessions(connection) if session["db"] == name]
+
+    async def locks(self) -> list[Any]:
+        return []  # without performance_schema they cannot be listed; each ends with its session
+
+    async def end(self, sessions: Sequence[int]) -> None:
+        async with mysql.connected(self._url) as connection:
+            for session in sessions:
+                await mysql.kill(connection, session)
+
+
+@asynccontextmanager
+async def with_password(url: str, password: str) -> AsyncIterator[str]:
+    """The same database for somebody who has a password; a file has none."""
+    parts = urlsplit(url)
+    if parts.scheme == "sqlite":
+        yield url
+    elif parts.scheme in mysql.SCHEMES:
+        async with mysql.connected(url) as connection:
+            await mysql.fetch(connection, f"CREATE USER teller IDENTIFIED BY '{password}'")
+            await mysql.fetch(connection, "GRANT ALL ON *.* TO teller")
+            try:
+                yield parts._replace(netloc=f"teller:{password}@{parts.netloc.rpartition('@')[2]}").geturl()
+            finally:
+                await mysql.fetch(connection, "DROP USER teller")
+    else:  # a server that trusts everybody lets anybody in with any password
+        user, _, place = parts.netloc.rpartition("@")
+        yield parts._replace(netloc=f"{user.partition(':')[0]}:{password}@{place}").geturl()
