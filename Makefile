@@ -18,7 +18,7 @@ help: ## list these words
 	@echo
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s%s\n", $$1, $$2 }'
 
-demo: $(VENV)/.with-demo ## see it work; DATABASE=postgresql://... on your own server
+demo: $(VENV)/.with-demo ## see it work; DATABASE=postgresql://... (or mysql, mariadb) on your own server
 	@$(BIN)/outboxio demo $(if $(DATABASE),--database "$(DATABASE)")
 
 test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
@@ -39,7 +39,7 @@ format: $(VENV)/.with-dev ## write the code as the judges like it
 
 $(VENV)/.with-demo: pyproject.toml | $(VENV)/.made
 	@echo 'Installing outboxio into $(VENV) ...'
-	@$(PIP) -e '.[cli,postgres]'
+	@$(PIP) -e '.[cli,postgres,mysql]'
 	@touch $@
 
 # What the demo needs is among what the developers need, so its stamp is set with this one.

@@ -1,46 +1,54 @@
 """Outboxio in a FastAPI application: the loops run for as long as the application does.
 
-    pip install 'outboxio[postgres]' fastapi uvicorn
+    pip install 'outboxio[postgres,mysql]' fastapi uvicorn
     uvicorn examples.fastapi_app:app
     curl -X PUT localhost:8000/wallets/ada
     curl -X POST localhost:8000/wallets/ada/deposits -H 'content-type: application/json' -d '{"cents": 1000}'
     curl localhost:8000/wallets/ada
 
-``DATABASE_URL`` says where; without it, in the file ``wallets.db``.
+``DATABASE_URL`` says where, on any of the databases; without it, in the file ``wallets.db``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, PositiveInt
 
-from outboxio import Action, Event, EventEnvelope, Outbox, Settings, Transaction
+from outboxio import Action, Event, EventEnvelope, Outbox, Settings, Transaction, TransactionEnded
+
+DATABASE = os.environ.get("DATABASE_URL", "sqlite:///wallets.db")
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS wallets (id VARCHAR(64) PRIMARY KEY, balance BIGINT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS receipts (event_id VARCHAR(36) PRIMARY KEY, wallet_id VARCHAR(64), cents BIGINT)",
+    "CREATE TABLE IF NOT EXISTS receipts (id VARCHAR(36) PRIMARY KEY, wallet_id VARCHAR(64), cents BIGINT)",
 )
 
 # The action that only reads need not leave a row behind.
-outbox = Outbox(
-    os.environ.get("DATABASE_URL", "sqlite:///wallets.db"),
-    namespace="wallets",
-    settings=Settings(record_empty_actions=False),
-)
+outbox = Outbox(DATABASE, namespace="wallets", settings=Settings(record_empty_actions=False))
+
+
+def sql(statement: str) -> str:
+    """A statement as the driver takes it. Your application has one database, and writes its SQL right away."""
+    if not DATABASE.startswith(("mysql:", "mariadb:")):
+        return statement
+    return re.sub(r"\$\d", "%s", statement).replace("ON CONFLICT DO NOTHING", "ON DUPLICATE KEY UPDATE id = id")
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with outbox:
         await outbox.migrate()
-        async with outbox.transaction("MakeTables") as tx:
-            for ddl in TABLES:
-                await tx.execute(ddl)
+        # Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction.
+        for ddl in TABLES:
+            with suppress(TransactionEnded):
+                async with outbox.transaction("MakeTables") as tx:
+                    await tx.execute(ddl)
         async with outbox.running():
             yield
 
@@ -60,7 +68,7 @@ class OpenWallet(Action):
     wallet_id: str
 
     async def perform(self, tx: Transaction) -> None:
-        await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, 0) ON CONFLICT DO NOTHING", self.wallet_id)
+        await tx.execute(sql("INSERT INTO wallets (id, balance) VALUES ($1, 0) ON CONFLICT DO NOTHING"), self.wallet_id)
 
 
 class DepositMoney(Action):
@@ -68,12 +76,13 @@ class DepositMoney(Action):
     cents: int
 
     async def perform(self, tx: Transaction) -> int:
-        balance: int | None = await tx.fetchval(
-            "UPDATE wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance", self.cents, self.wallet_id
+        is_there = await tx.execute(
+            sql("UPDATE wallets SET balance = balance + $1 WHERE id = $2"), self.cents, self.wallet_id
         )
-        if balance is None:
+        if not is_there:
             raise LookupError(self.wallet_id)
         tx.emit(MoneyDeposited(self.wallet_id, self.cents), model_id=self.wallet_id, model_type="Wallet")
+        balance: int = await tx.fetchval(sql("SELECT balance FROM wallets WHERE id = $1"), self.wallet_id)
         return balance
 
 
@@ -86,7 +95,7 @@ class WriteReceipt(Action):
 
     async def perform(self, tx: Transaction) -> None:
         await tx.execute(
-            "INSERT INTO receipts (event_id, wallet_id, cents) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
+            sql("INSERT INTO receipts (id, wallet_id, cents) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING"),
             self.event_id,
             self.wallet_id,
             self.cents,
@@ -122,8 +131,8 @@ async def deposit_money(wallet_id: str, deposit: Deposit) -> dict[str, int]:
 @app.get("/wallets/{wallet_id}")
 async def read_wallet(wallet_id: str) -> dict[str, Any]:
     async with outbox.transaction("ReadWallet") as tx:
-        balance = await tx.fetchval("SELECT balance FROM wallets WHERE id = $1", wallet_id)
-        receipts = await tx.fetch("SELECT cents FROM receipts WHERE wallet_id = $1", wallet_id)
+        balance = await tx.fetchval(sql("SELECT balance FROM wallets WHERE id = $1"), wallet_id)
+        receipts = await tx.fetch(sql("SELECT cents FROM receipts WHERE wallet_id = $1"), wallet_id)
     if balance is None:
         raise HTTPException(404, f"there is no wallet {wallet_id!r}")
     return {"balance": balance, "receipts": [row[0] for row in receipts]}

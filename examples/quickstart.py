@@ -1,21 +1,22 @@
 """The first ten minutes: an action, an event, a handler.
 
 python examples/quickstart.py                            # on SQLite in memory
-python examples/quickstart.py postgresql://localhost/app # on a database of yours to play with
+python examples/quickstart.py postgresql://localhost/app # on a database of yours to play with; or mysql://, mariadb://
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from decimal import Decimal
 from uuid import UUID, uuid4
 
-from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
+from outboxio import Action, Event, EventEnvelope, Outbox, Transaction, TransactionEnded
 
 WALLETS = """
 CREATE TABLE IF NOT EXISTS wallets (
-    id      UUID PRIMARY KEY,
+    id      CHAR(36) PRIMARY KEY,
     balance NUMERIC(12, 2) NOT NULL
 )
 """
@@ -29,7 +30,7 @@ class MoneyDeposited(Event):
 class OpenWallet(Action):
     async def perform(self, tx: Transaction) -> UUID:
         wallet_id = uuid4()
-        await tx.execute("INSERT INTO wallets (id, balance) VALUES ($1, 0)", wallet_id)
+        await tx.execute(sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, 0)"), str(wallet_id))
         return wallet_id
 
 
@@ -38,11 +39,17 @@ class DepositMoney(Action):
     amount: Decimal
 
     async def perform(self, tx: Transaction) -> Decimal:
-        balance = await tx.fetchval(
-            "UPDATE wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance", self.amount, self.wallet_id
-        )
+        wallet_id = str(self.wallet_id)
+        await tx.execute(sql(tx, "UPDATE wallets SET balance = balance + $1 WHERE id = $2"), self.amount, wallet_id)
+        balance = await tx.fetchval(sql(tx, "SELECT balance FROM wallets WHERE id = $1"), wallet_id)
         tx.emit(MoneyDeposited(self.wallet_id, self.amount), model_id=self.wallet_id, model_type="Wallet")
         return Decimal(balance)
+
+
+def sql(tx: Transaction, statement: str) -> str:
+    """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
+    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
+    return statement.replace("$1", "%s").replace("$2", "%s") if is_mysql else statement
 
 
 class Mail:
@@ -62,8 +69,10 @@ async def main(database: str) -> None:
 
     async with outbox:
         await outbox.migrate()
-        async with outbox.transaction("MakeTables") as tx:
-            await tx.execute(WALLETS)
+        # Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction.
+        with suppress(TransactionEnded):
+            async with outbox.transaction("MakeTables") as tx:
+                await tx.execute(WALLETS)
         async with outbox.running():
             wallet_id = await outbox.executor.execute(OpenWallet())
             balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")))

@@ -29,8 +29,9 @@ T = TypeVar("T")
 class Transaction:
     """One action's open transaction: run SQL on it, and emit what happened.
 
-    SQL is the driver's own and is not rewritten: ``$1`` on PostgreSQL, ``?`` (or ``$1``) on SQLite. One statement runs
-    at a time. Events are kept until the action ends, and are written in one statement just before COMMIT.
+    SQL is the driver's own and is not rewritten: ``$1`` on PostgreSQL, ``%s`` on MySQL and MariaDB, ``?`` (or ``$1``)
+    on SQLite. One statement runs at a time. Events are kept until the action ends, and are written in one statement
+    just before COMMIT.
 
     Use after the action ended raises :class:`TransactionClosed`, use by two tasks at once :class:`ConcurrentUse`,
     and a statement that would end the transaction :class:`TransactionEnded`.
@@ -163,6 +164,8 @@ class Transaction:
         ending = _ENDS_TRANSACTION.match(sql)
         if ending is not None:
             raise TransactionEnded(self.action_name, ending[1])
+        if (words := self._session.would_commit(sql)) is not None:
+            raise TransactionEnded(self.action_name, words)
         # Outside of a transaction a statement would be committed at once, and without its events.
         self._require_open("an earlier statement")
         self._busy = True

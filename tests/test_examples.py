@@ -70,6 +70,18 @@ async def test_the_demo_leaves_no_table_behind(database_url: str, look: Look) ->
     assert await look.tables() == set()
 
 
+async def test_the_demo_leaves_no_database_behind(mysql_url: str) -> None:
+    await told(mysql_url)
+
+    assert await Look(mysql_url).fetch("SHOW DATABASES LIKE 'eventlog'") == []
+
+
+def test_the_demo_says_which_server_it_runs_on_and_hides_the_password() -> None:
+    assert demo._shown("postgresql://me:s3cret@db:5432/app") == "PostgreSQL at db:5432/app"
+    assert demo._shown("mysql://me:s3cret@db/app?ssl_mode=REQUIRED") == "MySQL at db/app"
+    assert demo._shown("mariadb:///app?unix_socket=/run/s") == "MariaDB at /run/s/app"
+
+
 async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
     outbox: Outbox, look: Look, database_url: str
 ) -> None:

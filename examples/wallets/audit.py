@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from outboxio.testing import emitted
 
 from .domain import TABLES, MoneyDeposited
 from .journal import Journal
+from .portable import change_schema, sql
 
 OURS = ("events", "event_notifications", "subscriptions", "schema_versions", "leases", "consumed_events")
 
@@ -44,7 +46,7 @@ class Auditor:
     def __init__(self, url: str, namespace: str) -> None:
         self._url = url
         self._namespace = namespace
-        self._is_sqlite = urlsplit(url).scheme == "sqlite"
+        self._scheme = urlsplit(url).scheme
         self.outbox = Outbox(url, namespace=namespace, settings=Settings(record_empty_actions=False))
 
     # --- before and after ------------------------------------------------------------------------
@@ -62,37 +64,39 @@ class Auditor:
             await self.outbox.close()
 
     async def _make_own_tables(self) -> None:
-        async with self.outbox.transaction("MakeTables") as tx:
-            for name, ddl in TABLES.items():
-                await tx.execute(f"DROP TABLE IF EXISTS {name}")  # of a demo that was killed
-                await tx.execute(ddl)
+        await self._drop_own_tables()  # of a demo that was killed
+        await change_schema(self.outbox, *TABLES.values())
+
+    async def _drop_own_tables(self) -> None:
+        await change_schema(self.outbox, *(f"DROP TABLE IF EXISTS {name}" for name in TABLES))
 
     async def _clean_up(self, made_them_all: bool) -> None:
         async with self.outbox.transaction("CleanUp") as tx:
-            for name in TABLES:
-                await tx.execute(f"DROP TABLE IF EXISTS {name}")
             for name in ("events", "event_notifications", "subscriptions"):
-                await tx.execute(f"DELETE FROM {self._named(name)} WHERE namespace = $1", self._namespace)
-            await tx.execute(f"DELETE FROM {self._named('leases')} WHERE name LIKE $1", f"{self._namespace}/%")
-            if made_them_all and not await tx.fetchval(self._sql("SELECT count(*) FROM {subscriptions}")):
-                for statement in self._unmake():
-                    await tx.execute(statement)
+                await tx.execute(sql(tx, f"DELETE FROM {self._named(name)} WHERE namespace = $1"), self._namespace)
+            await tx.execute(sql(tx, f"DELETE FROM {self._named('leases')} WHERE name LIKE $1"), f"{self._namespace}/%")
+        others = await self.numbers("SELECT (SELECT count(*) FROM {events}) + (SELECT count(*) FROM {subscriptions})")
+        if made_them_all and others == (0,):
+            await change_schema(self.outbox, *self._unmake())
+        await self._drop_own_tables()
 
     def _unmake(self) -> list[str]:
-        if self._is_sqlite:
+        if self._scheme == "sqlite":
             return [f"DROP TABLE {self._named(name)}" for name in OURS]
-        return ["DROP SCHEMA eventlog CASCADE"]
+        return ["DROP DATABASE eventlog" if self._scheme in ("mysql", "mariadb") else "DROP SCHEMA eventlog CASCADE"]
 
     # --- reading ---------------------------------------------------------------------------------
 
-    async def fetch(self, sql: str, *args: Any) -> list[Any]:
+    async def fetch(self, statement: str, *args: Any) -> list[Any]:
         """All rows; ``{events}`` and the like stand for the tables' names in this database."""
+        for table in OURS:
+            statement = statement.replace(f"{{{table}}}", self._named(table))
         async with self.outbox.transaction("Look") as tx:
-            return await tx.fetch(self._sql(sql), *args)
+            return await tx.fetch(sql(tx, statement), *args)
 
-    async def numbers(self, sql: str, *args: Any) -> tuple[int, ...]:
+    async def numbers(self, statement: str, *args: Any) -> tuple[int, ...]:
         """The first row, as numbers."""
-        return tuple(int(value or 0) for value in (await self.fetch(sql, *args))[0])
+        return tuple(int(value or 0) for value in (await self.fetch(statement, *args))[0])
 
     async def footprint(self) -> Footprint:
         (events,) = await self.numbers("SELECT count(*) FROM {events} WHERE namespace = $1", self._namespace)
@@ -152,13 +156,10 @@ class Auditor:
         )
 
     async def _money_out_is_money_in(self) -> Check:
-        arrived, left = await self.numbers(
-            """SELECT sum(CASE WHEN l.cents > 0 THEN l.cents ELSE 0 END),
-              sum(CASE WHEN l.cents < 0 THEN -l.cents ELSE 0 END)
-            FROM outboxio_demo_ledger l JOIN {events} e ON CAST(e.action_id AS VARCHAR(36)) = l.action_id
-            WHERE e.namespace = $1 AND e.event_type IN ('MoneyTransferred', 'BonusPaid')""",
-            self._namespace,
-        )
+        moves = await self._actions_that_emitted("MoneyTransferred", "BonusPaid")
+        booked = await self.fetch("SELECT action_id, cents FROM outboxio_demo_ledger")
+        moved = [row["cents"] for row in booked if row["action_id"] in moves]
+        arrived, left = sum(cents for cents in moved if cents > 0), -sum(cents for cents in moved if cents < 0)
         return Check(
             "money out is money in",
             arrived == left > 0,
@@ -175,18 +176,12 @@ class Auditor:
         )
 
     async def _rows_and_events_agree(self) -> Check:
-        booked, both, told = await self.numbers(
-            """SELECT count(DISTINCT l.action_id), count(DISTINCT CASE WHEN e.id IS NOT NULL THEN l.action_id END),
-              (SELECT count(*) FROM {events} WHERE namespace = $1
-               AND event_type IN ('MoneyDeposited', 'MoneyTransferred', 'BonusPaid'))
-            FROM outboxio_demo_ledger l LEFT JOIN {events} e
-              ON CAST(e.action_id AS VARCHAR(36)) = l.action_id AND e.namespace = $1""",
-            self._namespace,
-        )
+        told = await self._actions_that_emitted("MoneyDeposited", "MoneyTransferred", "BonusPaid")
+        booked = {row["action_id"] for row in await self.fetch("SELECT action_id FROM outboxio_demo_ledger")}
         return Check(
             "rows and events are committed together",
-            booked == both == told,
-            f"{booked} actions in the ledger, {told} events tell of them",
+            set(told) == booked and len(told) == len(booked),
+            f"{len(booked)} actions in the ledger, {len(told)} events tell of them",
         )
 
     async def _every_action_left_its_row(self, executed: int) -> Check:
@@ -202,25 +197,26 @@ class Auditor:
         )
 
     async def _every_pair_is_handled_once(self) -> Check:
-        # A handler is owed its events under its own name or an alias; one that is named as an alias is owed nothing.
-        owed, single, succeeded = await self.numbers(
-            """SELECT count(*), sum(CASE WHEN there = 1 THEN 1 ELSE 0 END), sum(succeeded) FROM (
-              SELECT e.id, s.handler_name, count(n.id) AS there,
-                sum(CASE WHEN n.state = 'SUCCEEDED' THEN 1 ELSE 0 END) AS succeeded
-              FROM {events} e
-              JOIN {subscriptions} s ON s.namespace = e.namespace AND s.event_type = e.event_type
-              LEFT JOIN {event_notifications} n ON n.event_id = e.id
-                AND (n.handler_name = s.handler_name OR CAST(s.aliases AS TEXT) LIKE '%"' || n.handler_name || '"%')
-              WHERE e.namespace = $1 AND NOT EXISTS (SELECT 1 FROM {subscriptions} other
-                WHERE other.namespace = s.namespace AND CAST(other.aliases AS TEXT) LIKE '%"' || s.handler_name || '"%')
-              GROUP BY e.id, s.handler_name) AS pairs""",
-            self._namespace,
+        subscriptions = await self.fetch(
+            "SELECT handler_name, event_type, aliases FROM {subscriptions} WHERE namespace = $1", self._namespace
         )
-        (rows,) = await self.numbers("SELECT count(*) FROM {event_notifications} WHERE namespace = $1", self._namespace)
+        notifications = await self.fetch(
+            "SELECT event_id, handler_name, state FROM {event_notifications} WHERE namespace = $1", self._namespace
+        )
+        # A handler is owed its events under its own name or an alias; one that is named as an alias is owed nothing.
+        renamed = {alias: row["handler_name"] for row in subscriptions for alias in json.loads(row["aliases"])}
+        owed = [
+            (str(event["id"]), subscription["handler_name"])
+            for event in await self.events()
+            for subscription in subscriptions
+            if subscription["event_type"] == event["event_type"] and subscription["handler_name"] not in renamed
+        ]
+        there = [(str(row["event_id"]), renamed.get(row["handler_name"], row["handler_name"])) for row in notifications]
+        succeeded = sum(row["state"] == "SUCCEEDED" for row in notifications)
         return Check(
             "every event, every handler, once",
-            owed == single == succeeded == rows > 0,
-            f"{owed} owed, {rows} notifications, {succeeded} SUCCEEDED",
+            sorted(owed) == sorted(there) and len(owed) == succeeded > 0,
+            f"{len(owed)} owed, {len(there)} notifications, {succeeded} SUCCEEDED",
         )
 
     async def _every_run_is_accounted_for(self, journal: Journal) -> Check:
@@ -240,7 +236,8 @@ class Auditor:
             """SELECT sum(CASE WHEN handler_name = 'receipt' THEN 1 ELSE 0 END),
               sum(CASE WHEN handler_name = 'deposit-receipt' THEN 1 ELSE 0 END),
               (SELECT count(*) FROM {events} WHERE namespace = $1 AND event_type = 'MoneyDeposited')
-            FROM {event_notifications} WHERE namespace = $1""",
+            FROM {event_notifications} WHERE namespace = $2""",
+            self._namespace,
             self._namespace,
         )
         runs = sum(run.handler == "deposit-receipt" for run in journal.runs)
@@ -269,7 +266,8 @@ class Auditor:
               sum(CASE WHEN e.delivered THEN 0 ELSE 1 END)
             FROM {events} e LEFT JOIN (SELECT DISTINCT event_type FROM {subscriptions} WHERE namespace = $1) s
               ON s.event_type = e.event_type
-            WHERE e.namespace = $1 AND e.event_type IS NOT NULL""",
+            WHERE e.namespace = $2 AND e.event_type IS NOT NULL""",
+            self._namespace,
             self._namespace,
         )
         return Check(
@@ -278,13 +276,13 @@ class Auditor:
             f"{unwanted} without handler, {undelivered} undelivered",
         )
 
-    def _named(self, table: str) -> str:
-        return f"eventlog_{table}" if self._is_sqlite else f"eventlog.{table}"
+    async def _actions_that_emitted(self, *event_types: str) -> list[str]:
+        """The ids of the actions that emitted such events, one for each event."""
+        rows = await self.fetch("SELECT action_id, event_type FROM {events} WHERE namespace = $1", self._namespace)
+        return [str(row["action_id"]) for row in rows if row["event_type"] in event_types]
 
-    def _sql(self, sql: str) -> str:
-        for table in OURS:
-            sql = sql.replace(f"{{{table}}}", self._named(table))
-        return sql
+    def _named(self, table: str) -> str:
+        return f"eventlog_{table}" if self._scheme == "sqlite" else f"eventlog.{table}"
 
 
 def _refused_left_nothing(refused: Sequence[tuple[Footprint, Footprint]]) -> Check:

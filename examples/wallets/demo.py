@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Struct
 from rich.console import Console
 
-from outboxio import Action, Outbox
+from outboxio import Action, ConfigurationError, Outbox
 
 from . import show
 from .audit import Auditor, Footprint
@@ -149,7 +149,7 @@ class Story:
             self._console,
             7,
             "Does it add up?",
-            "Counted in the tables with SQL, and compared with what was seen to happen.",
+            "Counted in the tables, and compared with what was seen to happen.",
         )
         checks = await self._auditor.checks(self._executed, self._refused, self._journal)
         show.proof(self._console, checks)
@@ -215,10 +215,21 @@ def _leaves_behind(made_eventlog: bool) -> str:
 def _somewhere(database: str | None) -> Iterator[str]:
     """The URL of the database. One in memory would be another for each version, so that becomes a file as well."""
     if database and not database.rstrip("/").endswith((":", ":memory:")):
+        _refuse_no_database(database)
         yield database
         return
     with tempfile.TemporaryDirectory(prefix="outboxio-demo-") as directory:
         yield f"sqlite:///{Path(directory) / 'wallets.db'}"
+
+
+def _refuse_no_database(url: str) -> None:
+    """PostgreSQL has a database for everybody; MySQL and MariaDB would take outboxio's tables, and then not ours."""
+    parts = urlsplit(url)
+    if parts.scheme in _SERVERS and not parts.path.strip("/"):
+        raise ConfigurationError(
+            f"{_shown(url)} names no database for the tables of the demo; make one, and give it as "
+            f"{parts.scheme}://user:password@host/database"
+        )
 
 
 @contextmanager
@@ -232,9 +243,14 @@ def _quiet_log() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+_SERVERS = {"mysql": "MySQL", "mariadb": "MariaDB"}
+
+
 def _shown(url: str) -> str:
     """The address without user and password."""
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return f"SQLite, {url.removeprefix('sqlite:///')}"
-    return f"PostgreSQL at {parts.hostname or 'the local socket'}:{parts.port or 5432}{parts.path}"
+    [socket] = parse_qs(parts.query).get("unix_socket", [""])
+    address = socket or parts.netloc.rpartition("@")[2] or "localhost"
+    return f"{_SERVERS.get(parts.scheme, 'PostgreSQL')} at {address}{parts.path}"

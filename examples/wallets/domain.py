@@ -1,11 +1,14 @@
 """What the wallet service does: its tables, its events, and the actions that change both in one commit.
 
-The SQL runs on PostgreSQL and on SQLite as it stands. Amounts are whole cents, which every database adds up exactly.
+``sql`` gives each driver the placeholders that it knows; the rest of the SQL is the same on every database. Amounts are
+whole cents, which all of them add up exactly.
 """
 
 from __future__ import annotations
 
 from outboxio import Action, Event, Transaction
+
+from .portable import sql
 
 TABLES = {
     "outboxio_demo_wallets": """
@@ -86,7 +89,9 @@ class OpenWallet(Action):
 
     async def perform(self, tx: Transaction) -> None:
         await tx.execute(
-            "INSERT INTO outboxio_demo_wallets (id, owner, balance) VALUES ($1, $2, 0)", self.wallet_id, self.owner
+            sql(tx, "INSERT INTO outboxio_demo_wallets (id, owner, balance) VALUES ($1, $2, 0)"),
+            self.wallet_id,
+            self.owner,
         )
         tx.emit(WalletOpened(self.wallet_id, self.owner), model_id=self.wallet_id, model_type="Wallet")
 
@@ -121,7 +126,7 @@ class RenameWallet(Action):
 
     async def perform(self, tx: Transaction) -> None:
         await tx.expect_one(
-            "UPDATE outboxio_demo_wallets SET owner = $1 WHERE id = $2",
+            sql(tx, "UPDATE outboxio_demo_wallets SET owner = $1 WHERE id = $2"),
             self.owner,
             self.wallet_id,
             model_type="Wallet",
@@ -137,11 +142,10 @@ class PayBonus(Action):
     cents: int
 
     async def perform(self, tx: Transaction) -> bool:
-        is_first = await tx.execute(
-            "INSERT INTO outboxio_demo_bonuses (wallet_id) VALUES ($1) ON CONFLICT DO NOTHING", self.wallet_id
-        )
-        if not is_first:
+        if await tx.fetchrow(sql(tx, "SELECT 1 FROM outboxio_demo_bonuses WHERE wallet_id = $1"), self.wallet_id):
             return False
+        # If another run is just as far, the primary key refuses the second of them, and with it all of its action.
+        await tx.execute(sql(tx, "INSERT INTO outboxio_demo_bonuses (wallet_id) VALUES ($1)"), self.wallet_id)
         await _book(tx, self.wallet_id, self.cents)
         await _book(tx, self.house, -self.cents)
         tx.emit(BonusPaid(self.cents, self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
@@ -150,15 +154,17 @@ class PayBonus(Action):
 
 async def _book(tx: Transaction, wallet_id: str, cents: int) -> int:
     """Change one balance and write down why; the new balance, which may not be below zero."""
-    balance: int | None = await tx.fetchval(
-        "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2 RETURNING balance", cents, wallet_id
+    is_there = await tx.execute(
+        sql(tx, "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2"), cents, wallet_id
     )
-    if balance is None:
+    if not is_there:
         raise UnknownWallet(wallet_id)
+    # The row is locked by now, so nobody else changes it in between. (MySQL has no RETURNING.)
+    balance: int = await tx.fetchval(sql(tx, "SELECT balance FROM outboxio_demo_wallets WHERE id = $1"), wallet_id)
     if balance < 0:
         raise Overdraft(wallet_id, short_of=-balance)
     await tx.execute(
-        "INSERT INTO outboxio_demo_ledger (action_id, wallet_id, cents) VALUES ($1, $2, $3)",
+        sql(tx, "INSERT INTO outboxio_demo_ledger (action_id, wallet_id, cents) VALUES ($1, $2, $3)"),
         str(tx.action_id),
         wallet_id,
         cents,

@@ -45,7 +45,8 @@ Database = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="A database instead: [cyan]postgresql://host/name[/] or [cyan]sqlite:///file.db[/]",
+        help="A database instead: [cyan]postgresql://host/name[/], [cyan]mysql://host/name[/], "
+        "[cyan]mariadb://host/name[/] or [cyan]sqlite:///file.db[/]",
         show_default=False,
     ),
 ]
@@ -171,7 +172,9 @@ def demo(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where to run: its tables and rows are removed again. Without it, in a temporary SQLite file.",
+            help="Where to run, on [cyan]postgresql://[/], [cyan]mysql://[/], [cyan]mariadb://[/] or "
+            "[cyan]sqlite:///file.db[/]: its tables and rows are removed again. "
+            "Without it, in a temporary SQLite file.",
             show_default=False,
         ),
     ] = None,

@@ -66,6 +66,10 @@ class Session(Protocol):
         """Whether a transaction is still open: the user's SQL may have ended it."""
         ...
 
+    def would_commit(self, sql: str) -> str | None:
+        """The first words of a statement that commits by itself what was written before it, if it is one."""
+        ...
+
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         """Run a statement; how many rows it touched."""
         ...

@@ -210,17 +210,18 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
         committed()
 
     shard.committed = count_it  # type: ignore[method-assign]
-    await outbox.executor.execute(Nothing())  # from here on a connection is open, so every run has the same waits
-    expected = 0
+    await outbox.executor.execute(Nothing())  # from here on a connection is open
+    expected = unstruck = 0
     for moment in count(1):
         cancelling = Cancelling(outbox.executor.execute(Nothing()), moment)
         task = asyncio.create_task(_await(cancelling))
         await asyncio.wait([task], timeout=20)
         expected = len(await written(look))
         assert woken == expected
-        if not cancelling.has_struck:
+        unstruck += not cancelling.has_struck
+        if unstruck == 5:  # an answer that is there already is not waited for, so some runs have fewer waits
             break
-    assert expected > 2, "no cancellation fell into COMMIT"
+    assert expected > 1 + unstruck, "no cancellation fell into COMMIT"
 
 
 class Nothing(Action):

@@ -89,11 +89,17 @@ class Proxy:
         link.task.add_done_callback(lambda _: self._links.discard(link))
 
     async def _run(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connecting = asyncio.ensure_future(asyncio.open_connection(*self._target))
         try:
-            back_reader, back_writer = await asyncio.open_connection(*self._target)
+            back_reader, back_writer = await asyncio.shield(connecting)
         except OSError:
             writer.transport.abort()
             return
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                (await connecting)[1].transport.abort()
+            writer.transport.abort()
+            raise
         pumps = [
             asyncio.ensure_future(self._pump(link, reader, back_writer, remember=True)),
             asyncio.ensure_future(self._pump(link, back_reader, writer)),

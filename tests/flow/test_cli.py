@@ -372,6 +372,7 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
         (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
         (["status", "--database", "sqlite://"], "give --namespace"),
         (["check", "--database", "gopher://host"], "the scheme 'gopher'"),
+        (["demo", "--database", "mysql://me:s3cret@127.0.0.1:1"], "127.0.0.1:1 names no database"),
         (["dance"], "No such command 'dance'"),
     ],
 )
@@ -383,6 +384,7 @@ async def test_a_wrong_command_line_is_refused_in_words(local: Command, argument
 
     assert answer.code == 2, answer
     assert because in answer.err
+    assert "s3cret" not in answer.out + answer.err
     assert "Traceback" not in answer.err
 
 
@@ -403,9 +405,10 @@ async def test_a_setting_that_the_application_refuses_is_refused_by_name(local: 
     assert "setting concurrency = 0: expected a whole number, 1 or more" in answer.err
 
 
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])
 @pytest.mark.parametrize("name", ["migrate", "check", "status"])
-async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Command, name: str) -> None:
-    answer = await local(name, "--database", "postgresql://me:s3cret@127.0.0.1:1/app", "--namespace", "shop")
+async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Command, name: str, scheme: str) -> None:
+    answer = await local(name, "--database", f"{scheme}://me:s3cret@127.0.0.1:1/app", "--namespace", "shop")
 
     assert answer.code == 3
     assert "127.0.0.1:1/app cannot be reached" in answer.out + answer.err
@@ -442,6 +445,14 @@ async def test_every_command_explains_itself(local: Command, name: str) -> None:
 
     assert answer.code == 0
     assert "Example: outboxio" in answer.out
+
+
+@pytest.mark.parametrize("name", ["migrate", "check", "status", "demo"])
+async def test_the_help_names_every_kind_of_database(local: Command, name: str) -> None:
+    answer = await local(name, "--help")
+
+    for scheme in ("postgresql://", "mysql://", "mariadb://", "sqlite:///"):
+        assert scheme in answer.out
 
 
 async def test_the_demo_proves_its_arithmetic(local: Command) -> None:

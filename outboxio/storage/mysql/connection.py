@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
-from outboxio.storage.mysql.driver import Cursor
+from outboxio.storage.mysql.driver import QuietCursor
 from outboxio.storage.mysql.flavour import Server, Statement
 from outboxio.waiting import to_the_end
 
@@ -19,15 +19,13 @@ Arguments = Mapping[str, Any] | tuple[Any, ...] | None
 
 # Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
 # locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and a snapshot.
-# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB. max_error_count: warnings about values that did not
-# fit are found by looking at the values, not by another round trip.
+# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB.
 LOOP_SETTINGS: Mapping[str, str | int] = {
     "autocommit": 1,
     "sql_mode": "STRICT_ALL_TABLES,NO_ZERO_IN_DATE,NO_ZERO_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
     "innodb_lock_wait_timeout": 10,
     "group_concat_max_len": 2**30,
     "sql_notes": 0,
-    "max_error_count": 0,
 }
 
 
@@ -114,7 +112,7 @@ class Dedicated(DedicatedConnection):
 async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
     """Run a statement, or several with semicolons between them; the cursor after the last one."""
     async with asyncio.timeout(timeout):
-        cursor = await connection.cursor(Cursor)
+        cursor = await connection.cursor(QuietCursor)
         await cursor.execute(sql, args)
         while await cursor.nextset():
             pass

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, is_closed
-from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect, create_pool
+from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, as_ours, connect
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
 from outboxio.storage.mysql.lock import MysqlClusterLock
 from outboxio.storage.mysql.notifications import MysqlNotifications
+from outboxio.storage.mysql.pool import Pool
 from outboxio.storage.mysql.schema import MysqlSchema
-from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
+from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, where
 from outboxio.waiting import to_the_end
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 10.0
 CLOSING_TIMEOUT = 10.0
 LARGEST_POOL = 20  # connections of a pool of our own
-LONGEST_IDLE = 300  # seconds after which one of them is not used again
 
 
 class MysqlDatabase:
@@ -43,7 +43,7 @@ class MysqlDatabase:
         self._direct_url = direct_url or self._url
         self._direct_arguments = None if self._direct_url is None else connect_arguments(name, self._direct_url)
         self._pool: Any = None if isinstance(source, str) else source
-        self._opening = asyncio.Lock()
+        self._ours: Pool | None = None
         self._opened_in: asyncio.AbstractEventLoop | None = None
         self._server = Server(FLAVOURS[source.partition(":")[0]] if isinstance(source, str) else MYSQL)
         # What is seldom asked keeps no connection of a given pool from the application.
@@ -71,7 +71,7 @@ class MysqlDatabase:
         # A settlement that writes events as well is a transaction of several statements. A process that freezes between
         # them must not keep the lease rows locked that its successor raises.
         self._settle.end_silent_transactions(max(1, math.ceil(heartbeat * 2)))
-        return MysqlClusterLock(self._loop_connection(), owner, heartbeat)
+        return MysqlClusterLock(self._loop_connection(), self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
         """MySQL cannot wake other processes: they poll."""
@@ -83,11 +83,10 @@ class MysqlDatabase:
             number = await _session_number(opened[0])
             opened.append(await self._connect())
             await execute(opened[1], "START TRANSACTION")
-            try:
-                if await _session_number(opened[1]) == number:
-                    raise PooledConnection(self.name)
-            finally:
-                await execute(opened[1], "ROLLBACK")
+            is_shared = await _session_number(opened[1]) == number
+            await execute(opened[1], "ROLLBACK")
+            if is_shared:
+                raise PooledConnection(self.name)
         finally:
             await to_the_end(_all(map(self._release, opened)))
 
@@ -103,10 +102,14 @@ class MysqlDatabase:
 
     async def close(self) -> None:
         await self.release_loops()
-        if self._url is not None and self._pool is not None:
-            pool, self._pool = self._pool, None
-            if self._opened_in is asyncio.get_running_loop():
-                await _close(pool)
+        ours, self._ours = self._ours, None
+        if ours is not None and self._opened_in is asyncio.get_running_loop():
+            left = await ours.close(CLOSING_TIMEOUT)
+            if left:
+                logger.warning(
+                    "%d connections were still in use %g s after the outbox was closed; they are dropped",
+                    left, CLOSING_TIMEOUT,
+                )  # fmt: skip
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -116,47 +119,34 @@ class MysqlDatabase:
     def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
         return Dedicated(self._connect, self._release, self._server, keeps=keeps)
 
-    async def _open_pool(self) -> Any:
-        if self._url is not None and self._opened_in is not asyncio.get_running_loop():
-            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
-            self._pool, self._opening, self._opened_in = None, asyncio.Lock(), asyncio.get_running_loop()
-        if self._pool is None:
-            async with self._opening:
-                if self._pool is None:
-                    self._pool = await self._reaching(self._url, self._create_pool)
-        return self._pool
-
-    async def _check_out(self) -> tuple[Any, Any]:
-        pool = await self._open_pool()
-        connection = await self._reaching(self._url, pool.acquire)
-        self._server.greeted_by(connection)
-        return pool, connection
-
-    async def _create_pool(self) -> Any:
-        # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
-        return await create_pool(
-            minsize=0,
-            maxsize=LARGEST_POOL,
-            pool_recycle=LONGEST_IDLE,
-            autocommit=True,
-            client_flag=FOUND_ROWS,
-            charset="utf8mb4",
-            **{"connect_timeout": CONNECT_TIMEOUT, **(self._arguments or {})},
-        )
-
-    async def _connect(self) -> Any:
-        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
-        if self._direct_arguments is None:
+    async def _check_out(self) -> tuple[Any, GiveBack]:
+        if self._arguments is None:
             connection = await self._reaching(None, self._pool.acquire)
-        else:
-            connection = await self._reaching(self._direct_url, self._connect_alone)
+            self._server.greeted_by(connection)
+            return connection, partial(give_back, self._pool)
+        if self._ours is None or self._opened_in is not asyncio.get_running_loop():
+            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
+            self._ours = Pool(self._connect_for_actions, self._release, LARGEST_POOL)
+            self._opened_in = asyncio.get_running_loop()
+        pool = self._ours
+        connection = await self._reaching(self._url, pool.acquire)
+        return connection, _given_back_at_once(pool)
+
+    async def _connect_for_actions(self) -> Any:
+        # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
+        connection = await _connect_with(self._arguments or {}, client_flag=FOUND_ROWS)
         self._server.greeted_by(connection)
         return connection
 
-    async def _connect_alone(self) -> Any:
-        arguments = {"connect_timeout": CONNECT_TIMEOUT, **(self._direct_arguments or {})}
-        async with asyncio.timeout(arguments["connect_timeout"]):  # the driver's own ends before the greeting
-            return await connect(autocommit=True, charset="utf8mb4", **arguments)
+    async def _connect(self) -> Any:
+        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
+        arguments = self._direct_arguments
+        if arguments is None:
+            connection = await self._reaching(None, self._pool.acquire)
+        else:
+            connection = await self._reaching(self._direct_url, lambda: _connect_with(arguments))
+        self._server.greeted_by(connection)
+        return connection
 
     async def _release(self, connection: Any) -> None:
         if self._direct_arguments is None:
@@ -176,22 +166,32 @@ class MysqlDatabase:
             return await reach()
         except (OSError, OverflowError, RuntimeError, MySQLError) as error:
             place = "the given pool" if url is None else where(url)
-            raise DatabaseUnavailable(self.name, place, str(error) or type(error).__name__) from error
+            raise DatabaseUnavailable(self.name, place, _reason(error)) from error
 
 
-async def _close(pool: Any) -> None:
-    """Wait for connections that are still checked out, but not for ever: one may have been lost on the way back."""
-    pool.close()
-    try:
-        async with asyncio.timeout(CLOSING_TIMEOUT):
-            with suppress(OSError):  # of those that the server has closed already
-                await pool.clear()
-            await pool.wait_closed()
-    except TimeoutError:
-        logger.warning(
-            "connections of the pool are still in use %g s after it was closed; they are dropped", CLOSING_TIMEOUT
-        )
-        pool.terminate()
+async def _connect_with(arguments: Mapping[str, Any], **more: Any) -> Any:
+    told: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "autocommit": True,
+        "charset": "utf8mb4",
+        **arguments,
+        **more,
+    }
+    async with asyncio.timeout(told["connect_timeout"]):  # the driver's own ends before the server's greeting
+        return as_ours(await connect(**told))
+
+
+def _given_back_at_once(pool: Pool) -> GiveBack:
+    async def release(connection: Any) -> None:
+        pool.release(connection)
+
+    return release
+
+
+def _reason(error: Exception) -> str:
+    """What the driver says, with the cause that it does not say: a certificate, a socket that is not there."""
+    reason, cause = str(error) or type(error).__name__, error.__cause__
+    return f"{reason}: {cause!r}" if cause is not None else reason
 
 
 async def _all(coroutines: Iterable[Awaitable[None]]) -> None:

@@ -12,6 +12,8 @@ _TRANSIENT = {1020, 1205, 1213}
 _ROLLED_BACK = {1020, 1213}
 _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index
 
+_LACKS_RIGHTS = {1044, 1142, 1143, 1227, 1370}
+
 # Beside those that the driver calls errors of data or integrity: an index that is too long, a packet that is too large,
 # JSON that is malformed, too large, too deep, or refused by a check; a row that is too big; what a trigger raises.
 _REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
@@ -53,6 +55,10 @@ def is_unreachable(error: BaseException) -> bool:
 
 def lacks_schema(error: BaseException) -> bool:
     return number(error) in _LACKS_SCHEMA
+
+
+def lacks_rights(error: BaseException) -> bool:
+    return number(error) in _LACKS_RIGHTS
 
 
 def _is_out_of_step(error: Exception) -> bool:

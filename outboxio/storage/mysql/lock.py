@@ -12,11 +12,12 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Any
 
 from outboxio.names import LockName
-from outboxio.storage.mysql.connection import Dedicated, execute
+from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, is_closed
 from outboxio.storage.mysql.events import as_json
-from outboxio.storage.mysql.flavour import in_both
+from outboxio.storage.mysql.flavour import Server, Statement, in_both
 
 # Names of locks are the server's and not a database's, and so is the one eventlog.
 TRY = in_both("""
@@ -44,8 +45,10 @@ LOOK_DELAY = 0.2  # seconds between two looks at whether the server has closed t
 
 
 class MysqlClusterLock:
-    def __init__(self, session: Dedicated, owner: str, heartbeat: float) -> None:
+    def __init__(self, session: Dedicated, server: Server, owner: str, heartbeat: float) -> None:
         self._session = session
+        self._server = server
+        self._watched: Any = None
         self._owner = owner[:255]
         self._timeout = max(heartbeat, 1.0)
         # The server counts in whole seconds; a fraction less would end a session that beats on time.
@@ -56,71 +59,87 @@ class MysqlClusterLock:
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
         by_text = {name.text: name for name in names}
-        try:
-            rows = await self._session.fetch(TRY, {"names": as_json(by_text)}, self._timeout)
-            taken = {by_text[row[0]].lease: by_text[row[0]] for row in rows}
-            if not taken:
-                return {}
-            leases = {"leases": as_json(sorted(taken)), "owner": self._owner}
-            await self._session.execute(RAISE_TERMS, leases, self._timeout)
-            return {taken[name]: term for name, term in await self._session.fetch(TERMS, leases, self._timeout)}
-        except BaseException:
-            # Locks may have been taken that nobody knows of; they end with the session.
-            self._session.terminate()
-            raise
+        rows = await self._run(TRY, {"names": as_json(by_text)})
+        taken = {by_text[row[0]].lease: by_text[row[0]] for row in rows}
+        if not taken:
+            return {}
+        leases = {"leases": as_json(sorted(taken)), "owner": self._owner}
+        await self._run(RAISE_TERMS, leases)
+        return {taken[name]: term for name, term in await self._run(TERMS, leases)}
 
     async def try_probe(self, name: LockName) -> bool:
         return bool(await self._session.fetch(TRY, {"names": as_json([name.text])}, self._timeout))
 
     async def heartbeat(self) -> datetime:
-        try:
-            rows = await self._session.fetch(HEARTBEAT, timeout=self._timeout)
-        except BaseException:
-            self._session.terminate()
-            raise
-        moment: datetime = rows[0][0]
+        moment: datetime = (await self._run(HEARTBEAT))[0][0]
         return moment
 
     async def release(self, names: Sequence[LockName]) -> None:
-        if names and self._session.is_open:
-            try:
-                await self._session.fetch(RELEASE, {"names": as_json(name.text for name in names)}, self._timeout)
-            except BaseException:
-                self._session.terminate()  # they end with the session
-                raise
+        if names and self._holds_session:
+            await self._run(RELEASE, {"names": as_json(name.text for name in names)})
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Open the session, and watch over it. There are no wake-ups: other processes poll."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self._session.ready()
+                await self._session.use(self._watch)
         except BaseException:
             self._session.terminate()
             raise
-        if self._look is None:
-            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self._lost = callback
 
     async def close(self) -> None:
+        self._lost = _nothing
         self._stop_looking()
         try:
-            if self._session.is_open:
+            if self._holds_session:
                 async with asyncio.timeout(self._timeout):
                     await self._session.use(lambda connection: execute(connection, RELEASE_ALL))
         except BaseException:
             self._session.terminate()
             raise
         finally:
+            self._watched = None
             await self._session.close()
+
+    @property
+    def _holds_session(self) -> bool:
+        """Whether the session that took the locks is still there."""
+        return self._watched is not None and not is_closed(self._watched)
+
+    async def _run(self, statement: Statement, args: Arguments = None) -> list[tuple[Any, ...]]:
+        """Run a statement on the session that has the locks; on a new one it would prove nothing."""
+
+        async def run_there(connection: Any) -> list[tuple[Any, ...]]:
+            if connection is not self._watched:
+                raise ConnectionResetError("the session that holds the cluster locks has ended")
+            return await fetch(connection, self._server.spell(statement), args, self._timeout)
+
+        try:
+            rows: list[tuple[Any, ...]] = await self._session.use(run_there)
+            return rows
+        except BaseException:
+            # Locks may have been taken or kept that nobody knows of; they end with the session.
+            self._session.terminate()
+            raise
+
+    async def _watch(self, connection: Any) -> None:
+        if connection is self._watched:
+            return
+        is_another, self._watched = self._watched is not None, connection
+        if is_another:
+            self._lost()
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
 
     def _look_at_session(self) -> None:
         """The driver tells nobody that the server has closed the connection, so it is asked."""
-        if self._session.is_open:
+        if self._holds_session:
             self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
         else:
-            self._look = None
+            self._look, self._watched = None, None
             self._lost()
 
     def _stop_looking(self) -> None:

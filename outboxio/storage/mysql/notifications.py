@@ -171,6 +171,8 @@ class MysqlNotifications:
         self._shard = shard
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
+        # What is found is going to be settled: a given pool may be exhausted by then.
+        await self._settle.ready()
         args: list[Any] = []
         for w in wanted:
             args += (namespace, w.handler_name, w.after[0], w.after[1], w.after[0], now, w.limit)

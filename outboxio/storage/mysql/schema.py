@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from outboxio.errors import ConfigurationError, DatabaseError, SchemaOccupied
-from outboxio.storage.mysql.connection import Dedicated, execute, fetch
+from outboxio.storage.mysql import errors
+from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.schema import (
     Found,
@@ -37,7 +38,12 @@ class MysqlSchema:
         self._shard = shard
 
     async def migrate(self) -> list[str]:
-        applied: list[str] = await self._admin.use(self._migrate_in_turn)
+        try:
+            applied: list[str] = await self._admin.use(self._migrate_in_turn)
+        except Exception as error:
+            if errors.lacks_rights(error):
+                raise self._rights_missing(error) from error
+            raise
         return applied
 
     async def check(self) -> None:
@@ -51,9 +57,12 @@ class MysqlSchema:
                 f"shard {self._shard!r}: another process has been migrating for a minute; try again when it is done"
             )
         try:
-            return await self._migrate(connection)
-        finally:
-            await fetch(connection, END_TURN)
+            applied = await self._migrate(connection)
+        except BaseException:
+            drop(connection)  # and with it the turn
+            raise
+        await fetch(connection, END_TURN)
+        return applied
 
     async def _migrate(self, connection: Any) -> list[str]:
         """Run the files that are not recorded. Every CREATE is committed by itself, so they can be run again.
@@ -79,6 +88,12 @@ class MysqlSchema:
         indexes = {row[0] for row in await fetch(connection, INDEXES)}
         version = (await fetch(connection, VERSION))[0][0] if "version" in columns["schema_versions"] else 0
         return Found(dict(columns), indexes, version)
+
+    def _rights_missing(self, error: Exception) -> DatabaseError:
+        return DatabaseError(
+            f"shard {self._shard!r}: the user lacks rights on the database eventlog ({error}): give them as the first "
+            f"lines of sql/{self._server.flavour.name}/0001_events.sql say, or have somebody else apply these files"
+        )
 
     def _refuse_old(self, connection: Any) -> None:
         flavour, text = self._server.flavour, connection.get_server_info()

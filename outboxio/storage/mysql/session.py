@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,14 @@ BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
 STILL_OPEN = "RELEASE SAVEPOINT outboxio"
 _NO_SUCH_SAVEPOINT = 1305
 _TOO_LARGE = 1301
+
+# What commits by itself what was written before it. Atomic groups: each comment is passed over in one way only.
+_COMMITS = re.compile(
+    r"(?>\s+|;|--[^\n]*\n|#[^\n]*\n|/\*.*?\*/)*+"
+    r"((?:ALTER|CREATE|DROP)\s+(?!TEMPORARY\b)\w+|RENAME\s+\w+|TRUNCATE|GRANT|REVOKE|LOCK\s+\w+|UNLOCK\s+\w+|FLUSH|"
+    r"ANALYZE\s+\w+|OPTIMIZE\s+\w+|REPAIR\s+\w+|CHECK\s+TABLE|SET\s+PASSWORD|SET\s+(?:@@|SESSION\s+)?AUTOCOMMIT)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 # What differs from event to event comes first, and then what the action's rows share.
 INSERT_EVENTS = """
@@ -103,6 +112,7 @@ class MysqlSession:
         self._server = server
         self._is_callers = is_callers
         self._is_over = False
+        self._has_run = False
         self._checked = False
 
     @property
@@ -141,6 +151,11 @@ class MysqlSession:
             self._connection.get_transaction_status() or (self._is_callers and not self._connection.get_autocommit())
         )
 
+    def would_commit(self, sql: str) -> str | None:
+        # As the first statement it commits nothing, and what comes after it is refused.
+        words = _COMMITS.match(sql) if self._has_run else None
+        return None if words is None else words[1]
+
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         return int((await self._run(sql, args)).rowcount)
 
@@ -171,6 +186,7 @@ class MysqlSession:
             raise
 
     async def _run(self, sql: str, args: Sequence[Any]) -> Any:
+        self._has_run = True
         try:
             cursor = await self._connection.cursor(Cursor)
             # Without arguments a percent sign is only a percent sign.
@@ -181,31 +197,32 @@ class MysqlSession:
         return cursor
 
 
+GiveBack = Callable[[Any], Coroutine[Any, Any, None]]
+
+
 class PooledSession:
     """Checks a connection out of a pool, and gives it back."""
 
-    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, Any]]], server: Server) -> None:
+    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]], server: Server) -> None:
         self._check_out = check_out
         self._server = server
-        self._pool: Any = None
-        self._connection: Any = None
 
     async def __aenter__(self) -> MysqlSession:
-        self._pool, self._connection = await self._check_out()
+        self._connection, self._give_back = await self._check_out()
         return MysqlSession(self._connection, self._server)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(give_back(self._pool, self._connection))
+        await to_the_end(self._give_back(self._connection))
 
 
 async def give_back(pool: Any, connection: Any) -> None:
-    """Give a connection back to its pool, and wake whoever waits for one.
+    """Give a connection back to a pool of aiomysql's, and wake whoever waits for one.
 
-    The pool itself wakes nobody when it takes back a connection that is closed: without free ones, whoever waits would
-    wait for ever.
+    It wakes nobody by itself when it takes back a connection that is lost: without free ones, whoever waits would wait
+    for ever.
     """
-    pool.release(connection)
+    await pool.release(connection)
     if is_closed(connection) and not pool.freesize:
         await pool.clear()

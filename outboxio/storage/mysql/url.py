@@ -48,7 +48,10 @@ def where(url: str) -> str:
     """What of a URL may be shown: no user, no password."""
     parts = urlsplit(url)
     socket = dict(parse_qsl(parts.query)).get("unix_socket")
-    return f"{socket or parts.netloc.rpartition('@')[2] or '127.0.0.1'}{parts.path}"
+    database = parts.path.removeprefix("/")
+    if socket:
+        return f"the socket {socket}" + (f", database {database}" if database else "")
+    return f"{parts.netloc.rpartition('@')[2] or '127.0.0.1'}{parts.path}"
 
 
 def _port(shard: str, url: str) -> int:

@@ -106,6 +106,9 @@ class PostgresSession:
         # A connection that is gone speaks for itself, with the driver's own error.
         return self._is_gone() or bool(self._connection.is_in_transaction())
 
+    def would_commit(self, sql: str) -> str | None:
+        return None  # CREATE and its like are part of the transaction
+
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         return row_count(await self._connection.execute(sql, *args))
 

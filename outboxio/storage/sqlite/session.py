@@ -95,6 +95,9 @@ class SqliteSession:
     def in_transaction(self) -> bool:
         return bool(self._connection.in_transaction)
 
+    def would_commit(self, sql: str) -> str | None:
+        return None  # CREATE and its like are part of the transaction
+
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         parameters = as_parameters(sql, args)
         return int(await self._run(lambda connection: _execute(connection, sql, parameters)))

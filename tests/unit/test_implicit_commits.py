@@ -1,0 +1,45 @@
+"""Which statements MySQL and MariaDB commit by themselves: refused where something was written before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outboxio.storage.mysql.flavour import MYSQL, Server
+from outboxio.storage.mysql.session import MysqlSession
+
+COMMITTING = [
+    "CREATE TABLE t (id INT)", "create unique index i ON t (id)", "-- now\nDROP TABLE t",
+    "/* x */ ALTER TABLE t ADD c INT",
+    "# x\nTRUNCATE t", "TRUNCATE TABLE t", "RENAME TABLE a TO b", "LOCK TABLES t WRITE", "UNLOCK TABLES",
+    "GRANT SELECT ON a.* TO b", "set autocommit = 1", "SET @@autocommit = 1", "ANALYZE TABLE t",
+    "CREATE OR REPLACE VIEW v AS SELECT 1",
+]  # fmt: skip
+HARMLESS = [
+    "INSERT INTO create_table VALUES (1)", "SELECT 'DROP TABLE t'", "CREATE TEMPORARY TABLE t (id INT)",
+    "DROP TEMPORARY TABLE t", "UPDATE locks SET state = 'x'", "SET @a = 1",
+    "SAVEPOINT created", "SELECT 1 /* DROP TABLE t */",
+    "WITH a AS (SELECT 1) SELECT * FROM a", "CALL drop_it()", "SHOW CREATE TABLE t", "EXPLAIN SELECT 1",
+]  # fmt: skip
+
+
+def session(*, has_run: bool) -> Any:
+    session = MysqlSession(None, Server(MYSQL))
+    session._has_run = has_run
+    return session
+
+
+@pytest.mark.parametrize("statement", COMMITTING)
+def test_a_statement_that_commits_is_told_where_something_was_written_before(statement: str) -> None:
+    assert session(has_run=True).would_commit(statement) is not None
+    assert session(has_run=False).would_commit(statement) is None
+
+
+@pytest.mark.parametrize("statement", HARMLESS)
+def test_a_statement_that_commits_nothing_is_let_through(statement: str) -> None:
+    assert session(has_run=True).would_commit(statement) is None
+
+
+def test_comments_without_end_do_not_take_for_ever() -> None:
+    assert session(has_run=True).would_commit("/* a */ -- b\n" * 5000 + "/*") is None

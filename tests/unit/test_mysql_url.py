@@ -1,0 +1,157 @@
+"""URLs of MySQL and MariaDB: what they say, and how what they cannot say is refused."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+
+from outboxio import ConfigurationError
+from outboxio.storage.mysql.url import OPTIONS, SSL_MODES, connect_arguments, where
+
+AUTHORITY = ssl.get_default_verify_paths()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("mysql://host/app", {"host": "host", "port": 3306, "user": None, "password": "", "db": "app"}),
+        ("mysql://host:3307/app", {"host": "host", "port": 3307, "user": None, "password": "", "db": "app"}),
+        ("mysql://[::1]:3307/app", {"host": "::1", "port": 3307, "user": None, "password": "", "db": "app"}),
+        ("mysql:///app", {"host": "127.0.0.1", "port": 3306, "user": None, "password": "", "db": "app"}),
+        ("mysql://me@host", {"host": "host", "port": 3306, "user": "me", "password": "", "db": None}),
+        (
+            "mariadb://m%40e:p%3As%2Fs%25@host/a%20pp",
+            {"host": "host", "port": 3306, "user": "m@e", "password": "p:s/s%", "db": "a pp"},
+        ),
+        (
+            "mysql://me@/app?unix_socket=%2Frun%2Fa%20b.sock",
+            {"user": "me", "password": "", "db": "app", "unix_socket": "/run/a b.sock"},
+        ),
+        (
+            "mysql://me@host/app?unix_socket=/run/s",
+            {"user": "me", "password": "", "db": "app", "unix_socket": "/run/s"},
+        ),
+        (
+            "mysql://host/app?connect_timeout=2.5",
+            {"host": "host", "port": 3306, "user": None, "password": "", "db": "app", "connect_timeout": 2.5},
+        ),
+    ],
+)
+def test_a_url_says_where_who_and_what(url: str, expected: dict[str, object]) -> None:
+    assert connect_arguments("main", url) == expected
+
+
+@pytest.mark.parametrize("option", ["sslmode", "charset", "autocommit", "SSL_MODE", ""])
+def test_an_option_that_does_not_exist_is_refused_with_those_that_do(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"shard 'main' has a URL with the option {option!r}")) as e:
+        connect_arguments("main", f"mysql://host/app?{option}=1")
+    for known in OPTIONS:
+        assert known in str(e.value)
+
+
+def test_several_hosts_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="several hosts"):
+        connect_arguments("main", "mysql://first,second/app")
+
+
+@pytest.mark.parametrize("seconds", ["", "soon", "0", "-1", "inf", "nan"])
+def test_a_timeout_that_is_no_time_is_refused(seconds: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"connect_timeout={seconds!r}; expected seconds")):
+        connect_arguments("main", f"mysql://host/app?connect_timeout={seconds}")
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "abc"])
+def test_a_port_that_cannot_be_is_refused(port: str) -> None:
+    with pytest.raises(ConfigurationError, match="bad port"):
+        connect_arguments("main", f"mysql://host:{port}/app")
+
+
+# --- TLS -----------------------------------------------------------------------------------------
+
+
+def context_of(options: str) -> ssl.SSLContext | None:
+    context = connect_arguments("main", f"mysql://host/app?{options}").get("ssl")
+    assert context is None or isinstance(context, ssl.SSLContext)
+    return context
+
+
+@pytest.mark.parametrize("options", ["", "ssl_mode=DISABLED", "ssl_mode=disabled"])
+def test_without_a_mode_there_is_no_tls(options: str) -> None:
+    assert context_of(options) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "verifies", "asks_for_name"),
+    [
+        ("REQUIRED", ssl.CERT_NONE, False),
+        ("required", ssl.CERT_NONE, False),
+        ("VERIFY_CA", ssl.CERT_REQUIRED, False),
+        ("VERIFY_IDENTITY", ssl.CERT_REQUIRED, True),
+    ],
+)
+def test_a_mode_means_what_it_means_to_mysqls_own_clients(
+    mode: str, verifies: ssl.VerifyMode, asks_for_name: bool
+) -> None:
+    context = context_of(f"ssl_mode={mode}")
+    assert context is not None
+    assert (context.verify_mode, context.check_hostname) == (verifies, asks_for_name)
+
+
+@pytest.mark.skipif(AUTHORITY.cafile is None, reason="this machine has no file of certificate authorities")
+def test_an_authority_means_that_it_is_asked() -> None:
+    context = context_of(f"ssl_ca={AUTHORITY.cafile}")
+    assert context is not None
+    assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, False)
+
+
+@pytest.mark.parametrize("mode", ["", "PREFERRED", "yes"])
+def test_a_mode_that_does_not_exist_is_refused_with_those_that_do(mode: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"ssl_mode={mode!r}")) as caught:
+        context_of(f"ssl_mode={mode}")
+    assert all(known in str(caught.value) for known in SSL_MODES)
+
+
+@pytest.mark.parametrize("option", ["ssl_ca", "ssl_cert", "ssl_key"])
+def test_certificates_for_a_connection_without_tls_are_refused(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"ssl_mode=DISABLED and {option}"):
+        context_of(f"ssl_mode=DISABLED&{option}=/a.pem")
+
+
+@pytest.mark.parametrize("option", ["ssl_ca", "ssl_cert"])
+def test_certificates_that_cannot_be_read_are_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="certificates that cannot be read"):
+        context_of(f"{option}={tmp_path / 'missing.pem'}")
+    (tmp_path / "empty.pem").write_text("")
+    with pytest.raises(ConfigurationError, match="certificates that cannot be read"):
+        context_of(f"{option}={tmp_path / 'empty.pem'}")
+
+
+def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        context_of(f"ssl_key={tmp_path / 'key.pem'}")
+
+
+# --- what may be shown -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("mysql://me:secret@host:3307/app?ssl_mode=REQUIRED", "host:3307/app"),
+        ("mysql://me:s@cret@host/app", "host/app"),
+        ("mysql:///app", "127.0.0.1/app"),
+        ("mysql://me:secret@/app?unix_socket=/run/s.sock", "/run/s.sock/app"),
+    ],
+)
+def test_what_is_shown_of_a_url_has_neither_user_nor_password(url: str, shown: str) -> None:
+    assert where(url) == shown
+
+
+@pytest.mark.parametrize("rest", ["host:x/app", "host/app?ssl=1", "first,second/app", "host/app?ssl_mode=no"])
+def test_no_refusal_shows_the_password(rest: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        connect_arguments("main", f"mysql://me:secret@{rest}")
+    assert "secret" not in str(caught.value)
