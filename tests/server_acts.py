@@ -152,8 +152,12 @@ class MysqlActs:
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
         ids = {name: connection.thread_id() for name, connection in _dedicated(outbox).items()}
-        pool: Any = outbox._shards["default"].database._pool
-        idle = [] if pool is None else [connection for connection in pool._free if not connection.closed]
+        database: Any = outbox._shards["default"].database
+        if database._ours is not None:
+            free = [connection for _, connection in database._ours._idle]
+        else:
+            free = [] if database._pool is None else list(database._pool._free)
+        idle = [connection for connection in free if not connection.closed]
         return ids | ({"pool": idle[0].thread_id()} if idle else {})
 
     async def sessions(self) -> list[dict[str, Any]]:

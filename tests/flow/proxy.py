@@ -25,6 +25,7 @@ class Link:
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.task: asyncio.Task[None] | None = None
+        self.ends: list[asyncio.StreamWriter] = []
 
 
 class Proxy:
@@ -51,10 +52,11 @@ class Proxy:
         if self._server is not None:
             self._server.close()
             self._server = None
-        tasks = [link.task for link in self._links if link.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [link.task for link in self._links if link.task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0.01)  # those that were accepted just now are links by then, and the aborted closed
 
     def fall_silent(self, sent: bytes = b"") -> int:
         """Keep connections open, and let nothing through: the network swallows packets.
@@ -86,7 +88,13 @@ class Proxy:
             link.flowing.clear()
         self._links.add(link)
         link.task = asyncio.ensure_future(self._run(link, reader, writer))
-        link.task.add_done_callback(lambda _: self._links.discard(link))
+        link.ends.append(writer)
+        link.task.add_done_callback(lambda _: self._ended(link))
+
+    def _ended(self, link: Link) -> None:
+        self._links.discard(link)
+        for end in link.ends:  # a task that was cancelled before its first step, or in its last, did not
+            end.transport.abort()
 
     async def _run(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connecting = asyncio.ensure_future(asyncio.open_connection(*self._target))
@@ -100,6 +108,7 @@ class Proxy:
                 (await connecting)[1].transport.abort()
             writer.transport.abort()
             raise
+        link.ends.append(back_writer)
         pumps = [
             asyncio.ensure_future(self._pump(link, reader, back_writer, remember=True)),
             asyncio.ensure_future(self._pump(link, back_reader, writer)),
