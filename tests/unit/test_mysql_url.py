@@ -143,7 +143,7 @@ def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
         ("mysql://me:secret@host:3307/app?ssl_mode=REQUIRED", "host:3307/app"),
         ("mysql://me:s@cret@host/app", "host/app"),
         ("mysql:///app", "127.0.0.1/app"),
-        ("mysql://me:secret@/app?unix_socket=/run/s.sock", "/run/s.sock/app"),
+        ("mysql://me:secret@/app?unix_socket=/run/s.sock", "the socket /run/s.sock, database app"),
     ],
 )
 def test_what_is_shown_of_a_url_has_neither_user_nor_password(url: str, shown: str) -> None:

@@ -145,6 +145,8 @@ class PostgresClusterLock:
 
             async with asyncio.timeout(self._timeout):
                 await self._session.use(listen_anew)
+            for missed in ("events", "notifications"):  # nobody knows what went unheard
+                self._heard(missed)
         self._unheard += 1
 
     def _ended(self, connection: Any) -> None:
