@@ -13,7 +13,7 @@ from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, is_closed
-from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, as_ours, connect
+from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
 from outboxio.storage.mysql.lock import MysqlClusterLock
@@ -178,7 +178,7 @@ async def _connect_with(arguments: Mapping[str, Any], **more: Any) -> Any:
         **more,
     }
     async with asyncio.timeout(told["connect_timeout"]):  # the driver's own ends before the server's greeting
-        return as_ours(await connect(**told))
+        return await connect(**told)
 
 
 def _given_back_at_once(pool: Pool) -> GiveBack:

@@ -10,7 +10,6 @@ import pymysql as _pymysql  # type: ignore[import-untyped]  # pyright: ignore[re
 _driver: Any = _aiomysql
 _below: Any = _pymysql
 
-connect: Any = _driver.connect
 Cursor: Any = _driver.Cursor
 Connection: type[Any] = _driver.Connection
 
@@ -26,11 +25,16 @@ class QuietCursor(Cursor):  # type: ignore[misc]  # the driver has no types
 
 
 class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
-    """A connection that is forgotten in silence.
+    """A connection that speaks to nobody without TLS if it was told to use it, and that is forgotten in silence.
 
-    When the event loop of a forgotten connection is closed already, the driver's own farewell raises an error that
-    nobody can catch.
+    The driver itself goes on in plain text, password and all, when the server has no TLS. And its farewell to a
+    connection that was forgotten raises an error that nobody can catch, if its event loop is closed already.
     """
+
+    async def _request_authentication(self) -> None:
+        if self._ssl_context and not self.server_capabilities & TLS:
+            raise OperationalError(2026, "TLS is required (ssl_mode), and the server has none")
+        await super()._request_authentication()  # pyright: ignore[reportUnknownMemberType]
 
     def __del__(self) -> None:
         if self._loop.is_closed():
@@ -42,14 +46,17 @@ class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no typ
 _OurConnection.__module__ = Connection.__module__
 
 
-def as_ours(connection: Any) -> Any:
-    """The connection, which is nobody else's."""
-    connection.__class__ = _OurConnection
+async def connect(**arguments: Any) -> Any:
+    """A connection of our own, as ``aiomysql.connect`` makes it."""
+    connection: Any = _OurConnection(**arguments)
+    await connection._connect()
     return connection
 
 
+TLS: int = _below.constants.CLIENT.SSL
 FOUND_ROWS: int = _below.constants.CLIENT.FOUND_ROWS
 
+OperationalError: type[Exception] = _below.err.OperationalError
 MySQLError: type[Exception] = _below.err.MySQLError
 DataError: type[Exception] = _below.err.DataError
 IntegrityError: type[Exception] = _below.err.IntegrityError

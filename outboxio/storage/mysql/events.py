@@ -29,22 +29,22 @@ _BY_TYPE = "eventlog.events e FORCE INDEX (events_undelivered)"
 _BY_TOPIC = "eventlog.events e FORCE INDEX (events_undelivered_topic)"
 _BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
-# The keys that somebody wants and that have undelivered events: an idle poll is this one statement. An event whose type
-# is subscribed is taken through its type, so that no event is taken twice.
+# The keys that somebody wants and that have undelivered events: an idle poll is this one statement. EXISTS would be
+# turned into a join, which a planner that believes the table to be empty begins with the backlog.
 FIND_WAITING = in_both(f"""
 {_SUBSCRIBED}
 SELECT JSON_ARRAY('', t.event_type) FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t
-WHERE EXISTS (SELECT 1 FROM {_BY_TYPE}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type)
+WHERE (SELECT 1 FROM {_BY_TYPE}
+  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1) = 1
 UNION ALL
 SELECT JSON_ARRAY('#', t.topic) FROM (SELECT DISTINCT topic FROM subscribed WHERE topic <> '') t
-WHERE EXISTS (SELECT 1 FROM {_BY_TOPIC}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.topic = t.topic AND e.event_type IS NOT NULL
-    AND e.event_type NOT IN (SELECT s.event_type FROM subscribed s WHERE s.topic = ''))
+WHERE (SELECT 1 FROM {_BY_TOPIC}
+  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.topic = t.topic LIMIT 1) = 1
 """)
 
 # The next two are put together with UNION ALL, one for each key. Each walks its key by itself along the index, and SKIP
-# LOCKED never waits for a producer. A batch is one row of one column, for the driver is slow at rows and columns.
+# LOCKED never waits for a producer. A batch is one row of one column, for the driver is slow at rows and columns. What
+# is found by its type and by its topic is taken once.
 CLAIM_OF_TYPE = f"""
 (SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id FROM {_BY_TYPE}
   WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s
@@ -52,9 +52,7 @@ CLAIM_OF_TYPE = f"""
 """
 CLAIM_OF_TOPIC = f"""
 (SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id FROM {_BY_TOPIC}
-  WHERE e.namespace = %s AND e.delivered = FALSE AND e.topic = %s AND e.event_type IS NOT NULL
-    AND e.event_type NOT IN (SELECT s.event_type FROM eventlog.subscriptions s
-      WHERE s.namespace = %s AND s.topic = '' AND s.last_seen_date > %s)
+  WHERE e.namespace = %s AND e.delivered = FALSE AND e.topic = %s
   ORDER BY e.sequence LIMIT %s FOR UPDATE SKIP LOCKED) b)
 """
 
@@ -99,9 +97,9 @@ SELECT COUNT(*) FROM {_BY_TYPE} WHERE e.namespace = %(namespace)s AND e.delivere
 """)
 
 PAYLOADS = in_both("""
-SELECT e.payload FROM eventlog.events e
+SELECT e.sequence, e.payload FROM eventlog.events e
 JOIN JSON_TABLE(%(types)s, '$[*]' COLUMNS (event_type {text} PATH '$')) t ON t.event_type = e.event_type
-WHERE e.namespace = %(namespace)s ORDER BY e.sequence
+WHERE e.namespace = %(namespace)s
 """)
 
 # History can be long, and one statement that wrote it all would be one transaction: it is read, and written in pieces.
@@ -178,7 +176,7 @@ class MysqlEvents:
 
     async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
         rows = await self._admin.fetch(PAYLOADS, {"namespace": namespace, "types": as_json(types)})
-        return [row[0] for row in rows]
+        return [payload for _, payload in sorted(rows)]  # MySQL has no room to sort large documents
 
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
@@ -212,22 +210,18 @@ class MysqlEvents:
 
 
 async def _claim(connection: Any, scope: Mapping[str, Any], sizes: Mapping[_Key, int]) -> dict[_Key, list[str]]:
-    """Lock a batch of each key; the ids by key."""
-    sql: list[str] = []
-    args: list[Any] = []
-    for key, size in sizes.items():
-        if key.sign:
-            sql.append(CLAIM_OF_TOPIC)
-            args += (scope["namespace"], key.value, scope["namespace"], scope["seen_since"], size)
-        else:
-            sql.append(CLAIM_OF_TYPE)
-            args += (scope["namespace"], key.value, size)
+    """Lock a batch of each key; the ids by key. Types come first, and an id is the first key's that has it."""
+    sql = [CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE for key in sizes]
+    args = [value for key, size in sizes.items() for value in (scope["namespace"], key.value, size)]
     rows = await fetch(connection, " UNION ALL ".join(sql), tuple(args))
-    return {key: _distinct(_ids(row[0])) if row[0] else [] for key, row in zip(sizes, rows, strict=True)}
-
-
-def _distinct(ids: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(ids))
+    owners: dict[str, _Key] = {}
+    for key, (found,) in zip(sizes, rows, strict=True):
+        for event_id in _ids(found) if found else ():
+            owners.setdefault(event_id, key)
+    claimed: dict[_Key, list[str]] = {key: [] for key in sizes}
+    for event_id, key in owners.items():
+        claimed[key].append(event_id)
+    return claimed
 
 
 def as_json(values: Iterable[Any]) -> str:

@@ -46,9 +46,9 @@ _BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 
 # Which of the wanted have anything due: an idle poll is this one statement.
 ANY_DUE = in_both(f"""
-SELECT 1 FROM {_BY_DUE} JOIN JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w
-WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
-  AND n.next_retry_at <= %(now)s AND n.state <> 'DYING' LIMIT 1
+SELECT 1 FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
+  ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
+WHERE n.next_retry_at <= %(now)s AND n.state <> 'DYING' LIMIT 1
 """)
 
 # These are put together with UNION ALL, one for each handler name: each is one walk along the index, from its own
@@ -66,11 +66,13 @@ FIND_DUE = f"(SELECT {_array(_DUE_COLUMNS, _array(_CONTEXT_COLUMNS))} {_DUE})"
 FIND_LARGE = f"(SELECT {', '.join(f'n.{c}' for c in (*_DUE_COLUMNS, *_CONTEXT_COLUMNS))} {_DUE})"
 
 # The lease rows are locked shared by the very statement that writes: a successor that raises a term waits for it,
-# and once it has raised it this finds nothing. A plain join would write after the new term had committed.
+# and once it has raised it this finds nothing. A plain join would write after the new term had committed; EXISTS would
+# be turned into one that scans the leases, and waits for those of other handlers.
 _HELD = """
 SELECT mine.handler_name FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (
   name {text} PATH '$[0]', handler_name {text} PATH '$[1]', term BIGINT PATH '$[2]')) mine
-WHERE EXISTS (SELECT 1 FROM eventlog.leases l WHERE l.name = mine.name AND l.term = mine.term LOCK IN SHARE MODE)
+WHERE (SELECT 1 FROM eventlog.leases l WHERE l.name = mine.name AND l.term = mine.term LIMIT 1
+  LOCK IN SHARE MODE) = 1
 """
 _UNSETTLED = "n.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')"
 
@@ -104,16 +106,11 @@ COUNT_STATES = in_both("""
 SELECT state, COUNT(*) FROM eventlog.event_notifications WHERE namespace = %(namespace)s GROUP BY state
 """)
 
-# Jumps from one handler name to the next along the due index.
-UNFINISHED_NAMES = in_both(f"""
-WITH RECURSIVE names(name) AS (
-  SELECT (SELECT MIN(n.handler_name) FROM {_BY_DUE} WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE)
-  UNION ALL
-  SELECT (SELECT MIN(n.handler_name) FROM {_BY_DUE}
-          WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name > names.name)
-  FROM names WHERE names.name IS NOT NULL)
-SELECT name FROM names WHERE name IS NOT NULL
-""")
+# One jump along the due index to the next handler name. As one recursive statement it would read every row between.
+NEXT_UNFINISHED_NAME = f"""
+SELECT MIN(n.handler_name) FROM {_BY_DUE}
+WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name > %(name)s
+"""
 
 COUNT_UNFINISHED = in_both(f"""
 SELECT COUNT(*) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
@@ -206,7 +203,17 @@ class MysqlNotifications:
         return {row[0]: row[1] for row in await self._admin.fetch(COUNT_STATES, {"namespace": namespace})}
 
     async def unfinished_names(self, namespace: str) -> list[str]:
-        return [row[0] for row in await self._admin.fetch(UNFINISHED_NAMES, {"namespace": namespace})]
+        async def jump(connection: Any) -> list[str]:
+            names = [""]
+            while True:
+                scope = {"namespace": namespace, "name": names[-1]}
+                name = (await fetch(connection, NEXT_UNFINISHED_NAME, scope))[0][0]
+                if name is None:
+                    return names[1:]
+                names.append(name)
+
+        found: list[str] = await self._admin.use(jump)
+        return found
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
         scope = {"namespace": namespace, "names": as_json(names)}

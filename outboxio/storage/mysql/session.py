@@ -185,12 +185,19 @@ class MysqlSession:
             self._checked = True  # it was a later one that failed
             raise
 
+    def _spelled(self, value: Any) -> str:
+        if isinstance(value, bytes | bytearray):
+            return f"X'{value.hex()}'"
+        spelled: str = self._connection.escape(as_value(value))
+        return spelled
+
     async def _run(self, sql: str, args: Sequence[Any]) -> Any:
         self._has_run = True
         try:
             cursor = await self._connection.cursor(Cursor)
-            # Without arguments a percent sign is only a percent sign.
-            await cursor.execute(sql, tuple(map(as_value, args)) or None)
+            # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent
+            # sign is only a percent sign.
+            await cursor.execute(sql % tuple(map(self._spelled, args)) if args else sql)
         except Exception as error:
             self._is_over = self._is_over or errors.rolled_back(error)
             raise

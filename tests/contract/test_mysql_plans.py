@@ -1,0 +1,334 @@
+"""A poll costs what it finds on MySQL and MariaDB, whatever else lies in the tables and whatever the planner believes.
+
+The statements are the loops' own, on the loops' own connections. What they read is what the server's handler counters
+say: each counts the rows that one kind of access handed to the statement, scans and temporary tables included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from outboxio.names import LockName
+from outboxio.notification import State, Wanted
+from outboxio.outcome import Bucket, Lease, Outcome
+from outboxio.storage.mysql.connection import Dedicated, fetch
+from outboxio.storage.mysql.database import MysqlDatabase
+from outboxio.subscription import Subscription
+from tests import mysql
+from tests.probes import statements_on
+
+NOW = datetime(2030, 1, 1)
+LONG_AGO = NOW - timedelta(days=365)
+TYPES = 8
+BATCH = 1000
+OUTCOMES = 500
+ERROR = '{"type": "ValueError", "message": "no"}'
+
+TABLES = ("events", "event_notifications", "subscriptions")
+STATISTICS = ("innodb_table_stats", "innodb_index_stats")
+
+#: As many numbers as wanted, from 0; a recursion of its own for each thousand would be too deep.
+NUMBERS = """
+WITH RECURSIVE d(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM d WHERE i < 999)
+SELECT a.i * 1000 + b.i AS i FROM (SELECT i FROM d WHERE i * 1000 < {number}) a STRAIGHT_JOIN d b
+  ON a.i * 1000 + b.i < {number}
+"""
+
+#: Rows in the order of their ids: a million pages that are filled at random would be slow.
+EVENTS = """
+INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
+  model_id, model_type, event_type, payload, event_date, delivered, topic)
+SELECT CONCAT({prefix}, '-0000-7000-8000-', LPAD(LOWER(HEX(n.i)), 12, '0')), {namespace},
+  '00000000-0000-7000-8000-000000000000', 'Deposit', '{{"amount": 1}}', {long_ago}, {long_ago}, n.i, 'Wallet',
+  CONCAT({kind}, n.i % {types}), '{{"amount": 1, "currency": "EUR"}}', {long_ago}, {delivered}, {topic}
+FROM ({numbers}) n
+"""
+NOTIFICATIONS = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name, action_params,
+  started_date, completion_date, model_id, model_type, event_type, payload, event_date, state, attempts, next_retry_at,
+  created_date, updated_date, sequence, retention_from)
+SELECT CONCAT({prefix}, '-0000-7000-8000-', LPAD(LOWER(HEX(n.i)), 12, '0')),
+  CONCAT({prefix}, '-0000-7000-8000-', LPAD(LOWER(HEX(n.i)), 12, '0')), {handler}, {namespace},
+  '00000000-0000-7000-8000-000000000000', 'Deposit', '{{"amount": 1}}', {long_ago}, {long_ago}, n.i, 'Wallet', 'T0',
+  '{{"amount": 1}}', {long_ago}, {state}, 1, {due}, {long_ago}, {long_ago}, n.i, {long_ago}
+FROM ({numbers}) n
+"""
+
+
+class Tables:
+    """Fills the tables, quickly."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._prefixes = (f"'{number:08x}'" for number in range(1, 1000))
+
+    async def events(
+        self, number: int, kind: str = "T", *, namespace: str = "app", delivered: bool = False, topic: str = ""
+    ) -> None:
+        values = {"namespace": repr(namespace), "kind": repr(kind), "delivered": delivered, "types": TYPES}
+        await self._insert(EVENTS, number, topic=repr(topic) if topic else "NULL", **values)
+
+    async def notifications(
+        self, number: int, handler: str, state: State = State.PENDING, *, namespace: str = "app", due: datetime = NOW
+    ) -> None:
+        values = {"handler": repr(handler), "namespace": repr(namespace), "state": f"'{state}'", "due": f"'{due}'"}
+        await self._insert(NOTIFICATIONS, number, **values)
+
+    async def _insert(self, statement: str, number: int, **values: Any) -> None:
+        numbers = NUMBERS.format(number=number)
+        common = {"numbers": numbers, "long_ago": f"'{LONG_AGO}'", "prefix": next(self._prefixes)}
+        await mysql.fetch(self._connection, statement.format(**common, **values))
+
+    async def analyse(self) -> None:
+        await mysql.fetch(self._connection, "ANALYZE TABLE " + ", ".join(f"eventlog.{table}" for table in TABLES))
+
+    async def keep_statistics(self) -> None:
+        """Nobody but `analyse` makes any from now on."""
+        for table in TABLES:
+            await mysql.fetch(
+                self._connection, f"ALTER TABLE eventlog.{table} STATS_PERSISTENT = 1, STATS_AUTO_RECALC = 0"
+            )
+        await self.analyse()
+
+    async def remember_belief(self, name: str) -> None:
+        """Put aside what the planner now believes of the tables."""
+        for table in STATISTICS:
+            kept = f"CREATE TABLE {name}_{table} AS SELECT * FROM mysql.{table} WHERE database_name = 'eventlog'"
+            await mysql.fetch(self._connection, kept)
+
+    async def return_to_belief(self, name: str) -> None:
+        for table in STATISTICS:
+            await mysql.fetch(self._connection, f"REPLACE INTO mysql.{table} SELECT * FROM {name}_{table}")
+        for table in TABLES:  # statistics are read when a table is opened
+            await mysql.fetch(self._connection, f"FLUSH TABLES eventlog.{table}")
+
+
+class Polls:
+    """Every statement of the loops, as they run it."""
+
+    def __init__(self, database: MysqlDatabase, lease: Lease) -> None:
+        self._database = database
+        self._lease = lease
+        self._ids: list[UUID] = []
+        self._attempts = 1
+
+    async def fan_out(self, namespace: str = "app") -> int:
+        done = await self._database.events.fan_out(namespace, NOW, LONG_AGO, {}, BATCH)
+        return sum(done.events.values())
+
+    async def find_due(self, *names: str) -> int:
+        wanted = [Wanted(name, BATCH // len(names)) for name in names]
+        return len(await self._database.notifications.find_due("app", NOW, wanted))
+
+    async def any_due(self, *names: str) -> bool:
+        return await self._database.notifications.any_due("app", NOW, names)
+
+    async def settle(self, error: str | None = None) -> int:
+        """Rows that fail, so that the next time they are there again."""
+        due = None if error is None else NOW
+        self._attempts += 1  # rows count that have changed
+        outcomes = [
+            Outcome(i, self._lease, State.FAILED, self._attempts, due, error) for i in await self._settled_ids()
+        ]
+        return await self._database.notifications.settle(Bucket(State.FAILED, self._attempts, outcomes), NOW)
+
+    async def _settled_ids(self) -> list[UUID]:
+        if not self._ids:
+            found = await self._database.notifications.find_due("app", NOW, [Wanted("settled", OUTCOMES)])
+            self._ids = sorted(notification.id for notification in found)
+        return self._ids
+
+
+Poll = Callable[[Polls], Awaitable[Any]]
+
+#: What each is called, the loop on whose connection it runs, and what it finds.
+POLLS: dict[str, tuple[str, Poll, Any]] = {
+    "a fan-out of a batch": ("_fanout", lambda polls: polls.fan_out(), BATCH),
+    "a fan-out by topic": ("_fanout", lambda polls: polls.fan_out("topics"), BATCH),
+    "an idle fan-out": ("_fanout", lambda polls: polls.fan_out("idle"), 0),
+    "looking for undelivered events": (
+        "_admin",
+        lambda polls: polls._database.events.any_undelivered("app", LONG_AGO),
+        True,
+    ),
+    "finding a batch": ("_find", lambda polls: polls.find_due("quick", "other"), BATCH),
+    "finding nothing": ("_find", lambda polls: polls.find_due("idle", "nobody"), 0),
+    "whether anything is due": ("_admin", lambda polls: polls.any_due("quick", "other"), True),
+    "whether nothing is due": ("_admin", lambda polls: polls.any_due("idle", "nobody"), False),
+    "settling": ("_settle", lambda polls: polls.settle(), OUTCOMES),
+    "settling with details": ("_settle", lambda polls: polls.settle(ERROR), OUTCOMES),
+    "unfinished names": (
+        "_admin",
+        lambda polls: polls._database.notifications.unfinished_names("app"),
+        ["h", "idle", "other", "quick", "settled", "without-a-slot"],
+    ),
+    "counting unfinished rows": (
+        "_admin",
+        lambda polls: polls._database.notifications.count_unfinished("app", ["quick", "other"]),
+        BATCH,
+    ),
+}
+
+
+@asynccontextmanager
+async def tables_and_polls(url: str) -> AsyncIterator[tuple[Tables, Polls, MysqlDatabase]]:
+    """Tables with a little of everything, whose statistics are those of empty ones."""
+    database = MysqlDatabase("main", url)
+    lock = database.cluster_lock("me", None, 60)
+    name = LockName("app", "dispatch", "settled")
+    try:
+        await database.schema.migrate()
+        await lock.listen(lambda _: None)
+        lease = Lease(name.lease, "settled", (await lock.acquire([name]))[name])
+        async with mysql.connected(url) as connection:
+            tables = Tables(connection)
+            await tables.keep_statistics()
+            await tables.remember_belief("empty")
+            await subscribe(database)
+            await fill_a_little(tables)
+            yield tables, Polls(database, lease), database
+    finally:
+        await lock.close()
+        await database.close()
+
+
+async def subscribe(database: MysqlDatabase) -> None:
+    of_types = [Subscription(handler_name="h", event_type=f"T{i}") for i in range(TYPES)]
+    for namespace in ("app", "idle"):
+        await database.subscriptions.announce(namespace, of_types, NOW)
+    await database.subscriptions.announce("topics", [Subscription(handler_name="h", topic="money")], NOW)
+
+
+async def fill_a_little(tables: Tables) -> None:
+    await tables.events(2 * BATCH)
+    await tables.events(2 * BATCH, namespace="topics", topic="money")
+    await tables.notifications(BATCH // 2, "quick")
+    await tables.notifications(BATCH // 2, "other")
+    await tables.notifications(OUTCOMES, "settled")
+    await tables.notifications(1, "without-a-slot")
+    await tables.notifications(1, "h")
+    await tables.notifications(1, "idle", due=NOW + timedelta(days=1))
+
+
+async def fill_much(tables: Tables) -> None:
+    before = LONG_AGO - timedelta(days=1)
+    await tables.events(100_000)
+    await tables.events(100_000, delivered=True)
+    await tables.events(20_000, delivered=True, namespace="idle")
+    await tables.events(50_000, kind="Unsubscribed")
+    await tables.events(50_000, kind="Unsubscribed", namespace="idle")
+    await tables.events(50_000, namespace="another")
+    await tables.events(20_000, namespace="topics", topic="money")
+    await tables.events(20_000, namespace="topics", topic="another")
+    await tables.notifications(500_000, "quick", State.SUCCEEDED)
+    await tables.notifications(20_000, "idle", State.SUCCEEDED)
+    await tables.notifications(20_000, "idle", due=NOW + timedelta(days=1))
+    await tables.notifications(100_000, "without-a-slot", due=before)
+    await tables.notifications(20_000, "quick", namespace="another")
+
+
+async def rows_read(on: Dedicated) -> int:
+    """By this connection, since it was opened."""
+    found = await on.use(lambda connection: fetch(connection, "SHOW SESSION STATUS LIKE 'Handler\\_read\\_%'"))
+    return sum(int(value) for _, value in found)
+
+
+async def cost(on: Dedicated, work: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    """What something returns, and how many rows it has read on a connection."""
+    await on.ready()
+    asking = -await rows_read(on) + await rows_read(on)
+    before = await rows_read(on)
+    found = await work()
+    return found, await rows_read(on) - before - asking
+
+
+async def costs(database: MysqlDatabase, polls: Polls) -> dict[str, int]:
+    """What each poll reads; each finds what it always finds."""
+    reads = {}
+    await polls._settled_ids()
+    for name, (loop, poll, expected) in POLLS.items():
+        found, reads[name] = await cost(getattr(database, loop), lambda poll=poll: poll(polls))
+        assert found == expected, name
+    return reads
+
+
+#: Rows of subscriptions and of what is derived from them, which plans read in different ways.
+SLACK = 300
+
+
+def more_than_a_few_percent(small: dict[str, int], large: dict[str, int]) -> dict[str, tuple[int, int]]:
+    return {name: (small[name], large[name]) for name in small if large[name] > small[name] * 1.05 + SLACK}
+
+
+async def test_every_poll_reads_what_it_finds_whatever_lies_beside_it_and_whatever_the_planner_believes(
+    mysql_url: str,
+) -> None:
+    async with tables_and_polls(mysql_url) as (tables, polls, database):
+        small = await costs(database, polls)
+        await tables.analyse()
+        await tables.remember_belief("small")
+
+        await fill_much(tables)
+
+        reads = {}
+        for belief in ("empty", "small"):
+            await tables.return_to_belief(belief)
+            reads[belief] = await costs(database, polls)
+        await tables.analyse()
+        reads["fresh"] = await costs(database, polls)
+
+    grown = {belief: more_than_a_few_percent(small, large) for belief, large in reads.items()}
+    assert grown == {"empty": {}, "small": {}, "fresh": {}}, "believed tables: poll: rows read in small ones, in large"
+
+
+async def test_rows_read_are_a_small_multiple_of_rows_found(mysql_url: str) -> None:
+    async with tables_and_polls(mysql_url) as (_, polls, database):
+        reads = await costs(database, polls)
+
+    assert {name: read for name, read in reads.items() if read > 20 * as_number(POLLS[name][2]) + SLACK} == {}
+
+
+def as_number(found: Any) -> int:
+    return len(found) if isinstance(found, list) else int(found)
+
+
+# --- round trips -----------------------------------------------------------------------------------
+
+
+async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awaitable[Any]]) -> list[str]:
+    """The first word of each statement that something sends on a loop's connection."""
+    dedicated = getattr(database, loop)
+    await dedicated.ready()
+    seen = statements_on(dedicated._connection)
+    await work()
+    return [statement.lstrip("(").split()[0] for statement in seen]
+
+
+@pytest.mark.parametrize(
+    ("poll", "expected"),
+    [
+        ("a fan-out of a batch", ["WITH", "START", "SELECT", "INSERT", "UPDATE", "COMMIT"]),
+        ("an idle fan-out", ["WITH"]),
+        ("finding a batch", ["SELECT"]),
+        ("finding nothing", ["SELECT"]),
+        ("settling", ["UPDATE"]),
+        ("settling with details", ["UPDATE"]),
+    ],
+)
+async def test_a_batch_takes_as_many_statements_as_one_row(mysql_url: str, poll: str, expected: list[str]) -> None:
+    loop, run, found = POLLS[poll]
+    async with tables_and_polls(mysql_url) as (_, polls, database):
+        await polls._settled_ids()
+        counted: list[Any] = []
+
+        async def work() -> None:
+            counted.append(await run(polls))
+
+        assert await statements(database, loop, work) == expected
+        assert counted == [found]
