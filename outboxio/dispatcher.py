@@ -24,6 +24,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -34,9 +35,9 @@ from outboxio.backoff import pause_after
 from outboxio.clock import Clock
 from outboxio.emission import encode_params
 from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
-from outboxio.errors import InvalidEvent, ShutdownError
+from outboxio.errors import CommitUnknown, InterruptedRun, InvalidEvent, NotBegun, ShutdownError
 from outboxio.event import ActionRecord, Event
-from outboxio.handler import Handler, HandlerRegistry
+from outboxio.handler import Delivery, Handler, HandlerRegistry
 from outboxio.ids import uuid7
 from outboxio.notification import BEGINNING, Notification, State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, shown, success, too_old
@@ -44,7 +45,9 @@ from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, HandlerQueue, Run, S
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database
+from outboxio.storage.protocols import Database, Session
+from outboxio.transaction import Transaction, commit, open_transaction, roll_back
+from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class Dispatcher:
         self._idle: list[asyncio.Future[bool]] = []
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._transactions = asyncio.Semaphore(database.handler_transactions)
         self._finding = asyncio.Lock()
         self._settled_meanwhile: set[UUID] = set()
         self._settling = asyncio.Lock()
@@ -361,8 +365,11 @@ class Dispatcher:
             envelope = self._open(run)
             current_envelope.set(envelope)
             before = contextvars.copy_context()
-            await queue.function(envelope)
-            if run.cancelled_at is None or run.interrupted:
+            if queue.is_plain:
+                await queue.function(envelope)
+            else:
+                await self._deliver(run, envelope)
+            if run.is_settled or run.cancelled_at is None or run.interrupted:
                 outcome: Outcome | None = self._succeeded(run, envelope)
             else:
                 outcome = self._failed(run, self._timeout_error(run), task)  # it came back, but too late
@@ -378,6 +385,81 @@ class Dispatcher:
         self._finished(run, outcome)
         # A context variable that a handler left behind must not reach the next event.
         return not run.interrupted and (before is None or contextvars.copy_context() == before)
+
+    async def _deliver(self, run: Run, envelope: EventEnvelope[Any]) -> None:
+        """Call a handler that asks for more than at least once."""
+        if run.queue.delivery is Delivery.TRANSACTIONAL:
+            await self._deliver_in_transaction(run, envelope)
+        else:
+            await self._mark(run)
+            run.has_begun = True
+            await run.queue.function(envelope)
+
+    async def _deliver_in_transaction(self, run: Run, envelope: EventEnvelope[Any]) -> None:
+        """Claim the row, call the handler, and commit what it wrote, what it emitted and its success together."""
+        queue, loop = run.queue, asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._transactions)
+            queue.starts_now(run, loop.time())
+            try:
+                session = await stack.enter_async_context(self._database.session())
+                await session.begin()
+            except Exception as error:
+                raise NotBegun(queue.handler.name) from error
+            tx = await self._work_in(session, run, envelope)
+            try:
+                await to_the_end(commit(session, tx))
+            finally:
+                run.is_settled = tx.is_committed  # a cancellation meanwhile changes nothing about it
+        if tx.events:
+            self._emitted()
+
+    async def _work_in(self, session: Session, run: Run, envelope: EventEnvelope[Any]) -> Transaction:
+        """Everything between BEGIN and COMMIT; rolled back if any of it fails."""
+        notification, record = run.notification, self._action_of(run, envelope)
+        tx = Transaction(
+            session, self._context.emitter, action_id=record.action_id, action_name=record.action_name,
+            now=record.started_date, shard=self._context.shard, resources=self._context.resources,
+            cause=envelope.cause, in_handler=True,
+        )  # fmt: skip
+        try:
+            if not await session.claim(notification.id):
+                raise _TakenByAnother
+            await self._perform(run, envelope, tx)
+            if tx.events:
+                await tx.write(record.completed(self._clock()), tx.events)
+            tx.require_open("a statement on envelope.tx.connection")
+            await session.finish(notification.id, State.SUCCEEDED, notification.attempts + 1, self._clock())
+        except BaseException:
+            tx.abandon()
+            await to_the_end(roll_back(session))
+            raise
+        return tx
+
+    async def _perform(self, run: Run, envelope: EventEnvelope[Any], tx: Transaction) -> None:
+        """Call the handler within its transaction; a run that was given up must not commit."""
+        envelope.within(tx)
+        token = open_transaction.set((self._context.outbox, tx))
+        try:
+            await run.queue.function(envelope)
+            tx.close()
+        finally:
+            open_transaction.reset(token)
+        if run.cancelled_at is not None and not run.interrupted:
+            raise self._timeout_error(run)
+
+    async def _mark(self, run: Run) -> None:
+        """Commit that this run has begun. If it is found unfinished after that, it is never begun again."""
+        notification = run.notification
+        if notification.attempts > 0:
+            raise InterruptedRun(run.queue.handler.name)
+        begun = Bucket(State.PENDING, 1, [Outcome(notification.id, run.lease, State.PENDING, 1)])
+        try:
+            is_ours = await self._database.notifications.settle(begun, self._clock())
+        except Exception as error:
+            raise NotBegun(run.queue.handler.name) from error
+        if not is_ours:
+            raise _TakenByAnother
 
     def _open(self, run: Run) -> EventEnvelope[Any]:
         """Decode the event; what cannot be decoded is a failure of this row alone."""
@@ -406,8 +488,14 @@ class Dispatcher:
 
     def _failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
         """What a raising handler means; ``None`` if the shutdown interrupted it, or it was judged before."""
-        if run.interrupted or run.abandoned:
+        if isinstance(error, _TakenByAnother):
+            self.counters.refused += 1
             return None
+        if isinstance(error, CommitUnknown) and run.queue.delivery is Delivery.TRANSACTIONAL:
+            logger.warning("%s; the row says what became of it", error)
+            return None
+        if run.interrupted or run.abandoned:
+            return self._judge(run, error) if run.has_begun and not run.abandoned else None
         if run.cancelled_at is not None:
             return self._judge(run, self._timeout_error(run))
         if isinstance(error, asyncio.CancelledError) and task.cancelling():
@@ -426,8 +514,9 @@ class Dispatcher:
     def _judge(self, run: Run, error: BaseException) -> Outcome:
         queue, notification = run.queue, run.notification
         outcome = failure(
-            notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap
-        )
+            notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap,
+            is_final=queue.delivery is Delivery.AT_MOST_ONCE and not isinstance(error, NotBegun),
+        )  # fmt: skip
         logger.log(
             logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
             "handler %r failed for event %s (attempt %d, now %s): %s",
@@ -458,7 +547,9 @@ class Dispatcher:
     def _finished(self, run: Run, outcome: Outcome | None) -> None:
         """A run is over: free its slot, and hand its outcome to settling."""
         self._leave(run)
-        if outcome is None:
+        if run.is_settled:
+            self.counters.count(State.SUCCEEDED, 1)
+        if outcome is None or run.is_settled:
             self._release(run.notification)
         else:
             self._add(outcome)
@@ -723,6 +814,10 @@ class Dispatcher:
                     raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
+
+
+class _TakenByAnother(Exception):
+    """Another process works on the row, or has settled it already: it is none of ours."""
 
 
 def _is_current(task: asyncio.Task[None]) -> bool:

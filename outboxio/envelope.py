@@ -10,11 +10,13 @@ from uuid import UUID
 
 from outboxio.codec import decode_object
 from outboxio.emission import Cause, Emitter
+from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.event import Event, EventRecord
 from outboxio.notification import Notification
 
 if TYPE_CHECKING:
     from outboxio.action import Performs, Result_co
+    from outboxio.transaction import Transaction
 
 E_co = TypeVar("E_co", bound=Event, covariant=True)
 
@@ -25,13 +27,28 @@ class Execute(Protocol):
     async def __call__(self, action: Performs[Result_co], *, shard: str | None = None) -> Result_co: ...
 
 
+class Join(Protocol):
+    """Runs an action inside a transaction that is open: ``ActionExecutor.join``."""
+
+    async def __call__(self, tx: Transaction, action: Performs[Result_co]) -> Result_co: ...
+
+
 class HandlerContext:
     """What all envelopes of one shard share."""
 
-    __slots__ = ("emitter", "execute", "namespace", "resources", "shard", "stopping")
+    __slots__ = ("emitter", "execute", "join", "namespace", "outbox", "resources", "shard", "stopping")
 
     def __init__(
-        self, *, namespace: str, shard: str, resources: Any, stopping: asyncio.Event, emitter: Emitter, execute: Execute
+        self,
+        *,
+        namespace: str,
+        shard: str,
+        resources: Any,
+        stopping: asyncio.Event,
+        emitter: Emitter,
+        execute: Execute,
+        join: Join,
+        outbox: object,
     ) -> None:
         self.namespace = namespace
         self.shard = shard
@@ -39,6 +56,8 @@ class HandlerContext:
         self.stopping = stopping
         self.emitter = emitter
         self.execute = execute
+        self.join = join
+        self.outbox = outbox
 
 
 class EventEnvelope(Generic[E_co]):
@@ -54,13 +73,14 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_row", "event")
+    __slots__ = ("_context", "_emitted", "_row", "_tx", "event")
 
     def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
         self.event = event
         self._row = row
         self._context = context
         self._emitted: list[EventRecord] | None = None
+        self._tx: Transaction | None = None
 
     @property
     def event_id(self) -> UUID:
@@ -151,6 +171,16 @@ class EventEnvelope(Generic[E_co]):
         """Set when the outbox is being left: come to an end soon, or be cancelled without using up an attempt."""
         return self._context.stopping
 
+    @property
+    def tx(self) -> Transaction:
+        """The transaction that commits together with this delivery; for handlers with ``delivery="transactional"``.
+
+        Raises :class:`NoHandlerTransaction` in others.
+        """
+        if self._tx is None:
+            raise NoHandlerTransaction(self._row.handler_name)
+        return self._tx
+
     def emit(
         self,
         event: Event,
@@ -176,6 +206,9 @@ class EventEnvelope(Generic[E_co]):
             topic=topic,
             available_at=available_at,
         )
+        if self._tx is not None:
+            self._tx.add(record)
+            return
         if self._emitted is None:
             self._emitted = []
         self._emitted.append(record)
@@ -185,8 +218,21 @@ class EventEnvelope(Generic[E_co]):
 
         Its events carry this event's id as their ``causation_id``. It commits before the handler ends: if the handler
         fails afterwards, it will run again, and execute again.
+
+        Where :attr:`tx` is open the action joins it, and commits with it; another shard is refused there.
         """
+        if self._tx is not None:
+            if shard is not None and shard != self._context.shard:
+                raise ConfigurationError(
+                    f"handler {self._row.handler_name!r} has a transaction open on shard {self._context.shard!r}; an "
+                    f"action on shard {shard!r} cannot join it: emit an event there instead"
+                )
+            return await self._context.join(self._tx, action)
         return await self._context.execute(action, shard=shard or self._context.shard)
+
+    def within(self, tx: Transaction) -> None:
+        """From now on this delivery works in ``tx``."""
+        self._tx = tx
 
     @property
     def cause(self) -> Cause:

@@ -171,12 +171,28 @@ class TransactionError(OutboxError):
 class NestedExecute(TransactionError):
     """``execute`` was called inside ``perform``."""
 
-    def __init__(self, outer: str, inner: str) -> None:
+    def __init__(self, outer: str, inner: str, *, in_handler: bool = False) -> None:
         self.outer = outer
         self.inner = inner
+        remedy = (
+            f"Use envelope.execute({inner}), which joins the transaction"
+            if in_handler
+            else f"Emit an event in {outer}, and let a handler of that event execute {inner}"
+        )
         super().__init__(
             f"execute({inner}) inside the transaction of {outer}: it would commit on its own, even if {outer} fails. "
-            f"Emit an event in {outer}, and let a handler of that event execute {inner}"
+            f"{remedy}"
+        )
+
+
+class NoHandlerTransaction(TransactionError):
+    """``envelope.tx`` was asked for in a handler that has none."""
+
+    def __init__(self, handler_name: str) -> None:
+        self.handler_name = handler_name
+        super().__init__(
+            f'handler {handler_name!r} has no transaction: register it with delivery="transactional", and what it '
+            "writes through envelope.tx commits together with its delivery"
         )
 
 
@@ -211,6 +227,17 @@ class TransactionEnded(TransactionError):
         super().__init__(
             f"{statement!r} ends the transaction of {action_name}; outboxio commits when perform returns and rolls "
             "back when it raises. Use a savepoint for a part that may fail"
+        )
+
+
+class InterruptedRun(OutboxError):
+    """A handler that may run only once had begun before, and nobody knows how far it came."""
+
+    def __init__(self, handler_name: str) -> None:
+        self.handler_name = handler_name
+        super().__init__(
+            f"a run of handler {handler_name!r} was begun before and never ended: its process died, or lost its "
+            "database. It runs at most once, so it is not begun again; look at what it did, then retry or skip it"
         )
 
 
@@ -327,6 +354,17 @@ class RetryAfter(Exception):
         self.at = at
         self.count_attempt = count_attempt
         super().__init__(f"retry after {delay}" if at is None else f"retry at {at}")
+
+
+class NotBegun(RetryAfter):
+    """The database did not let a handler begin; nothing has happened, and it is tried again in a while."""
+
+    def __init__(self, handler_name: str) -> None:
+        super().__init__(1.0, count_attempt=False)
+        self.handler_name = handler_name
+
+    def __str__(self) -> str:
+        return f"handler {self.handler_name!r} could not be begun: {self.__cause__!r}"
 
 
 def _where(cls: type[Any]) -> str:

@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Protocol
 from uuid import UUID
@@ -22,22 +21,16 @@ from outboxio.errors import (
     InvalidEvent,
     NestedExecute,
     StaleRecord,
-    TransactionEnded,
 )
 from outboxio.event import ActionRecord, EventRecord, checked_name, checked_text
 from outboxio.ids import uuid7
-from outboxio.storage.protocols import CommitLost, Database, Session, TransactionLost
-from outboxio.transaction import Transaction
+from outboxio.storage.protocols import Database, Session
+from outboxio.transaction import Transaction, commit, open_transaction, roll_back
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
 
-ROLLBACK_TIMEOUT = 10.0  # seconds; a connection that answers no longer is discarded instead
-
 _RETRIED_BY_DEFAULT = Retry(on=StaleRecord)
-
-_open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("outboxio_open_transaction", default=None)
-"""The transaction that is being performed here, and the executor that opened it."""
 
 
 class WritableShard(Protocol):
@@ -60,13 +53,20 @@ class ActionExecutor:
     """Runs actions: one execution is one transaction on one shard."""
 
     def __init__(
-        self, namespace: str, shards: Mapping[str, WritableShard], *, resources: Any, record_empty_actions: bool
+        self,
+        namespace: str,
+        shards: Mapping[str, WritableShard],
+        *,
+        resources: Any,
+        record_empty_actions: bool,
+        owner: object,
     ) -> None:
         self._namespace = namespace
         self._shards = shards
         self._default_shard = next(iter(shards))
         self._resources = resources
         self._record_empty_actions = record_empty_actions
+        self._owner = owner
 
     async def execute(
         self,
@@ -144,22 +144,42 @@ class ActionExecutor:
                     resources=self._resources,
                     cause=cause,
                 )
-                token = _open_transaction.set((self, tx))
+                token = open_transaction.set((self._owner, tx))
                 try:
                     yield tx
                     tx.close()
-                    await self._write(target, session, record, tx.events)
+                    await self._write(target, tx, record)
                 except BaseException:
                     tx.abandon()
-                    await to_the_end(_roll_back(session))
+                    await to_the_end(roll_back(session))
                     raise
                 finally:
-                    _open_transaction.reset(token)
-                await to_the_end(_commit(session, record, tx))
+                    open_transaction.reset(token)
+                await to_the_end(commit(session, tx))
         finally:
             # Even if this task was cancelled meanwhile: what is committed waits to be fanned out.
             if tx is not None and tx.is_committed:
                 target.committed()
+
+    async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
+        """Run an action in a handler's open transaction: it commits with it, or not at all. Never retried by itself."""
+        if not isinstance(action, Action):
+            raise InvalidEvent("execute", f"{action!r} is no Action; define its class as `class X(Action)`")
+        name, target = type(action).__type_name__, self.shard(tx.shard)
+        begun = target.clock()
+        record = self._action_record(target.emitter, name, action, None, uuid7(), None, current_cause(), begun)
+        part = tx.part(action_id=record.action_id, action_name=name, now=begun)
+        token = open_transaction.set((self._owner, part))
+        try:
+            result: Result_co = await _awaitable(action.perform(part), name)
+            part.close()
+            await self._write(target, part, record)
+            return result
+        except BaseException:
+            part.abandon()
+            raise
+        finally:
+            open_transaction.reset(token)
 
     async def record(
         self,
@@ -176,7 +196,12 @@ class ActionExecutor:
         record = self._action_record(
             target.emitter, action_name, params, headers, uuid7(), correlation_id, current_cause(), target.clock()
         )
-        await self._write(target, session, record, events)
+        tx = Transaction(
+            session, target.emitter, action_id=record.action_id, action_name=action_name, now=record.started_date,
+            shard=target.database.name, resources=None, cause=None,
+        )  # fmt: skip
+        tx.events.extend(events)
+        await self._write(target, tx, record)
         return record.action_id
 
     def shard(self, name: str | None) -> WritableShard:
@@ -187,9 +212,9 @@ class ActionExecutor:
         return found
 
     def _refuse_nesting(self, action_name: str) -> None:
-        enclosing = _open_transaction.get()
-        if enclosing is not None and enclosing[0] is self and not enclosing[1].is_closed:
-            raise NestedExecute(enclosing[1].action_name, action_name)
+        enclosing = open_transaction.get()
+        if enclosing is not None and enclosing[0] is self._owner and not enclosing[1].is_closed:
+            raise NestedExecute(enclosing[1].action_name, action_name, in_handler=enclosing[1].in_handler)
 
     def _action_record(
         self,
@@ -220,19 +245,15 @@ class ActionExecutor:
             hops=0 if cause is None else cause.hops + 1,
         )
 
-    async def _write(
-        self, target: WritableShard, session: Session, record: ActionRecord, events: Sequence[EventRecord]
-    ) -> None:
-        if not session.in_transaction():
-            raise TransactionEnded(record.action_name, "a statement on tx.connection")
+    async def _write(self, target: WritableShard, tx: Transaction, record: ActionRecord) -> None:
+        events = tx.events
         if not events:
             if not self._record_empty_actions:
+                tx.require_open("a statement on tx.connection")
                 return
-            events = (EventRecord(id=uuid7()),)
+            events = [EventRecord(id=uuid7())]
         try:
-            await session.insert_events(record.completed(target.clock()), events)
-        except TransactionLost as error:
-            raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
+            await tx.write(record.completed(target.clock()), events)
         except Exception as error:
             if target.database.lacks_schema(error):
                 await target.database.schema.check()
@@ -266,28 +287,3 @@ def current_cause() -> Cause | None:
 def _is_stale_data(error: BaseException) -> bool:
     """SQLAlchemy's own word for a stale record, recognised without importing SQLAlchemy."""
     return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)
-
-
-async def _commit(session: Session, record: ActionRecord, tx: Transaction) -> None:
-    try:
-        await session.commit()
-    except CommitLost as lost:
-        session.discard()
-        raise CommitUnknown(record.action_name, record.action_id) from lost.__cause__
-    except TransactionLost as error:
-        raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
-    except BaseException:
-        if session.in_transaction():
-            await _roll_back(session)
-        raise
-    tx.is_committed = True
-
-
-async def _roll_back(session: Session) -> None:
-    """Roll back; a connection that cannot even do that is discarded, and must not hide why the action failed."""
-    try:
-        async with asyncio.timeout(ROLLBACK_TIMEOUT):
-            await session.rollback()
-    except Exception as error:
-        logger.warning("ROLLBACK failed with %r; the connection is discarded", error)
-        session.discard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
 
 from msgspec import Struct
@@ -23,12 +24,21 @@ E = TypeVar("E", bound=Event)
 HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None]]
 
 
+class Delivery(StrEnum):
+    """What a handler may count on when it fails, or its process dies, half-way."""
+
+    AT_LEAST_ONCE = "at_least_once"
+    TRANSACTIONAL = "transactional"
+    AT_MOST_ONCE = "at_most_once"
+
+
 class HandlerOptions(Struct, frozen=True, kw_only=True):
     """How one handler is run. ``None`` leaves a value to the settings of the outbox."""
 
     retry: RetryPolicy
     timeout: timedelta | None = None
     concurrency: int | None = None
+    delivery: Delivery = Delivery.AT_LEAST_ONCE
 
 
 class Handler(Struct, frozen=True, kw_only=True):
@@ -82,6 +92,7 @@ class EventHandler(Generic[E]):
     retry: ClassVar[RetryPolicy | Backoff | None] = None
     timeout: ClassVar[timedelta | float | str | None] = None
     concurrency: ClassVar[int | None] = None
+    delivery: ClassVar[Delivery | str] = Delivery.AT_LEAST_ONCE
 
     async def handle(self, envelope: EventEnvelope[E]) -> None:
         """React to one event. Raising makes it run again later, by the retry policy."""
@@ -152,6 +163,7 @@ def make_handler(
     retry: RetryPolicy | Backoff | None,
     timeout: timedelta | float | str | None,
     concurrency: int | None,
+    delivery: Delivery | str,
     where: str,
 ) -> Handler:
     """A handler of checked parts; :class:`RegistrationError` names the part that is wrong."""
@@ -176,6 +188,12 @@ def make_handler(
         raise RegistrationError(f"handler {name!r} must be an async function, {where} is not")
     if concurrency is not None and concurrency < 1:
         raise RegistrationError(f"concurrency of handler {name!r} is {concurrency}; expected 1 or more")
+    mode = _delivery(delivery, name)
+    if mode is Delivery.AT_MOST_ONCE and retry is not None:
+        raise RegistrationError(
+            f"handler {name!r} has delivery='at_most_once' and retry={retry!r} ({where}): what may run only once is "
+            "never retried; leave one of them out"
+        )
     return Handler(
         name=name,
         aliases=others,
@@ -185,6 +203,7 @@ def make_handler(
             retry=_as_policy(retry, name),
             timeout=None if timeout is None else parse_duration(timeout, key=f"timeout of handler {name!r}"),
             concurrency=concurrency,
+            delivery=mode,
         ),
         function=function,
         where=where,
@@ -208,6 +227,7 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
         retry=_unbound(handler, "retry"),
         timeout=handler.timeout,
         concurrency=handler.concurrency,
+        delivery=handler.delivery,
         where=where,
     )
 
@@ -240,6 +260,14 @@ def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
             f"retry of handler {name!r} is {retry!r}; expected a RetryPolicy or a callable of (attempts, exception)"
         )
     return RetryPolicy(backoff=retry)
+
+
+def _delivery(delivery: Delivery | str, name: str) -> Delivery:
+    try:
+        return Delivery(delivery)
+    except ValueError:
+        modes = ", ".join(repr(str(mode)) for mode in Delivery)
+        raise RegistrationError(f"delivery of handler {name!r} is {delivery!r}; expected one of {modes}") from None
 
 
 def _is_async(function: Any) -> bool:

@@ -26,6 +26,7 @@ from outboxio.errors import ConfigurationError, DrainTimeout, NoTransaction, Reg
 from outboxio.event import Event, EventTypes, checked_name
 from outboxio.executor import ActionExecutor, current_cause
 from outboxio.handler import (
+    Delivery,
     EventHandler,
     HandlerFunction,
     HandlerRegistry,
@@ -108,6 +109,7 @@ class Outbox:
             self._shards,
             resources=resources,
             record_empty_actions=self.settings.record_empty_actions,
+            owner=self,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
         self.admin = Admin(namespace, {n: (s.database, s.clock) for n, s in self._shards.items()}, self.settings)
@@ -124,6 +126,7 @@ class Outbox:
         retry: RetryPolicy | Backoff | None = None,
         timeout: timedelta | float | str | None = None,
         concurrency: int | None = None,
+        delivery: Delivery | str = Delivery.AT_LEAST_ONCE,
     ) -> Callable[[F], F]:
         """Register an async function as the handler of events of these types, subclasses included.
 
@@ -132,6 +135,11 @@ class Outbox:
         emitted on that topic instead; event types then only say how payloads are decoded. ``retry`` is a
         :class:`RetryPolicy` or a callable of (attempts, exception). ``timeout`` (default: setting ``handler_timeout``)
         cancels a run that takes longer, which counts as a failure. ``concurrency`` limits how many run at once.
+
+        ``delivery`` says what a crash half-way does. ``"at_least_once"``: the handler runs again, so it must be
+        idempotent. ``"transactional"``: it works in ``envelope.tx``, a transaction on the event's shard that commits
+        together with the delivery, so its effects in that database happen exactly once. ``"at_most_once"``: it never
+        runs a second time; a run that fails, or is cut short, ends DEAD.
 
         Raises :class:`RegistrationError` for what cannot be: a name that is taken, too long, or blank, a function that
         is not async, a class that is no Event.
@@ -154,6 +162,7 @@ class Outbox:
                     retry=retry,
                     timeout=timeout,
                     concurrency=concurrency,
+                    delivery=delivery,
                     where=where_defined(function),
                 )
             )
@@ -361,10 +370,15 @@ class Outbox:
             owner=self._owner,
             resources=self.resources,
             execute=self._execute,
+            join=self._join,
+            outbox=self,
         )
 
     async def _execute(self, action: Any, *, shard: str | None = None) -> Any:
         return await self.executor.execute(action, shard=shard)
+
+    async def _join(self, tx: Transaction, action: Any) -> Any:
+        return await self.executor.join(tx, action)
 
     @property
     def _is_running(self) -> bool:

@@ -129,17 +129,21 @@ def failure(
     *,
     retention: timedelta,
     cap: timedelta,
+    is_final: bool = False,
 ) -> Outcome:
-    """What a run that raised means: another try, or the end. ``now`` is after the handler ended."""
-    attempts = notification.attempts + 1
-    if isinstance(error, RetryAfter) and not error.count_attempt:
+    """What a run that raised means: another try, or the end. ``now`` is after the handler ended.
+
+    ``is_final``: there is no other try.
+    """
+    attempts = 1 if is_final else notification.attempts + 1
+    if isinstance(error, RetryAfter) and not error.count_attempt and not is_final:
         attempts = notification.attempts
     described = describe(error, now, notification.attempts + 1)
 
     def ends(state: State) -> Outcome:
         return Outcome(notification.id, lease, state, attempts, None, described)
 
-    if isinstance(error, Unprocessable | TooManyHops):
+    if is_final or isinstance(error, Unprocessable | TooManyHops):
         return ends(State.DEAD)
     if policy.max_attempts is not None and attempts >= policy.max_attempts and attempts > notification.attempts:
         return ends(State.DEAD)

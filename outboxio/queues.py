@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outboxio.event import Event
-from outboxio.handler import Handler
+from outboxio.handler import Delivery, Handler
 from outboxio.notification import BEGINNING, Notification, Position, Wanted
 from outboxio.outcome import Lease
 from outboxio.settings import Settings
@@ -27,7 +27,10 @@ LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it s
 class Run:
     """One notification on its way through one handler."""
 
-    __slots__ = ("abandoned", "cancelled_at", "interrupted", "lease", "notification", "queue", "started", "task")
+    __slots__ = (
+        "abandoned", "cancelled_at", "has_begun", "interrupted", "is_settled", "lease", "notification", "queue",
+        "started", "task",
+    )  # fmt: skip
 
     def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
         self.notification = notification
@@ -37,6 +40,10 @@ class Run:
         self.cancelled_at: float | None = None
         self.interrupted = False
         self.abandoned = False
+        self.has_begun = False
+        """Whether a handler that may run only once was called."""
+        self.is_settled = False
+        """Whether its outcome is committed already, together with what the handler wrote."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -46,6 +53,7 @@ class HandlerQueue:
     def __init__(self, handler: Handler, settings: Settings, handlers: int) -> None:
         self.handler = handler
         self.function = handler.function
+        self.delivery = handler.options.delivery
         options = handler.options
         self.limit = min(options.concurrency or settings.concurrency, settings.concurrency)
         self.share = min(self.limit, max(1, settings.concurrency // (2 * handlers)))
@@ -54,6 +62,7 @@ class HandlerQueue:
         self.cap = settings.handling_max_backoff_cap
         self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
         self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
+        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE
         self.decoders: dict[str, Callable[[str], Event]] = {}
         self.ready: deque[Run] = deque()
         self.running: dict[Run, None] = {}  # in the order in which they started, so in that of their deadlines
@@ -62,6 +71,12 @@ class HandlerQueue:
         self.window = min(self._largest_window, max(self.limit, FIRST_WINDOW))
         self.read_at = 0.0
         self.was_full = False
+
+    def starts_now(self, run: Run, now: float) -> None:
+        """A run's time begins only now: it had to wait for a connection."""
+        run.started = now
+        del self.running[run]
+        self.running[run] = None
 
     @property
     def wants_more(self) -> bool:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from outboxio.clock import ShardClock
 from outboxio.dispatcher import Counters, Dispatcher
 from outboxio.emission import Emitter
-from outboxio.envelope import Execute, HandlerContext
+from outboxio.envelope import Execute, HandlerContext, Join
 from outboxio.errors import ShutdownError
 from outboxio.fanout import Announcer, Fanout
 from outboxio.handler import HandlerRegistry
@@ -62,6 +62,8 @@ class ShardRuntime:
         owner: str,
         resources: Any,
         execute: Execute,
+        join: Join,
+        outbox: object,
     ) -> None:
         self.database = database
         self.clock = clock
@@ -72,6 +74,8 @@ class ShardRuntime:
         self._owner = owner
         self._resources = resources
         self._execute = execute
+        self._join = join
+        self._outbox = outbox
         self._channel = channel_name(namespace)
         self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
         self.work: ShardWork | None = None
@@ -143,6 +147,8 @@ class ShardRuntime:
             stopping=work.stopping,
             emitter=self.emitter,
             execute=self._execute,
+            join=self._join,
+            outbox=self._outbox,
         )
         dispatcher = Dispatcher(
             self._namespace,

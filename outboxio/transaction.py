@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TypeVar
 from uuid import UUID
 
 from outboxio.emission import Cause, Emitter
-from outboxio.errors import ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
-from outboxio.event import Event, EventRecord
-from outboxio.storage.protocols import Session
+from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
+from outboxio.event import ActionRecord, Event, EventRecord
+from outboxio.storage.protocols import CommitLost, Session, TransactionLost
 
 # Only what ends or replaces the transaction; a savepoint and ROLLBACK TO one are the user's to use.
 # Atomic groups: each comment is passed over in one way only, or many of them would take for ever.
@@ -24,6 +27,10 @@ _ENDS_TRANSACTION = re.compile(
 
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK_TIMEOUT = 10.0  # seconds; a connection that answers no longer is discarded instead
 
 
 class Transaction:
@@ -54,6 +61,7 @@ class Transaction:
         shard: str,
         resources: Any,
         cause: Cause | None,
+        in_handler: bool = False,
     ) -> None:
         self._session = session
         self._emitter = emitter
@@ -69,6 +77,8 @@ class Transaction:
         self.resources = resources
         """What the application gave as ``Outbox(resources=...)``."""
         self.events: list[EventRecord] = []
+        self.in_handler = in_handler
+        """Whether it is a handler's: ``envelope.tx``, or an action that joined it."""
         self.is_committed = False
         """Whether the rows of the action, and its events, are in the database for good."""
 
@@ -108,6 +118,29 @@ class Transaction:
                 available_at=available_at,
             )
         )
+
+    def add(self, record: EventRecord) -> None:
+        """Take in an event that was recorded elsewhere."""
+        if self._closed:
+            raise TransactionClosed(self.action_name)
+        self.events.append(record)
+
+    def part(self, *, action_id: UUID, action_name: str, now: datetime) -> Transaction:
+        """Another action's view of the same transaction: what it emits is its own."""
+        if self._closed:
+            raise TransactionClosed(self.action_name)
+        return Transaction(
+            self._session, self._emitter, action_id=action_id, action_name=action_name, now=now, shard=self.shard,
+            resources=self.resources, cause=self._cause, in_handler=self.in_handler,
+        )  # fmt: skip
+
+    async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
+        """Write the rows of one action; :class:`TransactionEnded` if the transaction is not there any more."""
+        self.require_open("a statement on tx.connection")
+        try:
+            await self._session.insert_events(record, events)
+        except TransactionLost as error:
+            raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
 
     async def execute(self, sql: str, *args: Any) -> int:
         """Run one statement; the number of rows that it touched."""
@@ -167,15 +200,46 @@ class Transaction:
         if (words := self._session.would_commit(sql)) is not None:
             raise TransactionEnded(self.action_name, words)
         # Outside of a transaction a statement would be committed at once, and without its events.
-        self._require_open("an earlier statement")
+        self.require_open("an earlier statement")
         self._busy = True
         try:
             result = await run(sql, args)
         finally:
             self._busy = False
-        self._require_open(sql)
+        self.require_open(sql)
         return result
 
-    def _require_open(self, statement: str) -> None:
+    def require_open(self, statement: str) -> None:
+        """Raise :class:`TransactionEnded`, blaming ``statement``, unless the transaction is still there."""
         if not self._session.in_transaction():
             raise TransactionEnded(self.action_name, statement)
+
+
+open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("outboxio_open_transaction", default=None)
+"""The transaction that is being worked in here, and the outbox that it belongs to."""
+
+
+async def commit(session: Session, tx: Transaction) -> None:
+    """Commit to the end; :class:`CommitUnknown` if nobody can know whether it took effect."""
+    try:
+        await session.commit()
+    except CommitLost as lost:
+        session.discard()
+        raise CommitUnknown(tx.action_name, tx.action_id) from lost.__cause__
+    except TransactionLost as error:
+        raise TransactionEnded(tx.action_name, "an earlier statement") from error.__cause__
+    except BaseException:
+        if session.in_transaction():
+            await roll_back(session)
+        raise
+    tx.is_committed = True
+
+
+async def roll_back(session: Session) -> None:
+    """Roll back; a connection that cannot even do that is discarded, and must not hide why the work failed."""
+    try:
+        async with asyncio.timeout(ROLLBACK_TIMEOUT):
+            await session.rollback()
+    except Exception as error:
+        logger.warning("ROLLBACK failed with %r; the connection is discarded", error)
+        session.discard()

@@ -78,6 +78,14 @@ class Session(Protocol):
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None: ...
 
+    async def claim(self, notification_id: UUID) -> bool:
+        """Lock an unfinished notification until the transaction ends; whether it was there, and nobody's."""
+        ...
+
+    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
+        """Write the outcome of a claimed notification, to be committed with everything else."""
+        ...
+
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of one action, in one statement. :class:`TransactionLost` if there is no transaction."""
         ...
@@ -266,6 +274,11 @@ class Database(Protocol):
 
     def require_room(self, loops: int) -> None:
         """Raise :class:`PoolTooSmall` if a given pool cannot hold so many loops beside one action."""
+        ...
+
+    @property
+    def handler_transactions(self) -> int:
+        """How many transactional handlers may run at once, so that actions find a connection as well."""
         ...
 
     async def release_loops(self) -> None:

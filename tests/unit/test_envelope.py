@@ -73,6 +73,8 @@ def envelope(
         stopping=stopping or asyncio.Event(),
         emitter=Emitter(EventTypes(), stores_nul=False, max_hops=max_hops),
         execute=execute or Executed(),
+        join=Executed(),
+        outbox=None,
     )
     return EventEnvelope(Opened(), notification(**row), context)
 

@@ -33,7 +33,10 @@ async def handle(envelope: EventEnvelope[Any]) -> None:
 
 
 def make(name: str = "first", *event_types: type[Event], aliases: Iterable[str] = (), **options: Any) -> Handler:
-    unset: dict[str, Any] = {"topic": None, "retry": None, "timeout": None, "concurrency": None, "function": handle}
+    unset: dict[str, Any] = {
+        "topic": None, "retry": None, "timeout": None, "concurrency": None, "delivery": "at_least_once",
+        "function": handle,
+    }  # fmt: skip
     chosen = {**unset, **options}
     types = event_types if event_types or chosen["topic"] else (Opened,)
     return make_handler(name=name, event_types=types, aliases=aliases, where="here", **chosen)
@@ -126,6 +129,8 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"topic": "x" * 256}, "the topic of handler 'first'"),
         ({"retry": 3}, "expected a RetryPolicy or a callable of (attempts, exception)"),
         ({"concurrency": 0}, "concurrency of handler 'first' is 0; expected 1 or more"),
+        ({"delivery": "twice"}, "delivery of handler 'first' is 'twice'; expected one of 'at_least_once'"),
+        ({"delivery": "at_most_once", "retry": RetryPolicy()}, "what may run only once is never retried"),
         ({"function": lambda envelope: None}, "handler 'first' must be an async function, here is not"),
     ],
 )
@@ -151,6 +156,7 @@ def test_a_handler_needs_an_event_type_or_a_topic() -> None:
             retry=None,
             timeout=None,
             concurrency=None,
+            delivery="at_least_once",
             where="here",
         )
 

@@ -96,6 +96,11 @@ class MysqlDatabase:
             if size < needed:
                 raise PoolTooSmall(self.name, size, needed, "maxsize")
 
+    @property
+    def handler_transactions(self) -> int:
+        largest = LARGEST_POOL if self._url is not None else self._pool.maxsize or LARGEST_POOL
+        return max(1, largest // 2)
+
     async def release_loops(self) -> None:
         ours = (self._fanout, self._find, self._settle, self._admin)
         await to_the_end(_all(connection.close() for connection in ours))

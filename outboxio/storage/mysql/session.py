@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any
+from uuid import UUID
 
 from outboxio.errors import InvalidEvent
 from outboxio.event import ActionRecord, EventRecord
@@ -41,6 +43,12 @@ INSERT INTO eventlog.events (id, model_id, model_type, event_type, payload, orde
   namespace, action_id, action_name, action_params, started_date, completion_date, event_date, source, correlation_id,
   causation_id, headers, hops, delivered)
 VALUES """
+
+# A row that another process works on is passed by: two at once still have one effect.
+CLAIM = """
+SELECT 1 FROM eventlog.event_notifications WHERE id = %s AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
+"""
+FINISH = "UPDATE eventlog.event_notifications SET state = %s, attempts = %s, updated_date = %s WHERE id = %s"
 
 Escape = Callable[[Any], str]
 
@@ -166,6 +174,12 @@ class MysqlSession:
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
         rows = await self.fetch(sql, args)
         return rows[0] if rows else None
+
+    async def claim(self, notification_id: UUID) -> bool:
+        return bool((await run(self._connection, CLAIM, (str(notification_id),))).rowcount)
+
+    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
+        await run(self._connection, FINISH, (state, attempts, now, str(notification_id)))
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         if self._is_callers:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any
+from uuid import UUID
 
 import asyncpg
 
@@ -30,6 +32,13 @@ SELECT e.id, $1, $2, $3, $4::text::jsonb, $5, $6, e.model_id, e.model_type, e.ev
 FROM unnest($12::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::text[], $18::text[],
     $19::timestamp[]) AS e(id, model_id, model_type, event_type, payload, ordering_key, topic, available_at)
 """
+
+
+# A row that another process works on is passed by: two at once still have one effect.
+CLAIM = """
+SELECT TRUE FROM eventlog.event_notifications WHERE id = $1 AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
+"""
+FINISH = "UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $4 WHERE id = $1"
 
 
 async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord]) -> None:
@@ -117,6 +126,12 @@ class PostgresSession:
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
         return await self._connection.fetchrow(sql, *args)
+
+    async def claim(self, notification_id: UUID) -> bool:
+        return await self._connection.fetchval(CLAIM, notification_id) is not None
+
+    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
+        await self._connection.execute(FINISH, notification_id, state, attempts, now)
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await insert_events(self._connection, action, events)

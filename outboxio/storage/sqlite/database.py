@@ -57,6 +57,10 @@ class SqliteDatabase:
     def require_room(self, loops: int) -> None:
         """There is no pool that could be too small."""
 
+    @property
+    def handler_transactions(self) -> int:
+        return 1  # there is one writer at a time
+
     async def release_loops(self) -> None:
         await self._connections.close_readers()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any
+from uuid import UUID
 
 from outboxio.errors import TransactionError
 from outboxio.event import ActionRecord, EventRecord
@@ -27,6 +29,11 @@ SELECT json_extract(value, '$[0]'), :namespace, :action_id, :action_name, :actio
     :source, :correlation_id, :causation_id, :headers, json_extract(value, '$[7]'), :hops
 FROM json_each(:events)
 """
+
+
+# Whoever has begun to write is the only one, so there is nothing to lock.
+CLAIM = "SELECT 1 FROM eventlog_event_notifications WHERE id = ? AND state IN ('PENDING', 'FAILED')"
+FINISH = "UPDATE eventlog_event_notifications SET state = ?, attempts = ?, updated_date = ? WHERE id = ?"
 
 
 def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
@@ -109,6 +116,14 @@ class SqliteSession:
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
         parameters = as_parameters(sql, args)
         return await self._run(lambda connection: _fetch_first(connection, sql, parameters))
+
+    async def claim(self, notification_id: UUID) -> bool:
+        found = await self._run(lambda connection: connection.execute(CLAIM, (str(notification_id),)).fetchone())
+        return found is not None
+
+    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
+        values = (state, attempts, as_text(now), str(notification_id))
+        await self._run(lambda connection: connection.execute(FINISH, values))
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
