@@ -12,8 +12,11 @@ from outboxio.errors import (
     DatabaseError,
     DatabaseUnavailable,
     DrainTimeout,
+    InterruptedRun,
     InvalidEvent,
     NestedExecute,
+    NoHandlerTransaction,
+    NotBegun,
     NoTransaction,
     OutboxError,
     PooledConnection,
@@ -35,7 +38,8 @@ from outboxio.errors import (
     Unprocessable,
 )
 from outboxio.event import Event
-from outboxio.handler import EventHandler
+from outboxio.handler import Delivery, EventHandler
+from outboxio.inbox import Inbox, Received
 from outboxio.notification import NotificationRecord, State
 from outboxio.outbox import Drained, Outbox
 from outboxio.settings import Settings
@@ -53,19 +57,25 @@ __all__ = [
     "ConfigurationError",
     "DatabaseError",
     "DatabaseUnavailable",
+    "Delivery",
     "DrainTimeout",
     "Drained",
     "Event",
     "EventEnvelope",
     "EventHandler",
+    "Inbox",
+    "InterruptedRun",
     "InvalidEvent",
     "NestedExecute",
+    "NoHandlerTransaction",
     "NoTransaction",
+    "NotBegun",
     "NotificationRecord",
     "Outbox",
     "OutboxError",
     "PoolTooSmall",
     "PooledConnection",
+    "Received",
     "RegistrationError",
     "Retry",
     "RetryAfter",

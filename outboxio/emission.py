@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TypedDict
 from uuid import UUID
 
 from msgspec import Struct
@@ -21,6 +22,14 @@ class Cause(Struct, frozen=True):
     handler_name: str
     correlation_id: str | None
     hops: int
+
+
+class Marks(TypedDict):
+    """The columns of an event that say who gets it, in which order, and when."""
+
+    ordering_key: str | None
+    topic: str | None
+    available_at: datetime | None
 
 
 class Emitter:
@@ -50,15 +59,24 @@ class Emitter:
         name = self._types.register(type(event))
         subject = f"event {name}"
         return EventRecord(
-            id=uuid7(),
+            id=self.new_id(),
             event_type=name,
             payload=encode_object(event, subject, stores_nul=self.stores_nul),
             model_id=_text(model_id, subject, "model_id"),
             model_type=_text(model_type, subject, "model_type"),
-            ordering_key=_text(ordering_key, subject, "ordering_key"),
-            topic=None if topic is None else checked_name(topic, f"topic of {subject}"),
-            available_at=_moment(available_at, subject),
+            **self.marks(subject, ordering_key=ordering_key, topic=topic, available_at=available_at),
         )
+
+    def new_id(self) -> UUID:
+        return uuid7()
+
+    def marks(self, subject: str, *, ordering_key: object, topic: str | None, available_at: datetime | None) -> Marks:
+        """What says who gets an event, in which order, and when; checked."""
+        return {
+            "ordering_key": _text(ordering_key, subject, "ordering_key"),
+            "topic": None if topic is None else checked_name(topic, f"topic of {subject}"),
+            "available_at": _moment(available_at, subject),
+        }
 
 
 def encode_params(params: object, action_name: str, *, stores_nul: bool) -> str:

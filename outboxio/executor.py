@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 from outboxio.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
@@ -27,6 +27,8 @@ from outboxio.ids import uuid7
 from outboxio.storage.protocols import Database, Session
 from outboxio.transaction import Transaction, commit, open_transaction, roll_back
 from outboxio.waiting import to_the_end
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +92,40 @@ class ActionExecutor:
         """
         if not isinstance(action, Action):
             raise InvalidEvent("execute", f"{action!r} is no Action; define its class as `class X(Action)`")
-        name = type(action).__type_name__
+        return await self.run(
+            type(action).__type_name__,
+            action,
+            action.perform,
+            shard=shard,
+            correlation_id=correlation_id,
+            headers=headers,
+            retry=(*as_entries(retry), *as_entries(action.retry)),
+        )
+
+    async def run(
+        self,
+        name: str,
+        params: object,
+        perform: Callable[[Transaction], Awaitable[T]],
+        *,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        retry: Sequence[Retry] = (),
+        source: str | None = None,
+    ) -> T:
+        """Run ``perform`` in one transaction, again if it may be tried again; what it returned."""
         self._refuse_nesting(name)
         target = self.shard(shard)
         action_id = uuid7()
-        retries = RetryCounter((*as_entries(retry), *as_entries(action.retry)), retried_by_default(target.database))
+        retries = RetryCounter(retry, retried_by_default(target.database))
         while True:
             try:
                 async with self.transaction(
-                    name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
-                ) as tx:
-                    result: Result_co = await _awaitable(action.perform(tx), name)
+                    name, params, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id,
+                    source=source,
+                ) as tx:  # fmt: skip
+                    result = await _awaitable(perform(tx), name)
                 return result
             except Exception as error:
                 if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
@@ -121,6 +146,7 @@ class ActionExecutor:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
         action_id: UUID | None = None,
+        source: str | None = None,
     ) -> AsyncGenerator[Transaction]:
         """Open a transaction, and commit it with its events when the block ends; roll back if it raises."""
         self._refuse_nesting(action_name)
@@ -128,7 +154,7 @@ class ActionExecutor:
         cause = current_cause()
         begun = target.clock()
         record = self._action_record(
-            target.emitter, action_name, params, headers, action_id or uuid7(), correlation_id, cause, begun
+            target.emitter, action_name, params, headers, action_id or uuid7(), correlation_id, cause, begun, source
         )
         tx: Transaction | None = None
         try:
@@ -191,11 +217,13 @@ class ActionExecutor:
         *,
         correlation_id: str | None,
         headers: Mapping[str, Any] | None,
+        source: str | None = None,
     ) -> UUID:
         """Write the rows of one action inside a transaction that the caller has open; the action's id."""
         record = self._action_record(
-            target.emitter, action_name, params, headers, uuid7(), correlation_id, current_cause(), target.clock()
-        )
+            target.emitter, action_name, params, headers, uuid7(), correlation_id, current_cause(), target.clock(),
+            source,
+        )  # fmt: skip
         tx = Transaction(
             session, target.emitter, action_id=record.action_id, action_name=action_name, now=record.started_date,
             shard=target.database.name, resources=None, cause=None,
@@ -226,6 +254,7 @@ class ActionExecutor:
         correlation_id: str | None,
         cause: Cause | None,
         begun: datetime,
+        source: str | None = None,
     ) -> ActionRecord:
         """What the rows of this execution share; refuses here, before anything is sent, what cannot be stored."""
         if correlation_id is not None:
@@ -239,6 +268,7 @@ class ActionExecutor:
             action_params=encode_params(params, action_name, stores_nul=emitter.stores_nul),
             started_date=begun,
             completion_date=begun,
+            source=source,
             correlation_id=correlation_id,
             causation_id=None if cause is None else cause.event_id,
             headers=encode_headers(headers, action_name, stores_nul=emitter.stores_nul),
@@ -260,7 +290,7 @@ class ActionExecutor:
             raise
 
 
-def _awaitable(performing: Awaitable[Result_co], name: str) -> Awaitable[Result_co]:
+def _awaitable(performing: Awaitable[T], name: str) -> Awaitable[T]:
     if not inspect.isawaitable(performing):  # callers may not be typed
         raise TypeError(f"perform of {name} is no async method: write `async def perform(self, tx)`")
     return performing

@@ -24,7 +24,7 @@ from outboxio.duration import parse_duration
 from outboxio.emission import Emitter
 from outboxio.errors import ConfigurationError, DrainTimeout, NoTransaction, RegistrationError, SameDatabase
 from outboxio.event import Event, EventTypes, checked_name
-from outboxio.executor import ActionExecutor, current_cause
+from outboxio.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.handler import (
     Delivery,
     EventHandler,
@@ -34,12 +34,13 @@ from outboxio.handler import (
     make_handler,
     where_defined,
 )
+from outboxio.inbox import Inbox
 from outboxio.names import LockName
 from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime, ShardWork
 from outboxio.storage import DatabaseSource, open_database
-from outboxio.storage.protocols import ClusterLock
+from outboxio.storage.protocols import ClusterLock, Session
 from outboxio.transaction import Transaction
 from outboxio.waiting import Exclusive, to_the_end
 
@@ -112,6 +113,8 @@ class Outbox:
             owner=self,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
+        self.inbox = Inbox(namespace, self.executor, self._session_on)
+        """Receives what brokers and webhooks deliver: ``await outbox.inbox.receive(...)``."""
         self.admin = Admin(namespace, {n: (s.database, s.clock) for n, s in self._shards.items()}, self.settings)
         """What an operator asks and orders."""
 
@@ -253,15 +256,7 @@ class Outbox:
             )
             for event in events
         ]
-        driver_connection = await _unwrap_sqlalchemy(connection)
-        session = target.database.wrap(driver_connection)
-        if session is None:
-            raise ConfigurationError(
-                f"record() was given {type(connection).__module__}.{type(connection).__qualname__}, but shard "
-                f"{target.database.name!r} is a {target.database.dialect} database; give a connection of its driver"
-            )
-        if not session.in_transaction():
-            raise NoTransaction(connection)
+        session = await self._session_on(target, connection)
         return await self.executor.record(
             target, session, action, params, records, correlation_id=correlation_id, headers=headers
         )
@@ -373,6 +368,18 @@ class Outbox:
             join=self._join,
             outbox=self,
         )
+
+    async def _session_on(self, target: WritableShard, connection: Any) -> Session:
+        """A caller's own connection, with the transaction that is open on it."""
+        session = target.database.wrap(await _unwrap_sqlalchemy(connection))
+        if session is None:
+            raise ConfigurationError(
+                f"record() was given {type(connection).__module__}.{type(connection).__qualname__}, but shard "
+                f"{target.database.name!r} is a {target.database.dialect} database; give a connection of its driver"
+            )
+        if not session.in_transaction():
+            raise NoTransaction(connection)
+        return session
 
     async def _execute(self, action: Any, *, shard: str | None = None) -> Any:
         return await self.executor.execute(action, shard=shard)

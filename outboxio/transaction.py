@@ -14,7 +14,7 @@ from uuid import UUID
 from outboxio.emission import Cause, Emitter
 from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
 from outboxio.event import ActionRecord, Event, EventRecord
-from outboxio.storage.protocols import CommitLost, Session, TransactionLost
+from outboxio.storage.protocols import CommitLost, Consumed, Session, TransactionLost
 
 # Only what ends or replaces the transaction; a savepoint and ROLLBACK TO one are the user's to use.
 # Atomic groups: each comment is passed over in one way only, or many of them would take for ever.
@@ -124,6 +124,10 @@ class Transaction:
         if self._closed:
             raise TransactionClosed(self.action_name)
         self.events.append(record)
+
+    async def consume(self, consumed: Consumed) -> Consumed:
+        """Write that something was received, unless it was before; what is written now."""
+        return await self._session.consume(consumed)
 
     def part(self, *, action_id: UUID, action_name: str, now: datetime) -> Transaction:
         """Another action's view of the same transaction: what it emits is its own."""

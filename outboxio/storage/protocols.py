@@ -42,6 +42,17 @@ class FannedOut(Struct, frozen=True):
     notifications: int
 
 
+class Consumed(Struct, frozen=True):
+    """One row of ``consumed_events``: what came from outside, and who has it."""
+
+    source: str
+    external_id: str
+    handler_name: str
+    event_id: UUID
+    payload_hash: str
+    consumed_date: datetime
+
+
 class Session(Protocol):
     """One connection, checked out for one transaction of the application."""
 
@@ -84,6 +95,10 @@ class Session(Protocol):
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         """Write the outcome of a claimed notification, to be committed with everything else."""
+        ...
+
+    async def consume(self, consumed: Consumed) -> Consumed:
+        """Write that something was received, unless it was before: what the row says now, and says first."""
         ...
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:

@@ -15,6 +15,8 @@ from outboxio import (
     Action,
     ConfigurationError,
     EventEnvelope,
+    NestedExecute,
+    NoHandlerTransaction,
     Outbox,
     RetryAfter,
     RetryPolicy,
@@ -22,7 +24,6 @@ from outboxio import (
     Transaction,
     Unprocessable,
 )
-from outboxio.errors import NestedExecute, NoHandlerTransaction
 from outboxio.testing import MovableClock
 from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.probes import add_wallet, balances, doing, open_transactions

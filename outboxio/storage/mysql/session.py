@@ -13,11 +13,11 @@ from uuid import UUID
 from outboxio.errors import InvalidEvent
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import drop, is_closed, run
+from outboxio.storage.mysql.connection import drop, fetch, is_closed, run
 from outboxio.storage.mysql.driver import Cursor
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.mysql.values import as_rows, as_value
-from outboxio.storage.protocols import CommitLost, TransactionLost
+from outboxio.storage.protocols import CommitLost, Consumed, TransactionLost
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,17 @@ CLAIM = """
 SELECT 1 FROM eventlog.event_notifications WHERE id = %s AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
 """
 FINISH = "UPDATE eventlog.event_notifications SET state = %s, attempts = %s, updated_date = %s WHERE id = %s"
+
+# Whoever comes second waits for the first to commit, and then sees what it wrote: a locking read sees it in an old
+# snapshot, too.
+CONSUME = """
+INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+VALUES (%s, %s, %s, %s, %s, %s) ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
+"""
+CONSUMED = """
+SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
+WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
+"""
 
 Escape = Callable[[Any], str]
 
@@ -180,6 +191,13 @@ class MysqlSession:
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         await run(self._connection, FINISH, (state, attempts, now, str(notification_id)))
+
+    async def consume(self, consumed: Consumed) -> Consumed:
+        key = (consumed.source, consumed.external_id, consumed.handler_name)
+        rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
+        await run(self._connection, CONSUME, (*key, *rest))
+        (row,) = await fetch(self._connection, CONSUMED, key)
+        return Consumed(*key, UUID(row[0]), row[1], row[2])
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         if self._is_callers:

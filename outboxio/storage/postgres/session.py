@@ -15,7 +15,7 @@ import asyncpg
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.postgres.connection import row_count
 from outboxio.storage.postgres.errors import is_unreachable
-from outboxio.storage.protocols import CommitLost
+from outboxio.storage.protocols import CommitLost, Consumed
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,17 @@ CLAIM = """
 SELECT TRUE FROM eventlog.event_notifications WHERE id = $1 AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
 """
 FINISH = "UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $4 WHERE id = $1"
+
+
+# Whoever comes second waits for the first to commit, and then sees what it wrote.
+CONSUME = """
+INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (source, external_id, handler_name) DO NOTHING
+"""
+CONSUMED = """
+SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
+WHERE source = $1 AND external_id = $2 AND handler_name = $3
+"""
 
 
 async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord]) -> None:
@@ -132,6 +143,12 @@ class PostgresSession:
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         await self._connection.execute(FINISH, notification_id, state, attempts, now)
+
+    async def consume(self, consumed: Consumed) -> Consumed:
+        key = (consumed.source, consumed.external_id, consumed.handler_name)
+        rest = (consumed.event_id, consumed.payload_hash, consumed.consumed_date)
+        await self._connection.execute(CONSUME, *key, *rest)
+        return Consumed(*key, *await self._connection.fetchrow(CONSUMED, *key))
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await insert_events(self._connection, action, events)

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from outboxio.errors import TransactionError
 from outboxio.event import ActionRecord, EventRecord
+from outboxio.storage.protocols import Consumed
 from outboxio.storage.sqlite.connection import Connections, Parameters, Work, begin, fetch_value, roll_back
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
 
@@ -34,6 +35,16 @@ FROM json_each(:events)
 # Whoever has begun to write is the only one, so there is nothing to lock.
 CLAIM = "SELECT 1 FROM eventlog_event_notifications WHERE id = ? AND state IN ('PENDING', 'FAILED')"
 FINISH = "UPDATE eventlog_event_notifications SET state = ?, attempts = ?, updated_date = ? WHERE id = ?"
+
+
+CONSUME = """
+INSERT INTO eventlog_consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (source, external_id, handler_name) DO NOTHING
+"""
+CONSUMED = """
+SELECT event_id, payload_hash, consumed_date FROM eventlog_consumed_events
+WHERE source = ? AND external_id = ? AND handler_name = ?
+"""
 
 
 def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
@@ -125,6 +136,12 @@ class SqliteSession:
         values = (state, attempts, as_text(now), str(notification_id))
         await self._run(lambda connection: connection.execute(FINISH, values))
 
+    async def consume(self, consumed: Consumed) -> Consumed:
+        key = (consumed.source, consumed.external_id, consumed.handler_name)
+        rest = (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
+        row = await self._run(lambda connection: _consume(connection, key, rest))
+        return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
+
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
         await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
@@ -158,11 +175,20 @@ class CheckedOutSession:
 
 
 class CallersSession(SqliteSession):
-    """A caller's own ``sqlite3`` or ``aiosqlite`` connection: events are written on it, and nothing else."""
+    """A caller's own ``sqlite3`` or ``aiosqlite`` connection: what is ours is written on it, and nothing else."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(_refuse, _nothing)
         self._connection = connection
+
+    async def consume(self, consumed: Consumed) -> Consumed:
+        key = (consumed.source, consumed.external_id, consumed.handler_name)
+        rest = (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
+        await _awaited((await _awaited(self._connection.execute(CONSUME, (*key, *rest)))).close())
+        cursor = await _awaited(self._connection.execute(CONSUMED, key))
+        row = tuple(await _awaited(cursor.fetchone()))
+        await _awaited(cursor.close())
+        return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         cursor = await _awaited(self._connection.execute(INSERT_EVENTS, event_parameters(action, events)))
@@ -174,6 +200,12 @@ def is_connection(connection: object) -> bool:
     return isinstance(connection, sqlite3.Connection) or any(
         f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
     )
+
+
+def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[str, ...]) -> tuple[str, str, str]:
+    connection.execute(CONSUME, (*key, *rest))
+    found: tuple[str, str, str] = connection.execute(CONSUMED, key).fetchone()
+    return found
 
 
 def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
