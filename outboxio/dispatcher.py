@@ -23,10 +23,10 @@ import contextvars
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import msgspec
@@ -37,10 +37,22 @@ from outboxio.emission import encode_params
 from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
 from outboxio.errors import CommitUnknown, InterruptedRun, InvalidEvent, NotBegun, ShutdownError
 from outboxio.event import ActionRecord, Event
-from outboxio.handler import Delivery, Handler, HandlerRegistry
+from outboxio.handler import DeadHook, Delivery, Handler, HandlerRegistry
 from outboxio.ids import uuid7
 from outboxio.notification import BEGINNING, Notification, State, Wanted
-from outboxio.outcome import Bucket, Lease, Outcome, expired, failure, in_buckets, shown, success, too_old
+from outboxio.outcome import (
+    Bucket,
+    Lease,
+    Outcome,
+    expired,
+    failure,
+    hook_failure,
+    in_buckets,
+    shown,
+    success,
+    too_old,
+    verdict_of,
+)
 from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, HandlerQueue, Run, Source
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
@@ -50,6 +62,9 @@ from outboxio.transaction import Transaction, commit, open_transaction, roll_bac
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
+
+Work = Callable[[Run, EventEnvelope[Any]], Awaitable[tuple[State, int]]]
+"""What is done within a transaction, and the state and attempts that the row has after it."""
 
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
 _NULL = (None, msgspec.Raw(b"null"))
@@ -63,6 +78,8 @@ class Counters(msgspec.Struct):
     failed: int = 0
     expired: int = 0
     dead: int = 0
+    dying: int = 0
+    """Verdicts, and failed tries of their hooks: the hook is owed."""
     refused: int = 0
     """Outcomes that the fence refused: another process holds the handler now, or the row was settled already."""
     stuck: int = 0
@@ -84,6 +101,7 @@ class Dispatcher:
         settings: Settings,
         context: HandlerContext,
         *,
+        on_dead: DeadHook | None,
         emitted: Callable[[], None],
         left_behind: set[UUID],
     ) -> None:
@@ -100,7 +118,7 @@ class Dispatcher:
         self._settings = settings
         self._context = context
         self._emitted = emitted
-        self._queues = {id(h): HandlerQueue(h, settings, len(handlers)) for h in handlers}
+        self._queues = {id(h): HandlerQueue(h, settings, len(handlers), on_dead) for h in handlers}
         self._unclaimed = sum(queue.share for queue in self._queues.values())
         self._held_back: list[HandlerQueue] = []
         self._sources: dict[str, Source] = {}
@@ -354,7 +372,8 @@ class Dispatcher:
     async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> bool:
         """Call the handler for one notification; whether this worker may go on."""
         queue, notification = run.queue, run.notification
-        if too_old(notification, self._now, queue.retention):
+        is_dying = notification.state == State.DYING
+        if not is_dying and too_old(notification, self._now, queue.retention):
             self._finished(run, expired(notification, run.lease))
             return True
         run.task, run.started = task, now
@@ -362,10 +381,12 @@ class Dispatcher:
             self._watch()
         before = None
         try:
-            envelope = self._open(run)
+            envelope = self._open_dead(run) if is_dying else self._open(run)
             current_envelope.set(envelope)
             before = contextvars.copy_context()
-            if queue.is_plain:
+            if is_dying:
+                await self._in_transaction(run, envelope, (State.DYING,), self._bury)
+            elif queue.is_plain:
                 await queue.function(envelope)
             else:
                 await self._deliver(run, envelope)
@@ -389,14 +410,16 @@ class Dispatcher:
     async def _deliver(self, run: Run, envelope: EventEnvelope[Any]) -> None:
         """Call a handler that asks for more than at least once."""
         if run.queue.delivery is Delivery.TRANSACTIONAL:
-            await self._deliver_in_transaction(run, envelope)
+            await self._in_transaction(run, envelope, (State.PENDING, State.FAILED), self._perform)
         else:
             await self._mark(run)
             run.has_begun = True
             await run.queue.function(envelope)
 
-    async def _deliver_in_transaction(self, run: Run, envelope: EventEnvelope[Any]) -> None:
-        """Claim the row, call the handler, and commit what it wrote, what it emitted and its success together."""
+    async def _in_transaction(
+        self, run: Run, envelope: EventEnvelope[Any], states: Sequence[State], work: Work
+    ) -> None:
+        """Claim the row, do the work, and commit what it wrote, what it emitted and the row's new state together."""
         queue, loop = run.queue, asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._transactions)
@@ -406,7 +429,7 @@ class Dispatcher:
                 await session.begin()
             except Exception as error:
                 raise NotBegun(queue.handler.name) from error
-            tx = await self._work_in(session, run, envelope)
+            tx = await self._work_in(session, run, envelope, states, work)
             try:
                 await to_the_end(commit(session, tx))
             finally:
@@ -414,7 +437,9 @@ class Dispatcher:
         if tx.events:
             self._emitted()
 
-    async def _work_in(self, session: Session, run: Run, envelope: EventEnvelope[Any]) -> Transaction:
+    async def _work_in(
+        self, session: Session, run: Run, envelope: EventEnvelope[Any], states: Sequence[State], work: Work
+    ) -> Transaction:
         """Everything between BEGIN and COMMIT; rolled back if any of it fails."""
         notification, record = run.notification, self._action_of(run, envelope)
         tx = Transaction(
@@ -423,30 +448,47 @@ class Dispatcher:
             cause=envelope.cause, in_handler=True,
         )  # fmt: skip
         try:
-            if not await session.claim(notification.id):
+            errors = await session.claim(notification.id, states)
+            if errors is None:
                 raise _TakenByAnother
-            await self._perform(run, envelope, tx)
+            if notification.state == State.DYING:
+                run.verdict = verdict_of(errors)
+            state, attempts = await self._call_within(tx, run, envelope, work)
             if tx.events:
                 await tx.write(record.completed(self._clock()), tx.events)
             tx.require_open("a statement on envelope.tx.connection")
-            await session.finish(notification.id, State.SUCCEEDED, notification.attempts + 1, self._clock())
+            await session.finish(notification.id, state, attempts, self._clock())
         except BaseException:
             tx.abandon()
             await to_the_end(roll_back(session))
             raise
         return tx
 
-    async def _perform(self, run: Run, envelope: EventEnvelope[Any], tx: Transaction) -> None:
-        """Call the handler within its transaction; a run that was given up must not commit."""
+    async def _call_within(
+        self, tx: Transaction, run: Run, envelope: EventEnvelope[Any], work: Work
+    ) -> tuple[State, int]:
+        """Do the work within the transaction; a run that was given up must not commit."""
         envelope.within(tx)
         token = open_transaction.set((self._context.outbox, tx))
         try:
-            await run.queue.function(envelope)
+            result = await work(run, envelope)
             tx.close()
         finally:
             open_transaction.reset(token)
         if run.cancelled_at is not None and not run.interrupted:
             raise self._timeout_error(run)
+        return result
+
+    async def _perform(self, run: Run, envelope: EventEnvelope[Any]) -> tuple[State, int]:
+        await run.queue.function(envelope)
+        return State.SUCCEEDED, run.notification.attempts + 1
+
+    async def _bury(self, run: Run, envelope: EventEnvelope[Any]) -> tuple[State, int]:
+        """Tell the hooks of a verdict. Its handler is not called again for it."""
+        assert run.verdict is not None
+        for hook in run.queue.hooks:
+            await hook(envelope, run.verdict.error)
+        return run.verdict.state, run.notification.attempts
 
     async def _mark(self, run: Run) -> None:
         """Commit that this run has begun. If it is found unfinished after that, it is never begun again."""
@@ -470,6 +512,13 @@ class Dispatcher:
         if notification.payload in _NULL:
             raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
         return EventEnvelope(decode(notification.payload), notification, self._context)
+
+    def _open_dead(self, run: Run) -> EventEnvelope[Any]:
+        """For hooks: an event that cannot be decoded is ``None``."""
+        try:
+            return self._open(run)
+        except Exception:
+            return EventEnvelope(cast(Any, None), run.notification, self._context)
 
     def _decoder(self, handler: Handler, event_type: str) -> Callable[[str], Event]:
         cls = self._handlers.event_class(handler, event_type)
@@ -513,9 +562,16 @@ class Dispatcher:
 
     def _judge(self, run: Run, error: BaseException) -> Outcome:
         queue, notification = run.queue, run.notification
+        if notification.state == State.DYING:
+            logger.error(
+                "a hook of handler %r failed for event %s, and is tried again: %s",
+                queue.handler.name, notification.event_id, shown(error),
+            )  # fmt: skip
+            return hook_failure(notification, run.lease, error, self._clock(), run.verdict, queue.cap)
         outcome = failure(
             notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap,
             is_final=queue.delivery is Delivery.AT_MOST_ONCE and not isinstance(error, NotBegun),
+            owes_hook=bool(queue.hooks),
         )  # fmt: skip
         logger.log(
             logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
@@ -548,7 +604,7 @@ class Dispatcher:
         """A run is over: free its slot, and hand its outcome to settling."""
         self._leave(run)
         if run.is_settled:
-            self.counters.count(State.SUCCEEDED, 1)
+            self.counters.count(State.SUCCEEDED if run.verdict is None else run.verdict.state, 1)
         if outcome is None or run.is_settled:
             self._release(run.notification)
         else:
@@ -719,7 +775,7 @@ class Dispatcher:
                 return list(bucket.halves())
             self._refused(bucket, len(bucket.outcomes) - settled)
         self.counters.count(bucket.state, settled)
-        if bucket.state is State.FAILED:
+        if bucket.state in (State.FAILED, State.DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         for outcome in bucket.outcomes:
             self._forget(outcome.notification_id, outcome.lease.handler_name)

@@ -356,6 +356,20 @@ class RetryAfter(Exception):
         super().__init__(f"retry after {delay}" if at is None else f"retry at {at}")
 
 
+class HandlerFailed(Exception):
+    """Why a notification ended DEAD or EXPIRED, as it is stored: what an ``on_dead`` hook is given.
+
+    ``type``, ``message`` and ``traceback`` are those of the last error, ``attempt`` is the run that it ended.
+    """
+
+    def __init__(self, type: str, message: str, traceback: str, attempt: int | None) -> None:
+        self.type = type
+        self.message = message
+        self.traceback = traceback
+        self.attempt = attempt
+        super().__init__(f"{type}: {message}")
+
+
 class NotBegun(RetryAfter):
     """The database did not let a handler begin; nothing has happened, and it is tried again in a while."""
 

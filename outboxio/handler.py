@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.backoff import Backoff, RetryPolicy
 from outboxio.duration import parse_duration
-from outboxio.errors import InvalidEvent, RegistrationError
+from outboxio.errors import HandlerFailed, InvalidEvent, RegistrationError
 from outboxio.event import Event, EventTypes, checked_name, type_name, type_names, with_subclasses
 from outboxio.subscription import Subscription
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=Event)
 
 HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None]]
+
+
+DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
+"""What is called when a notification ends DEAD, or EXPIRED after a failure."""
 
 
 class Delivery(StrEnum):
@@ -39,6 +43,7 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     timeout: timedelta | None = None
     concurrency: int | None = None
     delivery: Delivery = Delivery.AT_LEAST_ONCE
+    on_dead: DeadHook | None = None
 
 
 class Handler(Struct, frozen=True, kw_only=True):
@@ -93,6 +98,7 @@ class EventHandler(Generic[E]):
     timeout: ClassVar[timedelta | float | str | None] = None
     concurrency: ClassVar[int | None] = None
     delivery: ClassVar[Delivery | str] = Delivery.AT_LEAST_ONCE
+    on_dead: ClassVar[Any] = None
 
     async def handle(self, envelope: EventEnvelope[E]) -> None:
         """React to one event. Raising makes it run again later, by the retry policy."""
@@ -164,6 +170,7 @@ def make_handler(
     timeout: timedelta | float | str | None,
     concurrency: int | None,
     delivery: Delivery | str,
+    on_dead: DeadHook | None,
     where: str,
 ) -> Handler:
     """A handler of checked parts; :class:`RegistrationError` names the part that is wrong."""
@@ -204,6 +211,7 @@ def make_handler(
             timeout=None if timeout is None else parse_duration(timeout, key=f"timeout of handler {name!r}"),
             concurrency=concurrency,
             delivery=mode,
+            on_dead=checked_hook(on_dead, f"on_dead of handler {name!r}"),
         ),
         function=function,
         where=where,
@@ -228,6 +236,7 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
         timeout=handler.timeout,
         concurrency=handler.concurrency,
         delivery=handler.delivery,
+        on_dead=handler.on_dead,  # a method of the class comes bound to the handler
         where=where,
     )
 
@@ -260,6 +269,13 @@ def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
             f"retry of handler {name!r} is {retry!r}; expected a RetryPolicy or a callable of (attempts, exception)"
         )
     return RetryPolicy(backoff=retry)
+
+
+def checked_hook(hook: DeadHook | None, subject: str) -> DeadHook | None:
+    """The hook if it can be one; :class:`RegistrationError` naming ``subject`` otherwise."""
+    if hook is not None and not _is_async(hook):
+        raise RegistrationError(f"{subject} is {hook!r}; expected an async function of (envelope, error)")
+    return hook
 
 
 def _delivery(delivery: Delivery | str, name: str) -> Delivery:

@@ -62,6 +62,7 @@ class Notification(Struct, gc=False):
     handler_name: str
     event_type: str
     payload: Any
+    state: str
     attempts: int
     next_retry_at: datetime
     retention_from: datetime

@@ -26,10 +26,12 @@ from outboxio.errors import ConfigurationError, DrainTimeout, NoTransaction, Reg
 from outboxio.event import Event, EventTypes, checked_name
 from outboxio.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.handler import (
+    DeadHook,
     Delivery,
     EventHandler,
     HandlerFunction,
     HandlerRegistry,
+    checked_hook,
     handler_from_object,
     make_handler,
     where_defined,
@@ -69,7 +71,8 @@ class Outbox:
     shard. Nothing is opened yet. What was given open is never closed. ``namespace`` names this service: two services
     in one database never see each other's events. ``clock`` is a callable that returns the present moment (tests);
     without it, the database's clock decides. ``resources`` is anything that actions and handlers should have at hand,
-    as ``tx.resources`` and ``envelope.resources``.
+    as ``tx.resources`` and ``envelope.resources``. ``on_dead`` is an async function of (envelope, error), called
+    for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
 
     Raises :class:`ConfigurationError` for a database that it cannot make sense of.
 
@@ -92,7 +95,9 @@ class Outbox:
         settings: Settings | None = None,
         clock: Clock | None = None,
         resources: Any = None,
+        on_dead: DeadHook | None = None,
     ) -> None:
+        self._on_dead = checked_hook(on_dead, "on_dead of the outbox")
         self.namespace = checked_name(namespace, "namespace")
         self.settings = settings if settings is not None else Settings()
         self.resources = resources
@@ -130,6 +135,7 @@ class Outbox:
         timeout: timedelta | float | str | None = None,
         concurrency: int | None = None,
         delivery: Delivery | str = Delivery.AT_LEAST_ONCE,
+        on_dead: DeadHook | None = None,
     ) -> Callable[[F], F]:
         """Register an async function as the handler of events of these types, subclasses included.
 
@@ -143,6 +149,10 @@ class Outbox:
         idempotent. ``"transactional"``: it works in ``envelope.tx``, a transaction on the event's shard that commits
         together with the delivery, so its effects in that database happen exactly once. ``"at_most_once"``: it never
         runs a second time; a run that fails, or is cut short, ends DEAD.
+
+        ``on_dead`` is an async function of (envelope, error), called when a notification ends DEAD, or EXPIRED after a
+        failure; before that of the outbox. It works in ``envelope.tx``, and what it writes and emits commits together
+        with that end. If it fails, the verdict stands and only the hook is tried again.
 
         Raises :class:`RegistrationError` for what cannot be: a name that is taken, too long, or blank, a function that
         is not async, a class that is no Event.
@@ -166,6 +176,7 @@ class Outbox:
                     timeout=timeout,
                     concurrency=concurrency,
                     delivery=delivery,
+                    on_dead=on_dead,
                     where=where_defined(function),
                 )
             )
@@ -367,6 +378,7 @@ class Outbox:
             execute=self._execute,
             join=self._join,
             outbox=self,
+            on_dead=self._on_dead,
         )
 
     async def _session_on(self, target: WritableShard, connection: Any) -> Session:

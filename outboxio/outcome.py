@@ -10,6 +10,7 @@ import logging
 import traceback
 from collections.abc import Iterable
 from datetime import datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -18,7 +19,7 @@ from msgspec import Struct
 from outboxio.backoff import RetryPolicy
 from outboxio.clock import naive_utc
 from outboxio.duration import parse_duration
-from outboxio.errors import RetryAfter, TooManyHops, Unprocessable
+from outboxio.errors import HandlerFailed, RetryAfter, TooManyHops, Unprocessable
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.notification import Notification, State
 
@@ -130,10 +131,11 @@ def failure(
     retention: timedelta,
     cap: timedelta,
     is_final: bool = False,
+    owes_hook: bool = False,
 ) -> Outcome:
     """What a run that raised means: another try, or the end. ``now`` is after the handler ended.
 
-    ``is_final``: there is no other try.
+    ``is_final``: there is no other try. ``owes_hook``: an end is a verdict only, until a hook has heard of it.
     """
     attempts = 1 if is_final else notification.attempts + 1
     if isinstance(error, RetryAfter) and not error.count_attempt and not is_final:
@@ -141,6 +143,9 @@ def failure(
     described = describe(error, now, notification.attempts + 1)
 
     def ends(state: State) -> Outcome:
+        if owes_hook:
+            verdict = describe(error, now, notification.attempts + 1, verdict=state)
+            return Outcome(notification.id, lease, State.DYING, attempts, now, verdict)
         return Outcome(notification.id, lease, state, attempts, None, described)
 
     if is_final or isinstance(error, Unprocessable | TooManyHops):
@@ -153,14 +158,45 @@ def failure(
     return Outcome(notification.id, lease, State.FAILED, attempts, due, described)
 
 
-def describe(error: BaseException, now: datetime, attempt: int) -> str:
+def hook_failure(
+    notification: Notification, lease: Lease, error: BaseException, now: datetime, last: Verdict | None, cap: timedelta
+) -> Outcome:
+    """The hook failed: the verdict stands, and only the hook is tried again. ``last``: ``None`` if it was not read."""
+    due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap)
+    described = describe(error, now, notification.attempts, verdict=None if last is None else last.state, is_hook=True)
+    return Outcome(notification.id, lease, State.DYING, notification.attempts, due, described)
+
+
+class Verdict(Struct, frozen=True):
+    """What was decided about a notification whose hook is owed."""
+
+    state: State
+    error: HandlerFailed
+    hook_failures: int
+
+
+def verdict_of(errors: str) -> Verdict:
+    """The verdict in the ``errors`` column. A row that somebody made DYING by hand, without one, is DEAD."""
+    entries = msgspec.json.decode(errors, type=list[dict[str, Any]])
+    unknown: dict[str, Any] = {}
+    state = next((entry["verdict"] for entry in reversed(entries) if entry.get("verdict")), State.DEAD)
+    last = next((entry for entry in reversed(entries) if not entry.get("hook")), unknown)
+    error = HandlerFailed(
+        last.get("type", "unknown"), last.get("message", ""), last.get("traceback", ""), last.get("attempt")
+    )
+    return Verdict(State(state), error, sum(bool(entry.get("hook")) for entry in entries))
+
+
+def describe(
+    error: BaseException, now: datetime, attempt: int, *, verdict: State | None = None, is_hook: bool = False
+) -> str:
     """One entry of the ``errors`` column: time, type, message, short traceback, attempt."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-6))
     try:
         message = str(error)
     except BaseException as broken:  # an exception whose own __str__ fails must not lose its row
         message = f"<unprintable: {type(broken).__name__}>"
-    return _error_json(_type_name(error), message, now, trace, attempt)
+    return _error_json(_type_name(error), message, now, trace, attempt, verdict, is_hook)
 
 
 def shown(error: BaseException) -> str:
@@ -187,15 +223,25 @@ def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryP
 
 
 def _error_json(
-    kind: str, message: str, now: datetime | None = None, trace: str = "", attempt: int | None = None
+    kind: str,
+    message: str,
+    now: datetime | None = None,
+    trace: str = "",
+    attempt: int | None = None,
+    verdict: State | None = None,
+    is_hook: bool = False,
 ) -> str:
-    entry = {
+    entry: dict[str, Any] = {
         "time": None if now is None else now.isoformat(timespec="microseconds"),
         "type": kind,
         "message": _storable(message, LONGEST_MESSAGE),
         "traceback": _storable(trace[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK),
         "attempt": attempt,
     }
+    if verdict is not None:
+        entry["verdict"] = verdict
+    if is_hook:
+        entry["hook"] = True
     return msgspec.json.encode(entry).decode()
 
 

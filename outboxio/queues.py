@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 from outboxio.event import Event
-from outboxio.handler import Delivery, Handler
+from outboxio.handler import DeadHook, Delivery, Handler
 from outboxio.notification import BEGINNING, Notification, Position, Wanted
-from outboxio.outcome import Lease
+from outboxio.outcome import Lease, Verdict
 from outboxio.settings import Settings
 
 SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
@@ -29,7 +29,7 @@ class Run:
 
     __slots__ = (
         "abandoned", "cancelled_at", "has_begun", "interrupted", "is_settled", "lease", "notification", "queue",
-        "started", "task",
+        "started", "task", "verdict",
     )  # fmt: skip
 
     def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
@@ -44,13 +44,15 @@ class Run:
         """Whether a handler that may run only once was called."""
         self.is_settled = False
         """Whether its outcome is committed already, together with what the handler wrote."""
+        self.verdict: Verdict | None = None
+        """What was decided about it, if its hook is owed."""
         self.task: asyncio.Task[None] | None = None
 
 
 class HandlerQueue:
     """What one handler has ready and running."""
 
-    def __init__(self, handler: Handler, settings: Settings, handlers: int) -> None:
+    def __init__(self, handler: Handler, settings: Settings, handlers: int, on_dead: DeadHook | None) -> None:
         self.handler = handler
         self.function = handler.function
         self.delivery = handler.options.delivery
@@ -62,6 +64,7 @@ class HandlerQueue:
         self.cap = settings.handling_max_backoff_cap
         self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
         self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
+        self.hooks = [hook for hook in (options.on_dead, on_dead) if hook is not None]
         self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE
         self.decoders: dict[str, Callable[[str], Event]] = {}
         self.ready: deque[Run] = deque()

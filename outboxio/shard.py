@@ -20,7 +20,7 @@ from outboxio.emission import Emitter
 from outboxio.envelope import Execute, HandlerContext, Join
 from outboxio.errors import ShutdownError
 from outboxio.fanout import Announcer, Fanout
-from outboxio.handler import HandlerRegistry
+from outboxio.handler import DeadHook, HandlerRegistry
 from outboxio.keeper import LockKeeper, standby_pause
 from outboxio.loop import Loop
 from outboxio.names import LockName, channel_name
@@ -64,6 +64,7 @@ class ShardRuntime:
         execute: Execute,
         join: Join,
         outbox: object,
+        on_dead: DeadHook | None,
     ) -> None:
         self.database = database
         self.clock = clock
@@ -76,6 +77,7 @@ class ShardRuntime:
         self._execute = execute
         self._join = join
         self._outbox = outbox
+        self._on_dead = on_dead
         self._channel = channel_name(namespace)
         self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
         self.work: ShardWork | None = None
@@ -157,6 +159,7 @@ class ShardRuntime:
             self.clock,
             settings,
             context,
+            on_dead=self._on_dead,
             emitted=self.committed,
             left_behind=self._left_behind,
         )

@@ -89,8 +89,11 @@ class Session(Protocol):
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None: ...
 
-    async def claim(self, notification_id: UUID) -> bool:
-        """Lock an unfinished notification until the transaction ends; whether it was there, and nobody's."""
+    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
+        """Lock a notification in one of these states until the transaction ends; its errors, as JSON text.
+
+        ``None`` if it is in another state by now, or somebody else has locked it.
+        """
         ...
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:

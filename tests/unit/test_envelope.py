@@ -46,6 +46,7 @@ def notification(**columns: Any) -> Notification:
         "model_type": "Wallet",
         "event_type": "Opened",
         "payload": "{}",
+        "state": "PENDING",
         "event_date": NOON + timedelta(seconds=2),
         "attempts": 2,
         "next_retry_at": NOON,

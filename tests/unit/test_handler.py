@@ -35,7 +35,7 @@ async def handle(envelope: EventEnvelope[Any]) -> None:
 def make(name: str = "first", *event_types: type[Event], aliases: Iterable[str] = (), **options: Any) -> Handler:
     unset: dict[str, Any] = {
         "topic": None, "retry": None, "timeout": None, "concurrency": None, "delivery": "at_least_once",
-        "function": handle,
+        "on_dead": None, "function": handle,
     }  # fmt: skip
     chosen = {**unset, **options}
     types = event_types if event_types or chosen["topic"] else (Opened,)
@@ -157,6 +157,7 @@ def test_a_handler_needs_an_event_type_or_a_topic() -> None:
             timeout=None,
             concurrency=None,
             delivery="at_least_once",
+            on_dead=None,
             where="here",
         )
 

@@ -33,8 +33,8 @@ EXACT = RetryPolicy(jitter=0)
 
 def notification(number: int = 1, *, attempts: int = 0, retention_from: datetime = NOW) -> Notification:
     return Notification(
-        id=UUID(int=number), handler_name="h", event_type="E", payload="{}", attempts=attempts, next_retry_at=NOW,
-        retention_from=retention_from, sequence=number, raw_context=None,
+        id=UUID(int=number), handler_name="h", event_type="E", payload="{}", state="PENDING", attempts=attempts,
+        next_retry_at=NOW, retention_from=retention_from, sequence=number, raw_context=None,
     )  # fmt: skip
 
 

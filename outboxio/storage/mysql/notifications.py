@@ -48,7 +48,7 @@ _BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 ANY_DUE = in_both(f"""
 SELECT 1 FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
   ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
-WHERE n.next_retry_at <= %(now)s AND n.state <> 'DYING' LIMIT 1
+WHERE n.next_retry_at <= %(now)s LIMIT 1
 """)
 
 # These are put together with UNION ALL, one for each handler name: each is one walk along the index, from its own
@@ -58,7 +58,6 @@ _DUE = f"""
 FROM {_BY_DUE}
 WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s
   AND (n.next_retry_at = %s AND n.sequence > %s OR n.next_retry_at > %s) AND n.next_retry_at <= %s
-  AND n.state <> 'DYING'
 ORDER BY n.next_retry_at, n.sequence LIMIT %s
 """
 FIND_DUE = f"(SELECT {_array(_DUE_COLUMNS, _array(_CONTEXT_COLUMNS))} {_DUE})"

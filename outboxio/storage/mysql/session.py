@@ -46,7 +46,7 @@ VALUES """
 
 # A row that another process works on is passed by: two at once still have one effect.
 CLAIM = """
-SELECT 1 FROM eventlog.event_notifications WHERE id = %s AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
+SELECT errors FROM eventlog.event_notifications WHERE id = %s AND FIND_IN_SET(state, %s) FOR UPDATE SKIP LOCKED
 """
 FINISH = "UPDATE eventlog.event_notifications SET state = %s, attempts = %s, updated_date = %s WHERE id = %s"
 
@@ -186,8 +186,9 @@ class MysqlSession:
         rows = await self.fetch(sql, args)
         return rows[0] if rows else None
 
-    async def claim(self, notification_id: UUID) -> bool:
-        return bool((await run(self._connection, CLAIM, (str(notification_id),))).rowcount)
+    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
+        rows = await fetch(self._connection, CLAIM, (str(notification_id), ",".join(states)))
+        return rows[0][0] if rows else None
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         await run(self._connection, FINISH, (state, attempts, now, str(notification_id)))

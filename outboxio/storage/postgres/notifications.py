@@ -36,7 +36,7 @@ FIND_DUE = f"""
 SELECT n.* FROM unnest($3::text[], $4::int[], $5::timestamp[], $6::bigint[]) AS w(handler_name, size, due, sequence)
 CROSS JOIN LATERAL (
   SELECT {_DUE_COLUMNS} FROM eventlog.event_notifications n
-  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED')
+  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
     AND n.next_retry_at <= $2 AND (n.next_retry_at, n.sequence) > (w.due, w.sequence)
   ORDER BY n.next_retry_at, n.sequence LIMIT w.size) n
 """
@@ -74,7 +74,7 @@ WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 ANY_DUE = """
 SELECT EXISTS (SELECT FROM unnest($3::text[]) AS w(handler_name) CROSS JOIN LATERAL (
   SELECT FROM eventlog.event_notifications n
-  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED')
+  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
     AND n.next_retry_at <= $2 ORDER BY n.next_retry_at, n.sequence LIMIT 1) n)
 """
 

@@ -36,7 +36,7 @@ FROM unnest($12::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17
 
 # A row that another process works on is passed by: two at once still have one effect.
 CLAIM = """
-SELECT TRUE FROM eventlog.event_notifications WHERE id = $1 AND state IN ('PENDING', 'FAILED') FOR UPDATE SKIP LOCKED
+SELECT errors::text FROM eventlog.event_notifications WHERE id = $1 AND state = ANY ($2::text[]) FOR UPDATE SKIP LOCKED
 """
 FINISH = "UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $4 WHERE id = $1"
 
@@ -138,8 +138,9 @@ class PostgresSession:
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
         return await self._connection.fetchrow(sql, *args)
 
-    async def claim(self, notification_id: UUID) -> bool:
-        return await self._connection.fetchval(CLAIM, notification_id) is not None
+    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
+        errors: str | None = await self._connection.fetchval(CLAIM, notification_id, list(states))
+        return errors
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         await self._connection.execute(FINISH, notification_id, state, attempts, now)

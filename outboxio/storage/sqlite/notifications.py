@@ -30,7 +30,6 @@ _CONTEXT = Context.__struct_fields__
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
 # SQLite uses a partial index for a query only if it repeats the index's own condition word for word.
-_DUE = "state IN ('PENDING', 'FAILED', 'DYING') AND state <> 'DYING'"
 _UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
 _BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
@@ -41,7 +40,8 @@ _BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog
 FIND_BUSY = f"""
 SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
   SELECT 1 FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name = json_extract(w.value, '$[0]') AND {_DUE} AND next_retry_at <= :now
+  WHERE namespace = :namespace AND handler_name = json_extract(w.value, '$[0]') AND {_UNFINISHED}
+    AND next_retry_at <= :now
     AND (next_retry_at, sequence) > (json_extract(w.value, '$[1]'), json_extract(w.value, '$[2]')))
 """
 
@@ -50,7 +50,7 @@ SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
 FIND_DUE = f"""
 SELECT json_group_array(json_array({", ".join(_DUE_COLUMNS)}, json_array({", ".join(_CONTEXT)}))) FROM (
   SELECT {", ".join((*_DUE_COLUMNS, *_CONTEXT))} FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name = :handler_name AND {_DUE} AND next_retry_at <= :now
+  WHERE namespace = :namespace AND handler_name = :handler_name AND {_UNFINISHED} AND next_retry_at <= :now
     AND (next_retry_at, sequence) > (:due, :sequence)
   ORDER BY next_retry_at, sequence LIMIT :limit)
 """
@@ -63,7 +63,7 @@ SELECT json_extract(mine.value, '$[1]') FROM json_each(:leases) mine CROSS JOIN 
 
 SETTLE = f"""
 UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
-WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
+WHERE id IN (SELECT value FROM json_each(:ids)) AND {_UNFINISHED} AND handler_name IN ({_HELD})
 """
 
 # What differs by row is looked up for each row; a join would be free to scan the table. Errors that somebody has made
@@ -79,7 +79,7 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (
     ELSE json_insert(CASE WHEN json_array_length(n.errors) >= 10 THEN json_remove(n.errors, '$[0]') ELSE n.errors END,
       '$[#]', json(o.error)) END
   FROM o WHERE o.id = n.id)
-WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND handler_name IN ({_HELD})
+WHERE id IN (SELECT value FROM json_each(:ids)) AND {_UNFINISHED} AND handler_name IN ({_HELD})
 """
 
 COUNT_STATES = """
@@ -107,8 +107,8 @@ WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:n
 # Found without the write lock, for it may have to read the whole backlog of these names.
 FIND_EXPIRED = f"""
 SELECT json_group_array(id) FROM (SELECT id FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_DUE}
-    AND retention_from < :before LIMIT :limit)
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+    AND state <> 'DYING' AND retention_from < :before LIMIT :limit)
 """
 
 EXPIRE = f"""

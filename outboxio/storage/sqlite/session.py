@@ -33,7 +33,9 @@ FROM json_each(:events)
 
 
 # Whoever has begun to write is the only one, so there is nothing to lock.
-CLAIM = "SELECT 1 FROM eventlog_event_notifications WHERE id = ? AND state IN ('PENDING', 'FAILED')"
+CLAIM = """
+SELECT errors FROM eventlog_event_notifications WHERE id = ? AND state IN (SELECT value FROM json_each(?))
+"""
 FINISH = "UPDATE eventlog_event_notifications SET state = ?, attempts = ?, updated_date = ? WHERE id = ?"
 
 
@@ -128,9 +130,10 @@ class SqliteSession:
         parameters = as_parameters(sql, args)
         return await self._run(lambda connection: _fetch_first(connection, sql, parameters))
 
-    async def claim(self, notification_id: UUID) -> bool:
-        found = await self._run(lambda connection: connection.execute(CLAIM, (str(notification_id),)).fetchone())
-        return found is not None
+    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
+        values = (str(notification_id), as_json(states))
+        found = await self._run(lambda connection: connection.execute(CLAIM, values).fetchone())
+        return None if found is None else found[0]
 
     async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
         values = (state, attempts, as_text(now), str(notification_id))

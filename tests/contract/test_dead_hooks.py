@@ -1,0 +1,276 @@
+"""What hears of notifications that end DEAD: it commits with that end, and failing it changes nothing about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import (
+    Event,
+    EventEnvelope,
+    EventHandler,
+    HandlerFailed,
+    Outbox,
+    RegistrationError,
+    RetryPolicy,
+    Settings,
+    Unprocessable,
+)
+from outboxio.testing import MovableClock
+from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited
+from tests.probes import add_wallet, balances
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+Envelope = EventEnvelope[MoneyDeposited]
+
+ONCE = RetryPolicy(max_attempts=1)
+
+
+class GaveUp(Event):
+    amount: int
+    reason: str
+
+
+async def refuse(envelope: EventEnvelope[Any]) -> None:
+    raise Unprocessable("never")
+
+
+async def follow_ups(look: Look) -> list[dict[str, Any]]:
+    return [row for row in await look.events() if row["event_type"] == "GaveUp"]
+
+
+async def test_a_hook_is_told_why_and_what_it_writes_commits_with_the_end(outbox: Outbox, look: Look) -> None:
+    told: list[tuple[int, str, str, int | None]] = []
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        told.append((int(envelope.event.amount), error.type, error.message, error.attempt))
+        assert "Traceback" in error.traceback
+        await add_wallet(envelope.tx, str(uuid4()), int(envelope.event.amount))
+        envelope.emit(GaveUp(int(envelope.event.amount), error.message))
+        if not look.is_file:
+            assert (await look.states(), await balances(look)) == ({"DYING": 1}, [])
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
+    await outbox.executor.execute(Emit((7,)))
+    drained = await outbox.drain()
+
+    assert drained.dead == 1
+    assert told == [(7, "Unprocessable", "never", 1)]
+    assert (await look.states(), await balances(look)) == ({"DEAD": 1}, [7])
+    (follow_up,) = await follow_ups(look)
+    assert follow_up["action_name"] == "fails"
+    (record,) = await outbox.admin.list()
+    assert (record.attempts, len(record.errors)) == (1, 1)
+
+
+async def test_it_is_not_told_of_what_is_tried_again_or_succeeds(outbox: Outbox, clock: MovableClock) -> None:
+    told: list[int] = []
+    tries = 0
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        told.append(1)
+
+    @outbox.handler(MoneyDeposited, name="recovers", on_dead=hook, retry=RetryPolicy(max_attempts=3, base="1s"))
+    async def handle(envelope: Envelope) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise ValueError("not yet")
+
+    await outbox.executor.execute(Emit((1,)))
+    for _ in range(3):
+        await outbox.drain()
+        clock.advance(timedelta(seconds=10))
+    assert (tries, told) == (3, [])
+
+
+async def test_it_is_told_of_what_expires_after_a_failure(outbox: Outbox, look: Look) -> None:
+    told: list[str] = []
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        told.append(error.message)
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook, retry=RetryPolicy(base="1h", cap="1h", retention="30m"))(
+        Journal(lambda envelope: ValueError("too late for another"))
+    )
+    await outbox.executor.execute(Emit((1,)))
+    drained = await outbox.drain()
+    assert (told, drained.expired) == (["too late for another"], 1)
+    assert await look.states() == {"EXPIRED": 1}
+
+
+async def test_a_hook_that_fails_is_tried_again_alone(outbox: Outbox, look: Look, clock: MovableClock) -> None:
+    journal, hooked = Journal(lambda envelope: Unprocessable("never")), 0
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        nonlocal hooked
+        hooked += 1
+        await add_wallet(envelope.tx, str(uuid4()))
+        envelope.emit(GaveUp(1, error.message))
+        if hooked < 3:
+            raise ConnectionError(f"the mail server is down, {hooked}")
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(journal)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    assert (await look.states(), await balances(look), await follow_ups(look)) == ({"DYING": 1}, [], [])
+    (record,) = await outbox.admin.list(state="DYING")
+    assert record.errors[-1]["message"] == "the mail server is down, 1"
+
+    for _ in range(3):
+        clock.advance(timedelta(minutes=10))
+        await outbox.drain()
+
+    assert (len(journal), hooked) == (1, 3)
+    assert (await look.states(), len(await balances(look)), len(await follow_ups(look))) == ({"DEAD": 1}, 1, 1)
+    (record,) = await outbox.admin.list()
+    assert record.attempts == 1
+
+
+async def test_every_dying_notification_has_its_follow_up_once(
+    make_outbox: MakeOutbox, look: Look, clock: MovableClock
+) -> None:
+    """A hundred die; three of ten hooks fail at first, and one for ever, which stays visible."""
+    outbox = await make_outbox(clock=clock)
+    journal = Journal(lambda envelope: ValueError("no"))
+    calls: dict[int, int] = {}
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        amount = int(envelope.event.amount)
+        calls[amount] = calls.get(amount, 0) + 1
+        envelope.emit(GaveUp(amount, error.message))
+        if amount == 99 or (amount % 10 < 3 and calls[amount] == 1):
+            raise ValueError("the hook")
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook, retry=RetryPolicy(max_attempts=2, base="1s"))(journal)
+    await outbox.executor.execute(Emit(tuple(range(100))))
+    for _ in range(6):
+        await outbox.drain()
+        clock.advance(timedelta(minutes=10))
+
+    assert len(journal) == 200
+    assert len(await follow_ups(look)) == 99
+    assert await look.states() == {"DEAD": 99, "DYING": 1}
+    (stubborn,) = await outbox.admin.list(state="DYING")
+    assert stubborn.errors[-1]["message"] == "the hook"
+
+
+async def test_the_outboxs_hook_hears_of_all_handlers_after_their_own(make_outbox: MakeOutbox) -> None:
+    told: list[str] = []
+
+    async def of_the_outbox(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append("outbox")
+
+    async def of_the_handler(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append("handler")
+
+    outbox = await make_outbox(on_dead=of_the_outbox)
+    outbox.handler(MoneyDeposited, name="with", on_dead=of_the_handler)(refuse)
+    outbox.handler(MoneyDeposited, name="without")(refuse)
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).dead == 2
+    assert sorted(told) == ["handler", "outbox", "outbox"]
+    assert told.index("handler") < len(told) - 1
+
+
+async def test_an_event_that_cannot_be_decoded_is_none_for_the_hook(outbox: Outbox, look: Look) -> None:
+    told: list[tuple[Any, str, int]] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append((envelope.event, error.type, envelope.attempt))
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook, retry=ONCE)(refuse)
+    await outbox.executor.execute(Emit((1,)))
+    await look.fetch("UPDATE {events} SET payload = '{}' WHERE model_id = '1'")
+    await outbox.drain()
+    assert [(event, kind) for event, kind, _ in told] == [(None, "msgspec.ValidationError")]
+
+
+async def test_a_hook_that_takes_too_long_is_tried_again(outbox: Outbox, look: Look) -> None:
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        await asyncio.sleep(20)
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook, timeout="50ms")(refuse)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    assert await look.states() == {"DYING": 1}
+
+
+async def test_a_verdict_whose_hook_is_gone_is_carried_out(make_outbox: MakeOutbox, look: Look) -> None:
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        raise ValueError("no")
+
+    old = await make_outbox()
+    old.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
+    await old.executor.execute(Emit((1,)))
+    await old.drain()
+    await look.fetch("UPDATE {event_notifications} SET next_retry_at = created_date")
+
+    new = await make_outbox()
+    journal = Journal()
+    new.handler(MoneyDeposited, name="fails")(journal)
+    assert (await new.drain()).dead == 1
+    assert (len(journal), await look.states()) == (0, {"DEAD": 1})
+
+
+async def test_a_run_at_most_once_has_a_hook_as_well(outbox: Outbox, look: Look) -> None:
+    told: list[str] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append(error.message)
+
+    outbox.handler(MoneyDeposited, name="fails", delivery="at_most_once", on_dead=hook)(
+        Journal(lambda envelope: ValueError("once"))
+    )
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    assert (told, await look.states()) == (["once"], {"DEAD": 1})
+
+
+async def test_a_hook_is_a_method_of_a_handlers_class(outbox: Outbox, look: Look) -> None:
+    class Fails(EventHandler[MoneyDeposited]):
+        name = "fails"
+
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        async def handle(self, envelope: Envelope) -> None:
+            raise Unprocessable("in a class")
+
+        async def on_dead(self, envelope: Envelope, error: HandlerFailed) -> None:  # type: ignore[override]
+            self.told.append(error.message)
+
+    handler = Fails()
+    outbox.add_handler(handler)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    assert (handler.told, await look.states()) == (["in a class"], {"DEAD": 1})
+
+
+def test_a_hook_that_is_no_async_function_is_refused() -> None:
+    with pytest.raises(RegistrationError, match=r"on_dead of the outbox is .*expected an async function"):
+        Outbox("sqlite://", namespace="app", on_dead=print)  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match=r"on_dead of handler 'first' is .*expected an async function"):
+        Outbox("sqlite://", namespace="app").handler(MoneyDeposited, name="first", on_dead=print)(refuse)  # type: ignore[arg-type]
+
+
+async def test_shutdown_leaves_an_owed_hook_owed(make_outbox: MakeOutbox, look: Look) -> None:
+    await look.fetch(WALLETS)
+    outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms"))
+    begun = asyncio.Event()
+
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        await add_wallet(envelope.tx, "w1")
+        begun.set()
+        await asyncio.sleep(20)
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await begun.wait()
+    assert (await look.states(), await balances(look)) == ({"DYING": 1}, [])
