@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +20,7 @@ FAREWELL_TIMEOUT = 5.0  # seconds to give a connection back, or to close it
 STATEMENT_TIMEOUT = 60.0  # seconds; a network that swallows packets must not stop a loop for ever
 
 
-class DedicatedConnection:
+class DedicatedConnection(ABC):
     """One connection for one loop: session settings applied, one statement at a time, reopened after a failure.
 
     A dialect says how a connection of its driver is prepared, restored and dropped. ``keeps=False``: given back after
@@ -36,20 +37,21 @@ class DedicatedConnection:
 
     # --- what a dialect says -------------------------------------------------------------------
 
+    @abstractmethod
     async def prepare(self, connection: Any) -> None:
         """Apply the session settings."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def restore(self, connection: Any) -> None:
         """Undo :meth:`prepare`, for whoever gets the connection next."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_closed(self, connection: Any) -> bool:
-        raise NotImplementedError
+        """Whether the connection is of no use any more."""
 
+    @abstractmethod
     def drop(self, connection: Any) -> None:
         """Close it at once, without a word to the server."""
-        raise NotImplementedError
 
     # --- using it ------------------------------------------------------------------------------
 
