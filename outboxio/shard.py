@@ -38,6 +38,9 @@ _HOUSEKEEPING_DELAY = 30.0
 _ANNOUNCE_DELAY = 1.0
 _SETTLE_DELAY = 1.0
 _LONGEST_LEAVE = 5.0
+_CLOCKS_DIFFER = (
+    0.25  # seconds by which two processes may disagree when they have measured the database's clock in haste
+)
 
 
 class Roles(Struct, frozen=True):
@@ -196,7 +199,7 @@ class ShardRuntime:
         if kind == EVENTS:
             self.work.fanout_loop.wake()
         elif kind == NOTIFICATIONS:
-            self.work.find_loop.wake()
+            self.work.look_twice()
 
 
 class ShardWork:
@@ -225,6 +228,7 @@ class ShardWork:
         self.dispatcher.doubt = self.keeper.doubt
         self._reported_unroutable: set[str] = set()
         self._proven_until = float("-inf")
+        self._looks_again = False
         self.is_prepared = False
 
     @property
@@ -261,6 +265,17 @@ class ShardWork:
     def lock_lost(self, name: LockName) -> None:
         if name.role == "dispatch":
             self.dispatcher.lose(name.handler_name)
+
+    def look_twice(self) -> None:
+        """Another process has made notifications, due by its clock: by ours that may still be a moment away."""
+        self.find_loop.wake()
+        if not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_later(_CLOCKS_DIFFER, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self.find_loop.wake()
 
     def locks_proven_until(self, moment: float) -> None:
         was_in_doubt = asyncio.get_running_loop().time() >= self._proven_until

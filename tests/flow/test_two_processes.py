@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
 import pytest
 
-from outboxio import Outbox
+from outboxio import Outbox, Settings
+from outboxio.clock import utc_now
 from outboxio.names import channel_name
-from tests.app import Emit, Look, eventually, opened
+from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.flow.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
@@ -209,6 +211,22 @@ async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
         await producer.executor.execute(Emit((number,)))
         call = (await handling.until("call", number))[-1]
         assert call["at"] - committed_at < 1.0
+
+
+async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_without_a_poll(postgres_url: str) -> None:
+    """Both have measured the database's clock, and one of them in haste."""
+    ahead = lambda: utc_now() + timedelta(milliseconds=100)  # noqa: E731
+    settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
+    async with (
+        opened(Outbox(postgres_url, namespace="app", clock=ahead, settings=settings)) as fanning,
+        Outbox(postgres_url, namespace="app", settings=settings) as handling,
+    ):
+        for outbox in (fanning, handling):
+            outbox.handler(MoneyDeposited, name="receipt")(journal)
+        async with fanning.running(handling=False), handling.running(fanout=False):
+            for number in range(1, 4):
+                await fanning.executor.execute(Emit((number,)))
+                await journal.calls(number)
 
 
 async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres_producer: Outbox) -> None:
