@@ -376,7 +376,8 @@ class Dispatcher:
         if not is_dying and too_old(notification, self._now, queue.retention):
             self._finished(run, expired(notification, run.lease))
             return True
-        run.task, run.started = task, now
+        # Whoever needs a transaction waits for it first, and that is not the handler's time.
+        run.task, run.started = task, 0.0 if is_dying or queue.delivery is Delivery.TRANSACTIONAL else now
         if self._watch_timer is None:
             self._watch()
         before = None
@@ -425,16 +426,18 @@ class Dispatcher:
             await stack.enter_async_context(self._transactions)
             queue.starts_now(run, loop.time())
             try:
-                session = await stack.enter_async_context(self._database.session())
+                session = run.session = await stack.enter_async_context(self._database.session())
                 await session.begin()
             except Exception as error:
                 raise NotBegun(queue.handler.name) from error
             tx = await self._work_in(session, run, envelope, states, work)
             try:
                 await to_the_end(commit(session, tx))
+            except CommitUnknown as error:
+                raise _NobodyKnows from error
             finally:
                 run.is_settled = tx.is_committed  # a cancellation meanwhile changes nothing about it
-        if tx.events:
+        if tx.events or tx.has_parts:
             self._emitted()
 
     async def _work_in(
@@ -540,8 +543,8 @@ class Dispatcher:
         if isinstance(error, _TakenByAnother):
             self.counters.refused += 1
             return None
-        if isinstance(error, CommitUnknown) and run.queue.delivery is Delivery.TRANSACTIONAL:
-            logger.warning("%s; the row says what became of it", error)
+        if isinstance(error, _NobodyKnows):
+            logger.warning("%s; the row says what became of it", error.__cause__)
             return None
         if run.interrupted or run.abandoned:
             return self._judge(run, error) if run.has_begun and not run.abandoned else None
@@ -692,7 +695,12 @@ class Dispatcher:
             extra={"handler_name": run.queue.handler.name, "event_id": str(run.notification.event_id)},
         )  # fmt: skip
         self._leave(run)
-        self._add(self._judge(run, error))
+        if run.session is None:
+            self._add(self._judge(run, error))
+        else:
+            # Its transaction holds the row, so no outcome could be written. It is found again when the run has ended.
+            run.session.discard()
+            self._release(run.notification)
         self._call_workers(1)
 
     def _leave_behind(self, run: Run) -> None:
@@ -870,6 +878,10 @@ class Dispatcher:
                     raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
+
+
+class _NobodyKnows(Exception):
+    """The connection was lost during the COMMIT of a run's own transaction."""
 
 
 class _TakenByAnother(Exception):

@@ -163,7 +163,7 @@ def hook_failure(
 ) -> Outcome:
     """The hook failed: the verdict stands, and only the hook is tried again. ``last``: ``None`` if it was not read."""
     due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap)
-    described = describe(error, now, notification.attempts, verdict=None if last is None else last.state, is_hook=True)
+    described = describe(error, now, notification.attempts, hook_of=last or Verdict(State.DEAD, UNKNOWN, 0))
     return Outcome(notification.id, lease, State.DYING, notification.attempts, due, described)
 
 
@@ -175,20 +175,32 @@ class Verdict(Struct, frozen=True):
     hook_failures: int
 
 
+UNKNOWN = HandlerFailed("unknown", "", "", None)
+
+
 def verdict_of(errors: str) -> Verdict:
     """The verdict in the ``errors`` column. A row that somebody made DYING by hand, without one, is DEAD."""
     entries = msgspec.json.decode(errors, type=list[dict[str, Any]])
-    unknown: dict[str, Any] = {}
     state = next((entry["verdict"] for entry in reversed(entries) if entry.get("verdict")), State.DEAD)
-    last = next((entry for entry in reversed(entries) if not entry.get("hook")), unknown)
-    error = HandlerFailed(
-        last.get("type", "unknown"), last.get("message", ""), last.get("traceback", ""), last.get("attempt")
+    hooks = [entry for entry in entries if "hook_of" in entry]
+    unknown: dict[str, Any] = {}
+    # Of the handler itself; where failed hooks have pushed it out of the column, they say what it was.
+    own = next(
+        (entry for entry in reversed(entries) if "hook_of" not in entry), hooks[-1]["hook_of"] if hooks else unknown
     )
-    return Verdict(State(state), error, sum(bool(entry.get("hook")) for entry in entries))
+    error = HandlerFailed(
+        own.get("type", UNKNOWN.type), own.get("message", ""), own.get("traceback", ""), own.get("attempt")
+    )
+    return Verdict(State(state), error, len(hooks))
 
 
 def describe(
-    error: BaseException, now: datetime, attempt: int, *, verdict: State | None = None, is_hook: bool = False
+    error: BaseException,
+    now: datetime,
+    attempt: int,
+    *,
+    verdict: State | None = None,
+    hook_of: Verdict | None = None,
 ) -> str:
     """One entry of the ``errors`` column: time, type, message, short traceback, attempt."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-6))
@@ -196,7 +208,7 @@ def describe(
         message = str(error)
     except BaseException as broken:  # an exception whose own __str__ fails must not lose its row
         message = f"<unprintable: {type(broken).__name__}>"
-    return _error_json(_type_name(error), message, now, trace, attempt, verdict, is_hook)
+    return _error_json(_type_name(error), message, now, trace, attempt, verdict, hook_of)
 
 
 def shown(error: BaseException) -> str:
@@ -229,7 +241,7 @@ def _error_json(
     trace: str = "",
     attempt: int | None = None,
     verdict: State | None = None,
-    is_hook: bool = False,
+    hook_of: Verdict | None = None,
 ) -> str:
     entry: dict[str, Any] = {
         "time": None if now is None else now.isoformat(timespec="microseconds"),
@@ -240,8 +252,12 @@ def _error_json(
     }
     if verdict is not None:
         entry["verdict"] = verdict
-    if is_hook:
-        entry["hook"] = True
+    if hook_of is not None:
+        of = hook_of.error
+        entry["verdict"] = hook_of.state
+        entry["hook_of"] = {
+            "type": of.type, "message": of.message, "traceback": of.traceback, "attempt": of.attempt,
+        }  # fmt: skip
     return msgspec.json.encode(entry).decode()
 
 

@@ -14,6 +14,7 @@ from outboxio.handler import DeadHook, Delivery, Handler
 from outboxio.notification import BEGINNING, Notification, Position, Wanted
 from outboxio.outcome import Lease, Verdict
 from outboxio.settings import Settings
+from outboxio.storage.protocols import Session
 
 SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
 SWEEP_IN_FLIGHT = 0.05  # seconds between sweeps while so much is in flight that reading past it costs something
@@ -29,7 +30,7 @@ class Run:
 
     __slots__ = (
         "abandoned", "cancelled_at", "has_begun", "interrupted", "is_settled", "lease", "notification", "queue",
-        "started", "task", "verdict",
+        "session", "started", "task", "verdict",
     )  # fmt: skip
 
     def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
@@ -44,6 +45,8 @@ class Run:
         """Whether a handler that may run only once was called."""
         self.is_settled = False
         """Whether its outcome is committed already, together with what the handler wrote."""
+        self.session: Session | None = None
+        """The transaction that it works in, if it needs one."""
         self.verdict: Verdict | None = None
         """What was decided about it, if its hook is owed."""
         self.task: asyncio.Task[None] | None = None

@@ -79,6 +79,8 @@ class Transaction:
         self.events: list[EventRecord] = []
         self.in_handler = in_handler
         """Whether it is a handler's: ``envelope.tx``, or an action that joined it."""
+        self.has_parts = False
+        """Whether actions have joined it, which may have written events of their own."""
         self.is_committed = False
         """Whether the rows of the action, and its events, are in the database for good."""
 
@@ -133,6 +135,7 @@ class Transaction:
         """Another action's view of the same transaction: what it emits is its own."""
         if self._closed:
             raise TransactionClosed(self.action_name)
+        self.has_parts = True
         return Transaction(
             self._session, self._emitter, action_id=action_id, action_name=action_name, now=now, shard=self.shard,
             resources=self.resources, cause=self._cause, in_handler=self.in_handler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import runpy
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from examples import quickstart
+from examples import exactly_once, inbox_fraud, quickstart
 from examples.wallets import demo, domain, handlers
 from outboxio import Outbox, Transaction
 from tests.app import Look, eventually
@@ -149,12 +150,60 @@ async def test_the_quickstart_runs_on_every_database(database_url: str, capsys: 
     assert mail.endswith(" received 10.00")
 
 
-def test_the_quickstart_needs_no_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["quickstart.py"])
+async def test_a_transactional_handler_that_crashes_counts_once(
+    database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # what the first left behind does not change the second
+        await exactly_once.main(database_url)
 
-    runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
+        assert capsys.readouterr().out.splitlines() == [
+            "run 1: one more visitor of /home, that makes 1",
+            "run 1: crashes, after its UPDATE and before it has ended",
+            "run 2: one more visitor of /home, that makes 1",
+            "2 runs, 1 visitor: what the first run wrote was rolled back",
+        ]
+    assert {row["state"] for row in await look.notifications()} == {"SUCCEEDED"}
+    assert not {table for table in await look.tables() if "visits" in table}
 
-    assert "received 10.00" in capsys.readouterr().out
+
+async def test_the_inbox_checks_a_suspicious_user_once(
+    database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        await inbox_fraud.main(database_url)
+
+        assert capsys.readouterr().out.splitlines() == [
+            "m-1: RECEIVED",
+            "m-1: DUPLICATE",
+            "m-2: RECEIVED",
+            "m-2: DUPLICATE",
+            "m-1: CONFLICT",
+            "m-1: CONFLICT",
+            "checked: order 1 of mallory, held",
+            "checked: order 2 of mallory, fine",
+            "2 checks, orders held: [1], conflicts: 2",
+        ]
+    assert not {table for table in await look.tables() if "fraud" in table}
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("quickstart.py", "received 10.00"),
+        ("exactly_once.py", "2 runs, 1 visitor"),
+        ("inbox_fraud.py", "2 checks, orders held: [1]"),
+    ],
+)
+def test_a_script_needs_no_arguments(
+    script: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script])
+    log = logging.getLogger("outboxio")
+    monkeypatch.setattr(log, "level", log.level)  # a script that is run for a reader may keep quiet about its crash
+
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+    assert says in capsys.readouterr().out
 
 
 async def test_the_fastapi_application_takes_deposits(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

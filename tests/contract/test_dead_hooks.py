@@ -274,3 +274,20 @@ async def test_shutdown_leaves_an_owed_hook_owed(make_outbox: MakeOutbox, look: 
         await outbox.executor.execute(Emit((1,)))
         await begun.wait()
     assert (await look.states(), await balances(look)) == ({"DYING": 1}, [])
+
+
+async def test_a_hook_that_fails_for_long_is_still_told_why(outbox: Outbox, clock: MovableClock) -> None:
+    """A row keeps ten errors; those of the hook do not push out what it is about."""
+    told: list[tuple[str, str, int | None]] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append((error.type, error.message, error.attempt))
+        raise ConnectionError("the mail server is down")
+
+    outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
+    await outbox.executor.execute(Emit((1,)))
+    for _ in range(14):
+        await outbox.drain()
+        clock.advance(timedelta(minutes=10))
+    assert len(told) == 14
+    assert set(told) == {("Unprocessable", "never", 1)}

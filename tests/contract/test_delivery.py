@@ -400,3 +400,68 @@ async def test_a_mixture_of_modes_settles_each_by_its_own(outbox: Outbox, look: 
 
 async def _deposit(tx: Transaction) -> None:
     tx.emit(MoneyDeposited(uuid4(), Decimal(3)))
+
+
+async def test_waiting_for_the_transactions_of_others_is_not_the_handlers_time(outbox: Outbox, look: Look) -> None:
+    """There are fewer transactions than runs, and all runs together take longer than one may."""
+    calls = 0
+
+    @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="1s")
+    async def handle(envelope: Envelope) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.15)
+
+    await outbox.executor.execute(Emit(tuple(range(12 if look.is_file else 100))))
+    drained = await outbox.drain()
+
+    assert (drained.failed, drained.succeeded) == (0, calls)
+
+
+async def test_events_of_an_action_that_joined_wake_fanout(make_outbox: MakeOutbox, look: Look) -> None:
+    await look.fetch(WALLETS)
+    outbox = await make_outbox(settings=Settings(fanout_poll_delay="60s", handling_poll_delay="60s"))
+    opened = Journal()
+    outbox.handler(WalletOpened, name="hears")(opened)
+
+    @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
+    async def handle(envelope: Envelope) -> None:
+        await envelope.execute(Open("w1"))
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await opened.calls(1)
+
+
+async def test_a_handler_that_ignores_its_cancellation_keeps_no_other_outcome_from_being_written(
+    outbox: Outbox, look: Look
+) -> None:
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    let_go = asyncio.Event()
+
+    @outbox.handler(MoneyDeposited, name="stuck", delivery="transactional", timeout="100ms")
+    async def handle(envelope: Envelope) -> None:
+        while not let_go.is_set():
+            try:
+                await let_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    quick = Journal()
+    outbox.handler(WalletOpened, name="quick")(quick)
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await eventually(lambda: counters(outbox).stuck == 1)
+        await outbox.executor.execute(doing(_open))
+        await quick.calls(1)
+        await eventually(lambda: _states(look, {"SUCCEEDED": 1, "PENDING": 1}))
+        let_go.set()
+
+
+async def _states(look: Look, expected: dict[str, int]) -> bool:
+    return await look.states() == expected
+
+
+async def _open(tx: Transaction) -> None:
+    tx.emit(WalletOpened(uuid4()))

@@ -44,12 +44,11 @@ _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != 
 _BY_DUE = "eventlog.event_notifications n FORCE INDEX (event_notifications_due)"
 _BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 
-# Which of the wanted have anything due: an idle poll is this one statement.
-ANY_DUE = in_both(f"""
-SELECT 1 FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
-  ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
-WHERE n.next_retry_at <= %(now)s LIMIT 1
-""")
+# Put together with UNION ALL, one for each handler name. As a join it would read everything of a name that is not due.
+ANY_DUE = f"""
+(SELECT 1 FROM {_BY_DUE}
+WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s AND n.next_retry_at <= %s LIMIT 1)
+"""
 
 # These are put together with UNION ALL, one for each handler name: each is one walk along the index, from its own
 # position. Said with OR the position is two ranges of the index, which a comparison of pairs would not be. No row is
@@ -196,7 +195,8 @@ class MysqlNotifications:
             return 0
 
     async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
-        return bool(await self._admin.fetch(ANY_DUE, {"namespace": namespace, "now": now, "names": as_json(names)}))
+        args = tuple(value for name in names for value in (namespace, name, now))
+        return bool(names and await self._admin.fetch_all(ANY_DUE, len(names), args))
 
     async def count_states(self, namespace: str) -> dict[str, int]:
         return {row[0]: row[1] for row in await self._admin.fetch(COUNT_STATES, {"namespace": namespace})}
