@@ -23,6 +23,7 @@ from pymysql.constants import COMMAND
 
 from outboxio import Action, Outbox, Transaction
 from outboxio.action import Retries
+from outboxio.storage.mysql.session import STILL_OPEN
 from tests import mysql
 from tests.app import Look
 from tests.sql import sql
@@ -98,8 +99,8 @@ def _tap(connection: aiomysql.Connection, note: Callable[[str], None]) -> None:
     async def tapped(command: int, statement: str | bytes | bytearray) -> None:
         if command == COMMAND.COM_QUERY:
             sent = statement if isinstance(statement, str) else statement.decode()
-            # The first half of this message is how outboxio makes sure that its transaction is still there.
-            note(sent.removeprefix("RELEASE SAVEPOINT outboxio;"))
+            # The first part of a message is how outboxio makes sure that its transaction is still there.
+            note(sent.removeprefix(STILL_OPEN).removeprefix("RELEASE SAVEPOINT outboxio;"))
         await send(command, statement)
 
     connection._execute_command = tapped

@@ -154,6 +154,20 @@ async def test_an_action_that_joins_commits_or_fails_with_the_handler(outbox: Ou
     assert str(opened["causation_id"]) == str(deposited["id"])
 
 
+async def test_several_actions_join_and_the_handler_emits_beside_them(outbox: Outbox, look: Look) -> None:
+    @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
+    async def handle(envelope: Envelope) -> None:
+        for wallet_id in ("w1", "w2"):
+            await envelope.execute(Open(wallet_id))
+            await envelope.tx.execute("UPDATE wallets SET balance = balance + 1")
+        envelope.emit(WalletOpened(uuid4()))
+
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).succeeded == 1
+    assert sorted(await balances(look)) == [8, 9]
+    assert await types(look) == ["WalletOpened"] * 3
+
+
 async def test_an_action_of_its_own_inside_the_transaction_is_refused_with_the_way_to_join(outbox: Outbox) -> None:
     caught: list[str] = []
 

@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 # A transaction that has ended does not know its savepoint: that tells it apart whatever ended it, a deadlock that was
 # swallowed, a CREATE TABLE, a COMMIT inside a procedure. After it, statements would be committed one by one.
+# Each message that must not be committed alone begins with giving the savepoint up; it is made again for the next one.
 BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
-STILL_OPEN = "RELEASE SAVEPOINT outboxio"
+STILL_OPEN = "RELEASE SAVEPOINT outboxio; SAVEPOINT outboxio;"
+COMMIT = "RELEASE SAVEPOINT outboxio; COMMIT"
 _NO_SUCH_SAVEPOINT = 1305
 _TOO_LARGE = 1301
 
@@ -132,7 +134,6 @@ class MysqlSession:
         self._is_callers = is_callers
         self._is_over = False
         self._has_run = False
-        self._checked = False
 
     @property
     def connection(self) -> Any:
@@ -147,9 +148,7 @@ class MysqlSession:
 
     async def commit(self) -> None:
         try:
-            if not self._checked:
-                await self._require_open(run(self._connection, STILL_OPEN))
-            await run(self._connection, "COMMIT")
+            await self._require_open(run(self._connection, COMMIT))
         except Exception as error:
             if errors.is_unreachable(error):
                 raise CommitLost from error
@@ -204,9 +203,8 @@ class MysqlSession:
         if self._is_callers:
             await insert_events(self._connection, action, events, self._server)
             return
-        first = f"{STILL_OPEN};".encode()
+        first = STILL_OPEN.encode()
         await self._require_open(insert_events(self._connection, action, events, self._server, first))
-        self._checked = True
 
     async def _require_open(self, statements: Awaitable[Any]) -> None:
         """Run statements of which the first releases the savepoint; without it there is no transaction any more."""
@@ -215,7 +213,6 @@ class MysqlSession:
         except Exception as error:
             if errors.number(error) == _NO_SUCH_SAVEPOINT:
                 raise TransactionLost from error
-            self._checked = True  # it was a later one that failed
             raise
 
     def _spelled(self, value: Any) -> str:
