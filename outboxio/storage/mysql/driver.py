@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
@@ -49,7 +50,11 @@ _OurConnection.__module__ = Connection.__module__
 async def connect(**arguments: Any) -> Any:
     """A connection of our own, as ``aiomysql.connect`` makes it."""
     connection: Any = _OurConnection(**arguments)
-    await connection._connect()
+    try:
+        await connection._connect()
+    except Exception:
+        await asyncio.sleep(0)  # the driver has only asked for the socket to be closed: it must not outlive its loop
+        raise
     return connection
 
 
