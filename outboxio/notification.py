@@ -45,6 +45,8 @@ class Context(Struct, frozen=True, array_like=True):
     causation_id: UUID | None
     headers: msgspec.Raw
     hops: int
+    ordering_key: str | None
+    created_date: datetime
 
 
 _decode_context = msgspec.json.Decoder(Context).decode

@@ -53,6 +53,45 @@ class Consumed(Struct, frozen=True):
     consumed_date: datetime
 
 
+class Owed(Struct, frozen=True, kw_only=True):
+    """One notification as it is made outside of fan-out; the rest of its columns are the event's."""
+
+    id: UUID
+    handler_name: str
+    state: str
+    attempts: int
+    next_retry_at: datetime
+    errors: str
+    """A JSON array."""
+    ordering_key: str | None
+    priority: int
+
+
+class Head(Struct, frozen=True):
+    """The first row in line of an ordering key."""
+
+    id: UUID
+    state: str
+
+
+class Purged(Struct, frozen=True):
+    """What one batch of removing did.
+
+    ``position`` is the id of the last row that was looked at; ``None`` at the end, which is also where a whole batch
+    was too young: ids grow with time.
+    """
+
+    removed: int
+    position: UUID | None
+
+
+class Pause(Struct, frozen=True):
+    """A handler that an operator paused. ``ended_date``: when it was unpaused; ``None`` while it lasts."""
+
+    handler_name: str
+    ended_date: datetime | None
+
+
 class Session(Protocol):
     """One connection, checked out for one transaction of the application."""
 
@@ -89,15 +128,19 @@ class Session(Protocol):
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None: ...
 
-    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
-        """Lock a notification in one of these states until the transaction ends; its errors, as JSON text.
+    async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
+        """Lock notifications until the transaction ends; their errors, as JSON text, by id.
 
-        ``None`` if it is in another state by now, or somebody else has locked it.
+        Those that are in none of these states by now, or that somebody else has locked, are left out.
         """
         ...
 
-    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
-        """Write the outcome of a claimed notification, to be committed with everything else."""
+    async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
+        """Write one outcome of claimed notifications, to be committed with everything else."""
+        ...
+
+    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+        """Make notifications of an event that this transaction has written, and mark it delivered."""
         ...
 
     async def consume(self, consumed: Consumed) -> Consumed:
@@ -119,6 +162,10 @@ class EventRepository(Protocol):
 
         ``rooms``: how many events of each key to take at most; keys not named there share one ``batch_size``.
         Subscriptions count that were seen after ``seen_since``.
+
+        Keys that ordered handlers want advance together: of these keys none is taken beyond the last event of one that
+        filled its room, so that no later event of an ordering key is made due before an earlier one of another type.
+        Where that left something of a key, it counts as full.
         """
         ...
 
@@ -175,9 +222,109 @@ class NotificationRepository(Protocol):
         self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
     ) -> list[NotificationRecord]: ...
 
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        """These notifications, or those of these events: an id may be of either."""
+        ...
+
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int: ...
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int: ...
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        """Skip the DEAD and EXPIRED rows of a key, which park it; how many."""
+        ...
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        """Make finished rows of these names due again, by event date (``since <= date < until``), as a retry does.
+
+        ``types``: no other event types; empty for all. In pieces, each a transaction of its own.
+        """
+        ...
+
+
+class LineRepository(Protocol):
+    """Rows of ``event_notifications`` that wait for one another.
+
+    In line are the unfinished rows of one ordering key of an ordered handler, under its name and its aliases; a line's
+    head is the one of the lowest sequence, and the others wait for it. A DEAD or EXPIRED row is in line as well where
+    it parks its key. A row that waits is BLOCKED, which keeps it out of the due index. Only whoever holds the
+    handler's dispatch lock blocks and unblocks; both may be done too often, for no row is started on the word of its
+    state alone.
+    """
+
+    async def find_heads(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], *, parks: bool
+    ) -> dict[str, Head]:
+        """The head of each key that has one, over all names. ``parks``: whether DEAD and EXPIRED rows count."""
+        ...
+
+    async def heads_after(
+        self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
+    ) -> dict[str, Head]:
+        """The heads of the next keys behind ``after`` (``None``: from the first) under one name, by key in order."""
+        ...
+
+    async def block(self, ids: Sequence[UUID], now: datetime) -> int:
+        """Make PENDING and FAILED rows BLOCKED; how many."""
+        ...
+
+    async def unblock(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, now: datetime
+    ) -> int:
+        """Make the first ``limit`` BLOCKED rows of each key PENDING; how many. Their retention begins now."""
+        ...
+
+    async def find_preceded(self, ids: Sequence[UUID]) -> set[UUID]:
+        """Those of these rows for whose event a row of lower priority is PENDING or BLOCKED."""
+        ...
+
+    async def find_blocked(
+        self, namespace: str, names: Sequence[str], after: int, limit: int
+    ) -> list[tuple[int, UUID]]:
+        """BLOCKED rows without an ordering key behind a sequence: sequence and event id, in order of the sequence."""
+        ...
+
+    async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
+        """Make those BLOCKED rows of these events PENDING that are preceded no more; how many."""
+        ...
+
+    async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
+        """Make PENDING rows due at ``until``, from when on their retention counts as well; how many."""
+        ...
+
+
+class RetentionRepository(Protocol):
+    """Removing what was kept long enough, in small batches, along an index or the primary key."""
+
+    async def purge_notifications(
+        self, namespace: str, position: UUID, finished_before: datetime, dead_before: datetime, limit: int
+    ) -> Purged:
+        """Look at up to ``limit`` rows behind ``position``, by id, and remove those that ended long enough ago.
+
+        SUCCEEDED, EXPIRED and SKIPPED rows that were last updated before ``finished_before``, DEAD ones before
+        ``dead_before``; never one that parks a key in which rows are BLOCKED, and none of another namespace.
+        """
+        ...
+
+    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> Purged:
+        """Look at up to ``limit`` events behind ``position``, by id, and remove settled ones older than ``before``.
+
+        By ``event_date``. Settled are sentinels, and delivered events of which no notification is unfinished.
+        """
+        ...
+
+    async def purge_consumed(self, before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; how many."""
+        ...
 
 
 class SubscriptionRepository(Protocol):
@@ -189,6 +336,22 @@ class SubscriptionRepository(Protocol):
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
         """The names, aliases included, of all handlers that some instance has."""
+        ...
+
+    async def names_of(self, namespace: str, handler_name: str) -> set[str]:
+        """The name itself, and all aliases that were ever announced with it."""
+        ...
+
+    async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
+        """Write that a handler is paused; nothing changes if it is."""
+        ...
+
+    async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
+        """Write that its pause has ended; how many pauses that were: 1, or 0 if it was not paused."""
+        ...
+
+    async def pauses(self, namespace: str) -> list[Pause]:
+        """All pauses, those that are over included: rows that waited then count their retention from their end."""
         ...
 
     async def forget(self, namespace: str, handler_name: str) -> int: ...
@@ -263,6 +426,12 @@ class Database(Protocol):
 
     @property
     def notifications(self) -> NotificationRepository: ...
+
+    @property
+    def lines(self) -> LineRepository: ...
+
+    @property
+    def retention(self) -> RetentionRepository: ...
 
     @property
     def subscriptions(self) -> SubscriptionRepository: ...
