@@ -2,7 +2,9 @@
 
 from outboxio.action import Action, Retry
 from outboxio.backoff import RetryPolicy
+from outboxio.batch import Batch
 from outboxio.clock import Clock
+from outboxio.consuming import Consumption, Received
 from outboxio.envelope import EventEnvelope
 from outboxio.errors import (
     AmbiguousTypeName,
@@ -24,6 +26,7 @@ from outboxio.errors import (
     PoolTooSmall,
     RegistrationError,
     RetryAfter,
+    ReturnedAsFailed,
     SameDatabase,
     SchemaError,
     SchemaMissing,
@@ -39,10 +42,12 @@ from outboxio.errors import (
     Unprocessable,
 )
 from outboxio.event import Event
-from outboxio.handler import Delivery, EventHandler
-from outboxio.inbox import Inbox, Received
+from outboxio.handler import EventHandler
+from outboxio.inbox import Inbox
 from outboxio.notification import NotificationRecord, State
+from outboxio.options import Delivery, OnDeadKey
 from outboxio.outbox import Drained, Outbox
+from outboxio.retention import Removed
 from outboxio.settings import Settings
 from outboxio.storage import Shard
 from outboxio.transaction import Transaction
@@ -52,10 +57,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "AmbiguousTypeName",
+    "Batch",
     "Clock",
     "CommitUnknown",
     "ConcurrentUse",
     "ConfigurationError",
+    "Consumption",
     "DatabaseError",
     "DatabaseUnavailable",
     "Delivery",
@@ -73,15 +80,18 @@ __all__ = [
     "NoTransaction",
     "NotBegun",
     "NotificationRecord",
+    "OnDeadKey",
     "Outbox",
     "OutboxError",
     "PoolTooSmall",
     "PooledConnection",
     "Received",
     "RegistrationError",
+    "Removed",
     "Retry",
     "RetryAfter",
     "RetryPolicy",
+    "ReturnedAsFailed",
     "SameDatabase",
     "SchemaError",
     "SchemaMissing",

@@ -12,6 +12,9 @@ While there is a backlog, reading goes on from there; a sweep from the beginning
 as soon as the backlog ends, and at least twice a second while it lasts. So a retry, a late commit or a row that an
 operator put back is never missed, and a drain reads every row once.
 
+What is due may still have to wait, for its ordering key or for other handlers: ``lines.py`` decides that between
+finding and running. How a handler is called, and what its end means, is in ``calling.py``.
+
 A worker is a task of its own kind: a handler that ignores its cancellation cannot be waited for, which a TaskGroup
 would do for ever. All tasks are kept here, and :meth:`stop` accounts for each.
 """
@@ -23,70 +26,31 @@ import contextvars
 import logging
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
-import msgspec
-
 from outboxio.backoff import pause_after
+from outboxio.calling import Caller, Counters
 from outboxio.clock import Clock
-from outboxio.emission import encode_params
-from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
-from outboxio.errors import CommitUnknown, InterruptedRun, InvalidEvent, NotBegun, ShutdownError
-from outboxio.event import ActionRecord, Event
-from outboxio.handler import DeadHook, Delivery, Handler, HandlerRegistry
-from outboxio.ids import uuid7
+from outboxio.envelope import HandlerContext, current_envelope
+from outboxio.errors import ShutdownError
+from outboxio.handler import HandlerRegistry
+from outboxio.lines import Lines
 from outboxio.notification import BEGINNING, Notification, State, Wanted
-from outboxio.outcome import (
-    Bucket,
-    Lease,
-    Outcome,
-    expired,
-    failure,
-    hook_failure,
-    in_buckets,
-    shown,
-    success,
-    too_old,
-    verdict_of,
-)
-from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, HandlerQueue, Run, Source
+from outboxio.options import DeadHook
+from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown, too_old
+from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, BatchRun, HandlerQueue, Run, Source, Turns
 from outboxio.quota import Quotas
-from outboxio.round import NOTHING, Round
+from outboxio.round import Round
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database, Session
-from outboxio.transaction import Transaction, commit, open_transaction, roll_back
-from outboxio.waiting import to_the_end
+from outboxio.storage.protocols import Database, Pause
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[Run, EventEnvelope[Any]], Awaitable[tuple[State, int]]]
-"""What is done within a transaction, and the state and attempts that the row has after it."""
-
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
-_NULL = (None, msgspec.Raw(b"null"))
 TRIES_TO_SETTLE = 5  # of one drain, within about three seconds
-
-
-class Counters(msgspec.Struct):
-    """What this process did with notifications since it started."""
-
-    succeeded: int = 0
-    failed: int = 0
-    expired: int = 0
-    dead: int = 0
-    dying: int = 0
-    """Verdicts, and failed tries of their hooks: the hook is owed."""
-    refused: int = 0
-    """Outcomes that the fence refused: another process holds the handler now, or the row was settled already."""
-    stuck: int = 0
-
-    def count(self, state: State, number: int) -> None:
-        name = state.lower()
-        setattr(self, name, getattr(self, name) + number)
 
 
 class Dispatcher:
@@ -103,11 +67,11 @@ class Dispatcher:
         *,
         on_dead: DeadHook | None,
         emitted: Callable[[], None],
+        unblocked: Callable[[], None],
         left_behind: set[UUID],
     ) -> None:
         self.counters = Counters()
-        self.home: asyncio.Task[Any] | None = None
-        """The task that everything here belongs to: when it is cancelled, so is everything."""
+        self.caller = Caller(namespace, database, handlers, clock, context, self.counters, emitted=emitted)
         self.wake_finding: Callable[[], None] = _nothing
         self.wake_settling: Callable[[], None] = _nothing
         self.doubt: Callable[[Lease], None] = lambda lease: None
@@ -116,15 +80,20 @@ class Dispatcher:
         self._handlers = handlers
         self._clock = clock
         self._settings = settings
-        self._context = context
         self._emitted = emitted
-        self._queues = {id(h): HandlerQueue(h, settings, len(handlers), on_dead) for h in handlers}
+        strict = handlers.strict_types()
+        self._queues = {id(h): HandlerQueue(h, settings, len(handlers), on_dead, strict) for h in handlers}
+        self._lines = Lines(
+            namespace, database.lines, clock, release=self._release_run, skip=self._add, unblocked=unblocked
+        )
+        self._is_choosy = any(queue.is_choosy for queue in self._queues.values())
         self._unclaimed = sum(queue.share for queue in self._queues.values())
         self._held_back: list[HandlerQueue] = []
         self._sources: dict[str, Source] = {}
         self._quotas = Quotas(settings.handling_batch_size)
         self._in_flight: dict[UUID, Run] = {}
-        self._runnable: deque[HandlerQueue] = deque()
+        has_priorities = len({queue.priority for queue in self._queues.values()}) > 1
+        self._runnable: deque[HandlerQueue] | Turns = Turns() if has_priorities else deque()
         self._ready = 0
         self._running = 0
         self._waiting: list[Outcome] = []
@@ -132,12 +101,11 @@ class Dispatcher:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
         self._workers: set[asyncio.Task[None]] = set()
-        self._stuck: dict[asyncio.Task[None], Run] = {}
+        self._stuck: dict[asyncio.Task[None], list[UUID]] = {}
         self._left_behind = left_behind
         self._idle: list[asyncio.Future[bool]] = []
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._transactions = asyncio.Semaphore(database.handler_transactions)
         self._finding = asyncio.Lock()
         self._settled_meanwhile: set[UUID] = set()
         self._settling = asyncio.Lock()
@@ -155,17 +123,32 @@ class Dispatcher:
         if handler is not None:
             source = self._sources[name] = Source(name, self._queues[id(handler)], lease)
             source.in_flight = sum(run.notification.handler_name == name for run in self._in_flight.values())
+            self._lines.look_along_soon()
             self.wake_finding()
 
     def lose(self, name: str) -> None:
         """It does no longer: nothing of this name is started any more. What runs goes on; the fence judges it."""
         if self._sources.pop(name, None) is not None:
-            self._drop_ready(lambda run: run.notification.handler_name == name)
+            self._drop_ready(lambda row: row.notification.handler_name == name)
             self._refused_runs = {i: r for i, r in self._refused_runs.items() if r.notification.handler_name != name}
 
     def trust_until(self, moment: float) -> None:
         """Start nothing after this moment of the event loop's clock, unless the locks are proven anew."""
         self._proven_until = moment
+
+    def heed_pauses(self, pauses: Iterable[Pause]) -> None:
+        """Start nothing of a paused handler. What waited for the end of a pause has its retention from there."""
+        by_name = {pause.handler_name: pause for pause in pauses}
+        for source in self._sources.values():
+            found = [by_name[name] for name in source.queue.handler.names if name in by_name]
+            was_paused = source.is_paused
+            source.is_paused = any(pause.ended_date is None for pause in found)
+            ended = [pause.ended_date for pause in found if pause.ended_date is not None]
+            source.queue.retention_renewed = max([datetime.min, *ended])
+            if source.is_paused and not was_paused:
+                self._drop_ready(lambda row, name=source.name: row.notification.handler_name == name)  # type: ignore[misc]
+            elif was_paused and not source.is_paused:
+                self.wake_finding()
 
     # --- one round -----------------------------------------------------------------------------
 
@@ -174,6 +157,13 @@ class Dispatcher:
         found = await self.find_once()
         await self.finish()
         return found
+
+    def flush(self) -> bool:
+        """Call batch handlers with what they have, however little it is; whether there was anything."""
+        gathering = [queue for queue in self._queues.values() if queue.gathering]
+        for queue in gathering:
+            self._make_batches(queue, flush=True)
+        return bool(gathering)
 
     async def finish(self) -> None:
         """Wait until nothing is ready or running, and everything is settled. A write that fails is tried again."""
@@ -201,17 +191,60 @@ class Dispatcher:
         """Read due rows for every name that has room; at most about one batch."""
         async with self._finding:
             now = asyncio.get_running_loop().time()
+            moved = await self._move_up(now) if self._is_choosy else 0
             asked = self._next_reads(now)
             if not asked:
-                return NOTHING
+                return Round(moved)
             self._now = self._clock()
             self._settled_meanwhile.clear()
             rows = await self._database.notifications.find_due(
                 self._namespace, self._now, [wanted for _, wanted in asked]
             )
-            started = self._take_in(rows)
+            started, undecided = self._take_in(rows)
             more = self._learn(asked, rows, now)
-        return Round(started, more)
+            if undecided:
+                started += await self._admit(undecided)
+            for queue in {id(source.queue): source.queue for source, _ in asked if source.queue.batch}.values():
+                self._make_batches(queue)
+            self._call_workers(started)
+        return Round(moved + started, more)
+
+    async def _move_up(self, now: float) -> int:
+        """Start what waited for others that have ended; how many rows, those included that were unblocked."""
+        if self._stopping or now > self._proven_until:
+            return 0
+        before = self._lines.unblocked
+        moved = await self._lines.advance(self._sources.values(), now)
+        for run in moved:
+            self._make_ready(run)
+        self._call_workers(len(moved))
+        unblocked = self._lines.unblocked - before
+        if unblocked:
+            self._sweep_soon()
+        return len(moved) + unblocked
+
+    async def _admit(self, undecided: Mapping[HandlerQueue, list[Run]]) -> int:
+        """Make ready what need not wait for anything; how many rows that were."""
+        waiting, before, admitted = dict(undecided), self._lines.unblocked, 0
+        try:
+            while waiting:
+                queue, runs = waiting.popitem()
+                for run in await self._lines.admit(queue, runs):
+                    admitted += self._make_ready(run)
+        finally:
+            for runs in waiting.values():
+                for run in runs:
+                    self._release_run(run)
+        if self._lines.unblocked > before:
+            self._sweep_soon()
+            self.wake_finding()
+        return admitted
+
+    def _sweep_soon(self) -> None:
+        """Rows became due behind the position, so the next read begins at the beginning."""
+        for source in self._sources.values():
+            if source.queue.is_choosy:
+                source.swept_at = float("-inf")
 
     def _next_reads(self, now: float) -> list[tuple[Source, Wanted]]:
         batch = self._settings.handling_batch_size
@@ -219,18 +252,18 @@ class Dispatcher:
             return []
         if len(self._waiting) > 4 * self._settings.outcome_batch + batch:
             return []  # the database takes outcomes more slowly than handlers make them
-        open_sources = [source for source in self._sources.values() if source.queue.wants_more]
+        open_sources = [s for s in self._sources.values() if s.queue.wants_more and not s.is_paused]
         rooms = self._quotas.rooms([source.name for source in open_sources])
         for queue in {id(source.queue): source.queue for source in open_sources}.values():
             queue.adapt_window(now)
         return [(s, s.next_read(min(rooms[s.name], s.queue.window), now)) for s in open_sources]
 
-    def _take_in(self, rows: Iterable[Notification]) -> int:
-        """Queue the rows that are not in flight; how many.
+    def _take_in(self, rows: Iterable[Notification]) -> tuple[int, dict[HandlerQueue, list[Run]]]:
+        """Queue the rows that are not in flight; how many, and those besides that may still have to wait.
 
         Rows that were settled while this read was under way may be in it as they were before.
         """
-        taken = 0
+        taken, undecided = 0, dict[HandlerQueue, list[Run]]()
         in_flight, sources, settled = self._in_flight, self._sources, self._settled_meanwhile
         for row in rows:
             source = sources.get(row.handler_name)
@@ -242,13 +275,54 @@ class Dispatcher:
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
             source.in_flight += 1
-            queue.ready.append(run)
-            self._ready += 1
+            if queue.is_choosy:
+                undecided.setdefault(queue, []).append(run)
+            else:
+                taken += self._make_ready(run)
+        return taken, undecided
+
+    def _make_ready(self, run: Run) -> int:
+        """Put a row where a worker finds it, unless its lock was lost meanwhile; how many runs that makes."""
+        queue = run.queue
+        source = self._sources.get(run.notification.handler_name)
+        if source is None or source.is_paused or self._stopping:
+            self._release_run(run)
+            return 0
+        if run.notification.retention_from < queue.retention_renewed:
+            run.notification.retention_from = queue.retention_renewed
+        if queue.batch is not None and run.notification.state != State.DYING:
+            queue.gathering.append(run)
+            return 0
+        queue.ready.append(run)
+        self._ready += 1
+        self._quiet.clear()
+        self._list(queue)
+        return 1
+
+    def _make_batches(self, queue: HandlerQueue, *, flush: bool = False) -> None:
+        """Make calls of what has gathered: full ones at once, the last one when it has waited long enough."""
+        assert queue.batch is not None
+        made = 0
+        reads_on = any(source.has_backlog for source in self._sources.values() if source.queue is queue)
+        flush = flush or (queue.batch.longest_wait == 0 and not reads_on)
+        while len(queue.gathering) >= queue.batch.size or (flush and queue.gathering):
+            queue.ready.append(queue.take_batch())
+            made += 1
+        if made:
+            self._ready += made
             self._quiet.clear()
             self._list(queue)
-            taken += 1
-        self._call_workers(taken)
-        return taken
+            self._call_workers(made)
+        if queue.gather_timer is not None and (made or not queue.gathering):
+            queue.gather_timer.cancel()
+            queue.gather_timer = None
+        if queue.gathering and queue.gather_timer is None:
+            wait = max(queue.batch.longest_wait, SWEEP_IN_FLIGHT)
+            queue.gather_timer = asyncio.get_running_loop().call_later(wait, self._wait_is_over, queue)
+
+    def _wait_is_over(self, queue: HandlerQueue) -> None:
+        queue.gather_timer = None
+        self._make_batches(queue, flush=True)
 
     def _proves_lease_over(self, row: Notification, lease: Lease) -> bool:
         """Whether an outcome of this row was refused under this lease, although the row was never settled.
@@ -330,7 +404,7 @@ class Dispatcher:
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
         if (stuck := self._stuck.pop(worker, None)) is not None:
-            self._left_behind.discard(stuck.notification.id)
+            self._left_behind.difference_update(stuck)
             self.wake_finding()
         if not worker.cancelled() and worker.exception() is not None:
             logger.error("a worker failed; another takes its place", exc_info=worker.exception())
@@ -370,246 +444,56 @@ class Dispatcher:
         return await waiter
 
     async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> bool:
-        """Call the handler for one notification; whether this worker may go on."""
+        """Call the handler for one run; whether this worker may go on."""
         queue, notification = run.queue, run.notification
         is_dying = notification.state == State.DYING
-        if not is_dying and too_old(notification, self._now, queue.retention):
+        if isinstance(run, BatchRun):
+            self._expire_old(run)
+        elif not is_dying and too_old(notification, self._now, queue.retention):
             self._finished(run, expired(notification, run.lease))
             return True
         # Whoever needs a transaction waits for it first, and that is not the handler's time.
-        run.task, run.started = task, 0.0 if is_dying or queue.delivery is Delivery.TRANSACTIONAL else now
+        run.task, run.started = task, 0.0 if is_dying or queue.needs_transaction else now
         if self._watch_timer is None:
             self._watch()
-        before = None
-        try:
-            envelope = self._open_dead(run) if is_dying else self._open(run)
-            current_envelope.set(envelope)
-            before = contextvars.copy_context()
-            if is_dying:
-                await self._in_transaction(run, envelope, (State.DYING,), self._bury)
-            elif queue.is_plain:
-                await queue.function(envelope)
-            else:
-                await self._deliver(run, envelope)
-            if run.is_settled or run.cancelled_at is None or run.interrupted:
-                outcome: Outcome | None = self._succeeded(run, envelope)
-            else:
-                outcome = self._failed(run, self._timeout_error(run), task)  # it came back, but too late
-        except BaseException as error:
-            if isinstance(error, GeneratorExit) and not _is_current(task):
-                raise  # the worker itself is thrown away with its event loop
-            outcome = self._failed(run, error, task)
-        if run.cancelled_at is not None:
-            task.uncancel()
+        if isinstance(run, BatchRun):
+            outcome = None
+            await self.caller.call_batch(run, task, self._row_done)
+        else:
+            outcome = await self.caller.call(run, task)
         if run.abandoned:
             self._returned(run)
             return False
         self._finished(run, outcome)
-        # A context variable that a handler left behind must not reach the next event.
-        return not run.interrupted and (before is None or contextvars.copy_context() == before)
+        return run.is_clean and not run.interrupted
 
-    async def _deliver(self, run: Run, envelope: EventEnvelope[Any]) -> None:
-        """Call a handler that asks for more than at least once."""
-        if run.queue.delivery is Delivery.TRANSACTIONAL:
-            await self._in_transaction(run, envelope, (State.PENDING, State.FAILED), self._perform)
-        else:
-            await self._mark(run)
-            run.has_begun = True
-            await run.queue.function(envelope)
-
-    async def _in_transaction(
-        self, run: Run, envelope: EventEnvelope[Any], states: Sequence[State], work: Work
-    ) -> None:
-        """Claim the row, do the work, and commit what it wrote, what it emitted and the row's new state together."""
-        queue, loop = run.queue, asyncio.get_running_loop()
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._transactions)
-            queue.starts_now(run, loop.time())
-            try:
-                session = run.session = await stack.enter_async_context(self._database.session())
-                await session.begin()
-            except Exception as error:
-                raise NotBegun(queue.handler.name) from error
-            tx = await self._work_in(session, run, envelope, states, work)
-            try:
-                await to_the_end(commit(session, tx))
-            except CommitUnknown as error:
-                raise _NobodyKnows from error
-            finally:
-                run.is_settled = tx.is_committed  # a cancellation meanwhile changes nothing about it
-        if tx.events or tx.has_parts:
-            self._emitted()
-
-    async def _work_in(
-        self, session: Session, run: Run, envelope: EventEnvelope[Any], states: Sequence[State], work: Work
-    ) -> Transaction:
-        """Everything between BEGIN and COMMIT; rolled back if any of it fails."""
-        notification, record = run.notification, self._action_of(run, envelope)
-        tx = Transaction(
-            session, self._context.emitter, action_id=record.action_id, action_name=record.action_name,
-            now=record.started_date, shard=self._context.shard, resources=self._context.resources,
-            cause=envelope.cause, in_handler=True,
-        )  # fmt: skip
-        try:
-            errors = await session.claim(notification.id, states)
-            if errors is None:
-                raise _TakenByAnother
-            if notification.state == State.DYING:
-                run.verdict = verdict_of(errors)
-            state, attempts = await self._call_within(tx, run, envelope, work)
-            if tx.events:
-                await tx.write(record.completed(self._clock()), tx.events)
-            tx.require_open("a statement on envelope.tx.connection")
-            await session.finish(notification.id, state, attempts, self._clock())
-        except BaseException:
-            tx.abandon()
-            await to_the_end(roll_back(session))
-            raise
-        return tx
-
-    async def _call_within(
-        self, tx: Transaction, run: Run, envelope: EventEnvelope[Any], work: Work
-    ) -> tuple[State, int]:
-        """Do the work within the transaction; a run that was given up must not commit."""
-        envelope.within(tx)
-        token = open_transaction.set((self._context.outbox, tx))
-        try:
-            result = await work(run, envelope)
-            tx.close()
-        finally:
-            open_transaction.reset(token)
-        if run.cancelled_at is not None and not run.interrupted:
-            raise self._timeout_error(run)
-        return result
-
-    async def _perform(self, run: Run, envelope: EventEnvelope[Any]) -> tuple[State, int]:
-        await run.queue.function(envelope)
-        return State.SUCCEEDED, run.notification.attempts + 1
-
-    async def _bury(self, run: Run, envelope: EventEnvelope[Any]) -> tuple[State, int]:
-        """Tell the hooks of a verdict. Its handler is not called again for it."""
-        assert run.verdict is not None
-        for hook in run.queue.hooks:
-            await hook(envelope, run.verdict.error)
-        return run.verdict.state, run.notification.attempts
-
-    async def _mark(self, run: Run) -> None:
-        """Commit that this run has begun. If it is found unfinished after that, it is never begun again."""
-        notification = run.notification
-        if notification.attempts > 0:
-            raise InterruptedRun(run.queue.handler.name)
-        begun = Bucket(State.PENDING, 1, [Outcome(notification.id, run.lease, State.PENDING, 1)])
-        try:
-            is_ours = await self._database.notifications.settle(begun, self._clock())
-        except Exception as error:
-            raise NotBegun(run.queue.handler.name) from error
-        if not is_ours:
-            raise _TakenByAnother
-
-    def _open(self, run: Run) -> EventEnvelope[Any]:
-        """Decode the event; what cannot be decoded is a failure of this row alone."""
-        notification, queue = run.notification, run.queue
-        decode = queue.decoders.get(notification.event_type)
-        if decode is None:
-            decode = queue.decoders[notification.event_type] = self._decoder(queue.handler, notification.event_type)
-        if notification.payload in _NULL:
-            raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
-        return EventEnvelope(decode(notification.payload), notification, self._context)
-
-    def _open_dead(self, run: Run) -> EventEnvelope[Any]:
-        """For hooks: an event that cannot be decoded is ``None``."""
-        try:
-            return self._open(run)
-        except Exception:
-            return EventEnvelope(cast(Any, None), run.notification, self._context)
-
-    def _decoder(self, handler: Handler, event_type: str) -> Callable[[str], Event]:
-        cls = self._handlers.event_class(handler, event_type)
-        if cls is not None:
-            return msgspec.json.Decoder(cls).decode
-        if handler.topic is not None:
-            # Whatever comes along on a topic; a class of this name gives it a type.
-            return msgspec.json.Decoder(dict).decode  # type: ignore[return-value]  # documented for topics
-        raise InvalidEvent(f"event type {event_type!r}", f"no event class of handler {handler.name!r} has this name")
-
-    def _succeeded(self, run: Run, envelope: EventEnvelope[Any]) -> Outcome:
-        outcome = success(run.notification, run.lease)
-        if envelope.emitted:
-            outcome.emitted = (self._action_of(run, envelope), envelope.emitted)
-        return outcome
-
-    def _failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
-        """What a raising handler means; ``None`` if the shutdown interrupted it, or it was judged before."""
-        if isinstance(error, _TakenByAnother):
-            self.counters.refused += 1
-            return None
-        if isinstance(error, _NobodyKnows):
-            logger.warning("%s; the row says what became of it", error.__cause__)
-            return None
-        if run.interrupted or run.abandoned:
-            return self._judge(run, error) if run.has_begun and not run.abandoned else None
-        if run.cancelled_at is not None:
-            return self._judge(run, self._timeout_error(run))
-        if isinstance(error, asyncio.CancelledError) and task.cancelling():
-            if self.home is not None and self.home.cancelling():
-                run.interrupted = True  # the whole event loop is being torn down
-                return None
-            while task.cancelling():  # the handler cancelled itself
-                task.uncancel()
-        return self._judge(run, error)
-
-    def _timeout_error(self, run: Run) -> TimeoutError:
-        return TimeoutError(
-            f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.timeout:g} s"
-        )
-
-    def _judge(self, run: Run, error: BaseException) -> Outcome:
-        queue, notification = run.queue, run.notification
-        if notification.state == State.DYING:
-            logger.error(
-                "a hook of handler %r failed for event %s, and is tried again: %s",
-                queue.handler.name, notification.event_id, shown(error),
-            )  # fmt: skip
-            return hook_failure(notification, run.lease, error, self._clock(), run.verdict, queue.cap)
-        outcome = failure(
-            notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap,
-            is_final=queue.delivery is Delivery.AT_MOST_ONCE and not isinstance(error, NotBegun),
-            owes_hook=bool(queue.hooks),
-        )  # fmt: skip
-        logger.log(
-            logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
-            "handler %r failed for event %s (attempt %d, now %s): %s",
-            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state, shown(error),
-            extra={
-                "handler_name": queue.handler.name, "event_id": str(notification.event_id),
-                "notification_id": str(notification.id), "attempt": notification.attempts + 1,
-            },
-        )  # fmt: skip
-        return outcome
-
-    def _action_of(self, run: Run, envelope: EventEnvelope[Any]) -> ActionRecord:
-        """The action that a handler's own events belong to: the handler itself."""
-        name, cause, now = run.queue.handler.name, envelope.cause, self._clock()
-        params = {"event_id": cause.event_id, "handler_name": cause.handler_name}
-        return ActionRecord(
-            namespace=self._namespace,
-            action_id=uuid7(),
-            action_name=name,
-            action_params=encode_params(params, name, stores_nul=True),
-            started_date=now,
-            completion_date=now,
-            correlation_id=cause.correlation_id,
-            causation_id=cause.event_id,
-            hops=cause.hops + 1,
-        )
+    def _expire_old(self, batch: BatchRun) -> None:
+        """Rows that outlived their retention leave the batch before it is called."""
+        rows = batch.parts[0]
+        old = [row for row in rows if too_old(row.notification, self._now, batch.queue.retention)]
+        for row in old:
+            batch.remaining.pop(row)
+            self._row_over(row, expired(row.notification, row.lease))
+        batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
 
     def _finished(self, run: Run, outcome: Outcome | None) -> None:
         """A run is over: free its slot, and hand its outcome to settling."""
         self._leave(run)
-        if run.is_settled:
-            self.counters.count(State.SUCCEEDED if run.verdict is None else run.verdict.state, 1)
-        if outcome is None or run.is_settled:
-            self._release(run.notification)
+        for row in run.undone:  # of a batch those that nobody has judged, of a single run itself
+            self._row_over(row, outcome)
+
+    def _row_done(self, row: Run, outcome: Outcome | None) -> None:
+        """A row of a batch is over; the others may go on for long."""
+        batch = next((b for b in row.queue.running if isinstance(b, BatchRun) and row in b.remaining), None)
+        if batch is not None:
+            del batch.remaining[row]
+            self._row_over(row, outcome)
+
+    def _row_over(self, row: Run, outcome: Outcome | None) -> None:
+        if row.is_settled:
+            self.counters.count(State.SUCCEEDED if row.verdict is None else row.verdict.state, 1)
+        if outcome is None or row.is_settled:
+            self._release_run(row)
         else:
             self._add(outcome)
 
@@ -625,9 +509,9 @@ class Dispatcher:
         if not self._running and not self._ready:
             self._quiet.set()
 
-    def _release(self, notification: Notification) -> None:
+    def _release_run(self, run: Run) -> None:
         """The row is no longer ours to remember: it may be found again."""
-        self._forget(notification.id, notification.handler_name)
+        self._forget(run.notification.id, run.notification.handler_name)
 
     def _forget(self, notification_id: UUID, handler_name: str) -> None:
         run = self._in_flight.get(notification_id)
@@ -638,16 +522,31 @@ class Dispatcher:
             source = self._sources.get(handler_name)
             if source is not None:
                 source.in_flight -= 1
+            if run.queue.is_choosy:
+                self._lines.left(run)
 
     def _drop_ready(self, condition: Callable[[Run], bool]) -> None:
         """Give back what has not started; another process, or a later round, finds it again."""
         for queue in self._queues.values():
-            kept = deque(run for run in queue.ready if not condition(run))
-            for run in queue.ready:
-                if condition(run):
-                    self._release(run.notification)
-            self._ready -= len(queue.ready) - len(kept)
-            queue.ready = kept
+            ready, queue.ready = queue.ready, deque()
+            gathering, queue.gathering = queue.gathering, []
+            for run in ready:
+                if isinstance(run, BatchRun):
+                    gathering += run.undone
+                elif not condition(run):
+                    queue.ready.append(run)
+                else:
+                    self._release_run(run)
+            self._ready -= len(ready) - len(queue.ready)
+            for row in gathering:
+                if condition(row):
+                    self._release_run(row)
+                else:
+                    queue.gathering.append(row)
+            if queue.gathering and not self._stopping:
+                self._make_batches(queue)
+            if queue.is_choosy:
+                self._lines.drop(queue)
         for source in self._sources.values():
             source.has_backlog, source.position = False, BEGINNING
         if not self._running and not self._ready:
@@ -686,28 +585,30 @@ class Dispatcher:
         self.counters.stuck += 1
         self._workers.discard(run.task)
         self._leave_behind(run)
-        error = self._timeout_error(run)
         stack = _stack_of(run.task)
-        error.add_note(f"it ignores its cancellation, stuck at\n{stack}")
+        error = self.caller.stuck_error(run, stack)
         logger.error(
             "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at\n%s",
             run.queue.handler.name, run.notification.event_id, stack,
             extra={"handler_name": run.queue.handler.name, "event_id": str(run.notification.event_id)},
         )  # fmt: skip
         self._leave(run)
-        if run.session is None:
-            self._add(self._judge(run, error))
-        else:
-            # Its transaction holds the row, so no outcome could be written. It is found again when the run has ended.
+        if run.session is not None:
+            # Its transaction holds the rows, so no outcome could be written. They are found again when it has ended.
             run.session.discard()
-            self._release(run.notification)
+        untouched = {row for part in run.parts for row in part} if isinstance(run, BatchRun) else set[Run]()
+        for row in run.undone:
+            is_over = run.session is None and row not in untouched
+            self._row_over(row, self.caller.judge(row, error) if is_over else None)
+        if isinstance(run, BatchRun):
+            run.remaining.clear()
         self._call_workers(1)
 
     def _leave_behind(self, run: Run) -> None:
         """While a stuck run lasts, its row is not started again in this process, in a later stay neither."""
         assert run.task is not None
-        self._stuck[run.task] = run
-        self._left_behind.add(run.notification.id)
+        self._stuck[run.task] = [row.notification.id for row in run.undone]
+        self._left_behind.update(self._stuck[run.task])
 
     def _returned(self, run: Run) -> None:
         """A stuck handler came back at last: its result counts for nothing."""
@@ -755,6 +656,8 @@ class Dispatcher:
                 raise problem
         if batch:
             self.wake_finding_if_starved()
+        if self._is_choosy and self._lines.has_moved:
+            self.wake_finding()
         return Round(len(batch), more=more or len(self._waiting) >= self._settings.outcome_batch)
 
     def wake_finding_if_starved(self) -> None:
@@ -807,7 +710,7 @@ class Dispatcher:
         """The same outcome without what the database refuses. A run whose events are refused has failed."""
         run = self._in_flight.get(outcome.notification_id)
         if outcome.emitted is not None and run is not None:
-            return self._judge(run, error).without_error_text()
+            return self.caller.judge(run, error).without_error_text()
         return outcome.without_error_text()
 
     def _refused(self, bucket: Bucket, number: int) -> None:
@@ -878,22 +781,6 @@ class Dispatcher:
                     raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
-
-
-class _NobodyKnows(Exception):
-    """The connection was lost during the COMMIT of a run's own transaction."""
-
-
-class _TakenByAnother(Exception):
-    """Another process works on the row, or has settled it already: it is none of ours."""
-
-
-def _is_current(task: asyncio.Task[None]) -> bool:
-    """Whether this is called by the task, rather than by whoever throws its coroutine away."""
-    try:
-        return asyncio.current_task() is task
-    except RuntimeError:
-        return False
 
 
 def _stack_of(worker: asyncio.Task[None]) -> str:

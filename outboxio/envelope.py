@@ -73,7 +73,7 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_row", "_tx", "event")
+    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "event")
 
     def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
         self.event = event
@@ -81,6 +81,7 @@ class EventEnvelope(Generic[E_co]):
         self._context = context
         self._emitted: list[EventRecord] | None = None
         self._tx: Transaction | None = None
+        self._is_tx_shared = False
 
     @property
     def event_id(self) -> UUID:
@@ -206,7 +207,7 @@ class EventEnvelope(Generic[E_co]):
             topic=topic,
             available_at=available_at,
         )
-        if self._tx is not None:
+        if self._tx is not None and not self._is_tx_shared:
             self._tx.add(record)
             return
         if self._emitted is None:
@@ -230,9 +231,10 @@ class EventEnvelope(Generic[E_co]):
             return await self._context.join(self._tx, action)
         return await self._context.execute(action, shard=shard or self._context.shard)
 
-    def within(self, tx: Transaction) -> None:
-        """From now on this delivery works in ``tx``."""
+    def within(self, tx: Transaction, *, shared: bool) -> None:
+        """From now on this delivery works in ``tx``. ``shared``: with others, so that each keeps what it emits."""
         self._tx = tx
+        self._is_tx_shared = shared
 
     @property
     def cause(self) -> Cause:

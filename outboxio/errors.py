@@ -370,6 +370,14 @@ class HandlerFailed(Exception):
         super().__init__(f"{type}: {message}")
 
 
+class ReturnedAsFailed(Exception):
+    """A batch handler returned an envelope as failed, and no error with it."""
+
+    def __init__(self, handler_name: str) -> None:
+        self.handler_name = handler_name
+        super().__init__(f"handler {handler_name!r} returned this event as failed")
+
+
 class NotBegun(RetryAfter):
     """The database did not let a handler begin; nothing has happened, and it is tried again in a while."""
 

@@ -12,6 +12,9 @@ from msgspec.structs import replace
 
 from outboxio.errors import AmbiguousTypeName, InvalidEvent
 
+RECEIVED_ACTION = "inbox.receive"
+"""The action of events that came in from outside. No class has this name."""
+
 NAME_LENGTH = 255
 """The longest name, key or id that a column holds, in characters."""
 
@@ -69,11 +72,33 @@ class NamedStructMeta(StructMeta):
         return cls
 
 
-class Event(Struct, frozen=True, metaclass=NamedStructMeta):
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class EventMeta(NamedStructMeta):
+    """The class statement of an event, which may say that the priority of its handlers is strict."""
+
+    __strict_priority__: bool
+
+    def __new__(
+        mcls,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        *,
+        strict_priority: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        cls = super().__new__(mcls, name, bases, namespace, **options)
+        if strict_priority is not None:
+            cls.__strict_priority__ = strict_priority
+        return cls
+
+
+class Event(Struct, frozen=True, metaclass=EventMeta):
     """A fact that happened. Subclass it; the fields are its payload.
 
     Rows carry the class's simple name, or ``type_name``. A renamed class keeps reading old rows through its
-    ``aliases``.
+    ``aliases``. With ``strict_priority=True`` a handler of it starts only after every handler with a lower
+    ``priority`` has ended its first attempt at the same event, whatever came of it; subclasses inherit that.
 
     Example::
 
@@ -87,6 +112,7 @@ class Event(Struct, frozen=True, metaclass=NamedStructMeta):
 
     __type_name__: ClassVar[str]
     __type_aliases__: ClassVar[frozenset[str]]
+    __strict_priority__: ClassVar[bool] = False
 
 
 def type_name(cls: type[Event]) -> str:
@@ -97,6 +123,11 @@ def type_name(cls: type[Event]) -> str:
 def type_names(cls: type[Event]) -> frozenset[str]:
     """Every name under which rows of this class may be found: its own and its aliases."""
     return cls.__type_aliases__ | {cls.__type_name__}
+
+
+def is_strict(cls: type[Event]) -> bool:
+    """Whether the priority of this event's handlers is strict."""
+    return cls.__strict_priority__
 
 
 def with_subclasses(cls: type[Event]) -> Iterator[type[Event]]:
@@ -127,6 +158,9 @@ class EventTypes:
     def find(self, name: str) -> type[Event] | None:
         """The class that was registered under this name or alias."""
         return self._classes.get(name)
+
+    def __iter__(self) -> Iterator[type[Event]]:
+        return iter(self._known)
 
 
 class ActionRecord(Struct, frozen=True, kw_only=True):

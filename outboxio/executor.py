@@ -153,7 +153,7 @@ class ActionExecutor:
         target = self.shard(shard)
         cause = current_cause()
         begun = target.clock()
-        record = self._action_record(
+        record = self.action_record(
             target.emitter, action_name, params, headers, action_id or uuid7(), correlation_id, cause, begun, source
         )
         tx: Transaction | None = None
@@ -193,7 +193,7 @@ class ActionExecutor:
             raise InvalidEvent("execute", f"{action!r} is no Action; define its class as `class X(Action)`")
         name, target = type(action).__type_name__, self.shard(tx.shard)
         begun = target.clock()
-        record = self._action_record(target.emitter, name, action, None, uuid7(), None, current_cause(), begun)
+        record = self.action_record(target.emitter, name, action, None, uuid7(), None, current_cause(), begun)
         part = tx.part(action_id=record.action_id, action_name=name, now=begun)
         token = open_transaction.set((self._owner, part))
         try:
@@ -220,7 +220,7 @@ class ActionExecutor:
         source: str | None = None,
     ) -> UUID:
         """Write the rows of one action inside a transaction that the caller has open; the action's id."""
-        record = self._action_record(
+        record = self.action_record(
             target.emitter, action_name, params, headers, uuid7(), correlation_id, current_cause(), target.clock(),
             source,
         )  # fmt: skip
@@ -244,7 +244,7 @@ class ActionExecutor:
         if enclosing is not None and enclosing[0] is self._owner and not enclosing[1].is_closed:
             raise NestedExecute(enclosing[1].action_name, action_name, in_handler=enclosing[1].in_handler)
 
-    def _action_record(
+    def action_record(
         self,
         emitter: Emitter,
         action_name: str,

@@ -63,7 +63,7 @@ class Fanout:
         *,
         batch_size: int,
         holds_lock: Callable[[], bool],
-        fanned_out: Callable[[int], None],
+        fanned_out: Callable[[], None],
     ) -> None:
         self._namespace = namespace
         self._database = database
@@ -91,5 +91,5 @@ class Fanout:
         self.notifications += done.notifications
         if found:
             logger.debug("fanned out %d events into %d notifications", found, done.notifications)
-            self._fanned_out(found)
+            self._fanned_out()
         return Round(found, more=bool(done.full))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, Unpack, cast, get_args, get_origin
 
 from msgspec import Struct
 
 from outboxio.backoff import Backoff, RetryPolicy
-from outboxio.duration import parse_duration
-from outboxio.errors import HandlerFailed, InvalidEvent, RegistrationError
-from outboxio.event import Event, EventTypes, checked_name, type_name, type_names, with_subclasses
+from outboxio.batch import Batch
+from outboxio.errors import InvalidEvent, RegistrationError
+from outboxio.event import Event, EventTypes, checked_name, is_strict, type_name, type_names, with_subclasses
+from outboxio.options import (
+    MISPLACED,
+    NEVER_A_USERS_OWN,
+    Delivery,
+    HandlerKeywords,
+    HandlerOptions,
+    OnDeadKey,
+    checked_options,
+    is_async,
+)
 from outboxio.subscription import Subscription
 
 if TYPE_CHECKING:
@@ -22,28 +30,8 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=Event)
 
 HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None]]
-
-
-DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
-"""What is called when a notification ends DEAD, or EXPIRED after a failure."""
-
-
-class Delivery(StrEnum):
-    """What a handler may count on when it fails, or its process dies, half-way."""
-
-    AT_LEAST_ONCE = "at_least_once"
-    TRANSACTIONAL = "transactional"
-    AT_MOST_ONCE = "at_most_once"
-
-
-class HandlerOptions(Struct, frozen=True, kw_only=True):
-    """How one handler is run. ``None`` leaves a value to the settings of the outbox."""
-
-    retry: RetryPolicy
-    timeout: timedelta | None = None
-    concurrency: int | None = None
-    delivery: Delivery = Delivery.AT_LEAST_ONCE
-    on_dead: DeadHook | None = None
+BatchFunction = Callable[[list["EventEnvelope[Any]"]], Awaitable[Any]]
+AnyHandlerFunction = HandlerFunction | BatchFunction
 
 
 class Handler(Struct, frozen=True, kw_only=True):
@@ -54,7 +42,7 @@ class Handler(Struct, frozen=True, kw_only=True):
     event_types: tuple[type[Event], ...]
     topic: str | None
     options: HandlerOptions
-    function: HandlerFunction
+    function: AnyHandlerFunction
     where: str
 
     @property
@@ -99,9 +87,14 @@ class EventHandler(Generic[E]):
     concurrency: ClassVar[int | None] = None
     delivery: ClassVar[Delivery | str] = Delivery.AT_LEAST_ONCE
     on_dead: ClassVar[Any] = None
+    ordered: ClassVar[bool] = False
+    on_dead_key: ClassVar[OnDeadKey | str | None] = None
+    batch: ClassVar[Batch | None] = None
+    priority: ClassVar[int] = 0
+    relay: ClassVar[bool] = False
 
-    async def handle(self, envelope: EventEnvelope[E]) -> None:
-        """React to one event. Raising makes it run again later, by the retry policy."""
+    async def handle(self, envelope: Any, /) -> Any:
+        """React to one event, or with ``batch`` to a list of them. Raising makes it run again, by the retry policy."""
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
 
 
@@ -145,7 +138,16 @@ class HandlerRegistry:
 
     def subscriptions(self) -> list[Subscription]:
         """What all handlers want, one entry for each event type name or topic."""
-        return [wanted for handler in self._handlers for wanted in _wanted_by(handler)]
+        return [wanted for handler in self._handlers for wanted in self.wanted_by(handler)]
+
+    def wanted_by(self, handler: Handler) -> list[Subscription]:
+        """What one handler wants."""
+        return _wanted_by(handler)
+
+    def strict_types(self) -> frozenset[str]:
+        """The names of all event types whose handlers' priority is strict."""
+        classes = {cls for handler in self._handlers for cls in handler.accepts()}.union(self._types)
+        return frozenset(name for cls in classes if is_strict(cls) for name in type_names(cls))
 
     def event_class(self, handler: Handler, name: str) -> type[Event] | None:
         """The class that a stored event type stands for: a registered one, else the one below the handler's types."""
@@ -160,18 +162,14 @@ class HandlerRegistry:
 
 
 def make_handler(
-    function: HandlerFunction,
+    function: AnyHandlerFunction,
     *,
     name: str,
     event_types: Iterable[type[Event]],
     aliases: Iterable[str],
     topic: str | None,
-    retry: RetryPolicy | Backoff | None,
-    timeout: timedelta | float | str | None,
-    concurrency: int | None,
-    delivery: Delivery | str,
-    on_dead: DeadHook | None,
     where: str,
+    **options: Unpack[HandlerKeywords],
 ) -> Handler:
     """A handler of checked parts; :class:`RegistrationError` names the part that is wrong."""
     if isinstance(aliases, str):
@@ -191,31 +189,29 @@ def make_handler(
             raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
     if not types and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
-    if not _is_async(function):
+    if not is_async(function):
         raise RegistrationError(f"handler {name!r} must be an async function, {where} is not")
-    if concurrency is not None and concurrency < 1:
-        raise RegistrationError(f"concurrency of handler {name!r} is {concurrency}; expected 1 or more")
-    mode = _delivery(delivery, name)
-    if mode is Delivery.AT_MOST_ONCE and retry is not None:
-        raise RegistrationError(
-            f"handler {name!r} has delivery='at_most_once' and retry={retry!r} ({where}): what may run only once is "
-            "never retried; leave one of them out"
-        )
-    return Handler(
+    handler = Handler(
         name=name,
         aliases=others,
         event_types=types,
         topic=wanted_topic,
-        options=HandlerOptions(
-            retry=_as_policy(retry, name),
-            timeout=None if timeout is None else parse_duration(timeout, key=f"timeout of handler {name!r}"),
-            concurrency=concurrency,
-            delivery=mode,
-            on_dead=checked_hook(on_dead, f"on_dead of handler {name!r}"),
-        ),
+        options=checked_options(name, where, options),
         function=function,
         where=where,
     )
+    _refuse_strict_batch(handler)
+    return handler
+
+
+def _refuse_strict_batch(handler: Handler) -> None:
+    strict = next(filter(is_strict, handler.accepts()), None)
+    if handler.options.batch is not None and strict is not None:
+        raise RegistrationError(
+            f"handler {handler.name!r} has batch= and is for {type_name(strict)}, which has strict_priority=True "
+            f"({handler.where}): each row of such an event waits for others, so there is no batch of them; leave one "
+            "of them out"
+        )
 
 
 def handler_from_object(handler: EventHandler[Any]) -> Handler:
@@ -226,24 +222,20 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
         raise RegistrationError(f"add_handler() takes an EventHandler object, not {handler!r}")
     if not hasattr(handler, "name"):
         raise RegistrationError(f'{where} has no name; write `name = "..."` in the class, it is stored with its rows')
+    for attribute in NEVER_A_USERS_OWN & vars(cls).keys():
+        raise RegistrationError(f"handler {handler.name!r} has {attribute}= ({where}): {MISPLACED[attribute]}")
+    options: Any = {option: getattr(handler, option) for option in HandlerKeywords.__annotations__}
+    # A function that is a class attribute would come bound to the handler. That is right for on_dead, a method.
+    options["retry"] = vars(handler).get("retry", cls.retry)
     return make_handler(
         handler.handle,
         name=handler.name,
         event_types=tuple(handler.event_types) or (_type_parameters(cls) if handler.topic is None else ()),
         aliases=handler.aliases,
         topic=handler.topic,
-        retry=_unbound(handler, "retry"),
-        timeout=handler.timeout,
-        concurrency=handler.concurrency,
-        delivery=handler.delivery,
-        on_dead=handler.on_dead,  # a method of the class comes bound to the handler
         where=where,
+        **options,
     )
-
-
-def _unbound(handler: EventHandler[Any], attribute: str) -> Any:
-    """An option as it was written: a function that is a class attribute would come bound to the handler."""
-    return vars(handler).get(attribute, getattr(type(handler), attribute))
 
 
 def where_defined(function: Callable[..., Any]) -> str:
@@ -252,42 +244,20 @@ def where_defined(function: Callable[..., Any]) -> str:
 
 
 def _wanted_by(handler: Handler) -> list[Subscription]:
-    aliases = tuple(sorted(handler.aliases))
-    if handler.topic is not None:
-        return [Subscription(handler_name=handler.name, topic=handler.topic, aliases=aliases)]
-    names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
-    return [Subscription(handler_name=handler.name, event_type=name, aliases=aliases) for name in sorted(names)]
-
-
-def _as_policy(retry: RetryPolicy | Backoff | None, name: str) -> RetryPolicy:
-    if retry is None:
-        return RetryPolicy()
-    if isinstance(retry, RetryPolicy):
-        return retry
-    if not callable(retry):
-        raise RegistrationError(
-            f"retry of handler {name!r} is {retry!r}; expected a RetryPolicy or a callable of (attempts, exception)"
+    def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
+        return Subscription(
+            handler_name=handler.name,
+            event_type=event_type,
+            topic=topic,
+            aliases=tuple(sorted(handler.aliases)),
+            priority=handler.options.priority,
+            ordered=handler.options.ordered,
         )
-    return RetryPolicy(backoff=retry)
 
-
-def checked_hook(hook: DeadHook | None, subject: str) -> DeadHook | None:
-    """The hook if it can be one; :class:`RegistrationError` naming ``subject`` otherwise."""
-    if hook is not None and not _is_async(hook):
-        raise RegistrationError(f"{subject} is {hook!r}; expected an async function of (envelope, error)")
-    return hook
-
-
-def _delivery(delivery: Delivery | str, name: str) -> Delivery:
-    try:
-        return Delivery(delivery)
-    except ValueError:
-        modes = ", ".join(repr(str(mode)) for mode in Delivery)
-        raise RegistrationError(f"delivery of handler {name!r} is {delivery!r}; expected one of {modes}") from None
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if handler.topic is not None:
+        return [wanted(topic=handler.topic)]
+    names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
+    return [wanted(event_type=name) for name in sorted(names)]
 
 
 def _type_parameters(cls: type) -> tuple[type[Event], ...]:

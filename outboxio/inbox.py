@@ -7,50 +7,43 @@ transaction, and keeps a hash of the payload, so that one id with two contents i
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from datetime import datetime
-from enum import StrEnum
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from outboxio.calling import TakenByAnother
 from outboxio.codec import encode_object
+from outboxio.consuming import Consumption, InlineShard, Message, Received, runs_inline
 from outboxio.emission import Emitter
-from outboxio.errors import InvalidEvent
-from outboxio.event import Event, EventRecord, checked_name
+from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.event import RECEIVED_ACTION, Event, EventRecord, checked_name
 from outboxio.executor import ActionExecutor, WritableShard
+from outboxio.handler import Handler
+from outboxio.ids import uuid7
 from outboxio.names import LockName
 from outboxio.storage.protocols import Consumed, Session
 from outboxio.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
-ACTION_NAME = "Receive"
-
 Wrap = Callable[[WritableShard, Any], Awaitable[Session]]
 """What makes a session of a caller's own connection, on which a transaction must be open."""
-
-
-class Received(StrEnum):
-    """What became of a delivery. It can be acknowledged in each case."""
-
-    RECEIVED = "RECEIVED"
-    """It is new, and stored; its handlers will run."""
-    DUPLICATE = "DUPLICATE"
-    """It was received before."""
-    CONFLICT = "CONFLICT"
-    """Something else was received under this id before, and is kept: its producer has used one id twice."""
 
 
 class Inbox:
     """Receives events from outside."""
 
-    def __init__(self, namespace: str, executor: ActionExecutor, wrap: Wrap) -> None:
+    def __init__(
+        self, namespace: str, executor: ActionExecutor, wrap: Wrap, inline: Callable[[str], InlineShard]
+    ) -> None:
         self._executor = executor
         self._wrap = wrap
+        self._inline = inline
         self._consumer = LockName(namespace, "inbox").lease
         self.conflicts = 0
         """How many deliveries came under an id that something else had before."""
@@ -98,23 +91,138 @@ class Inbox:
         options: dict[str, Any] = {"headers": headers, "correlation_id": correlation_id, "source": source}
         try:
             if connection is None:
-                await self._executor.run(ACTION_NAME, params, delivery.store, shard=shard, **options)
+                await self._executor.run(RECEIVED_ACTION, params, delivery.store, shard=shard, **options)
             else:
                 session = await self._wrap(target, connection)
                 await delivery.require_new(session, target.clock())
-                await self._executor.record(target, session, ACTION_NAME, params, [delivery.event], **options)
+                await self._executor.record(target, session, RECEIVED_ACTION, params, [delivery.event], **options)
         except _Seen as seen:
             return self._seen_before(seen, delivery)
         return Received.RECEIVED
 
+    async def consume(
+        self,
+        message: object = None,
+        /,
+        *,
+        on_error: Literal["raise", "store"] = "raise",
+        shard: str | None = None,
+        **parts: Unpack[MessageParts],
+    ) -> Consumption:
+        """Run the handlers for what ``source`` delivered as ``external_id`` now, in the order of their priority.
+
+        The parts are those of :meth:`receive`, as keywords or as a mapping or an object that has them. A failing
+        handler does not keep the next one from running, and one that was done with this id before is left out. With
+        ``on_error="raise"`` the failures are raised together at the end, as an ``ExceptionGroup``, so that the broker
+        delivers the message again; then only those that failed are run. With ``on_error="store"`` each failure becomes
+        a notification that is retried like any other, so the message can be acknowledged.
+
+        Ordered handlers, batch handlers and those that run at most once are not run here: their notifications are
+        stored, and handled in their turn. Raises :class:`ConfigurationError` if no handler here wants the event (use
+        :meth:`receive`, which keeps it until somebody does).
+
+        Example::
+
+            async for message in subscription:
+                await outbox.inbox.consume(
+                    source="billing", external_id=message.id, type="InvoicePaid", payload=message.body, on_error="store"
+                )
+                await message.ack()
+        """
+        if on_error not in ("raise", "store"):
+            raise ConfigurationError(f"on_error is {on_error!r}; expected 'raise' or 'store'")
+        given: dict[str, Any] = {**_parts_of(message), **parts}
+        inbound = self._message(shard=shard, **given)
+        inline = self._inline(self._executor.shard(shard).database.name)
+        handlers = inline.interested(inbound.event)
+        if not handlers:
+            raise ConfigurationError(
+                f"no handler here wants events of type {inbound.event.event_type!r}; register one, or call "
+                "inbox.receive(), which keeps the event until somebody wants it"
+            )
+        seen = await inline.seen(inbound, handlers)
+        if any(mark.payload_hash != inbound.payload_hash for mark in seen.values()):
+            self._count_conflict(inbound.source, inbound.external_id)
+            return Consumption(status=Received.CONFLICT)
+        return await self._consume(inline, inbound, handlers, seen, stores=on_error == "store")
+
+    async def _consume(
+        self,
+        inline: InlineShard,
+        message: Message,
+        handlers: Sequence[Handler],
+        seen: Container[str],
+        *,
+        stores: bool,
+    ) -> Consumption:
+        succeeded: list[str] = []
+        done: list[str] = []
+        failed: dict[str, BaseException] = {}
+        waiting: list[Handler] = []
+        for handler in handlers:
+            if handler.name in seen or handler.options.relay:
+                done += [handler.name] * (handler.name in seen)
+            elif not runs_inline(handler):
+                waiting.append(handler)
+            elif (error := await inline.run(message, handler)) is None:
+                succeeded.append(handler.name)
+            elif isinstance(error, TakenByAnother):
+                done.append(handler.name)
+            else:
+                failed[handler.name] = error
+        if waiting or (failed and stores):
+            await inline.store(message, waiting, failed if stores else {})
+        is_new = bool(succeeded or waiting or failed)
+        result = Consumption(
+            status=Received.RECEIVED if is_new else Received.DUPLICATE,
+            succeeded=tuple(succeeded),
+            seen=tuple(done),
+            stored=(*(handler.name for handler in waiting), *(failed if stores else ())),
+            failed=failed,
+        )
+        if failed and not stores:
+            told = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source}"
+            raise BaseExceptionGroup(told, list(failed.values()))
+        return result
+
+    def _message(
+        self,
+        *,
+        source: str = "",
+        external_id: str = "",
+        event: Event | None = None,
+        type: str | None = None,
+        payload: object = None,
+        topic: str | None = None,
+        ordering_key: object = None,
+        headers: Mapping[str, Any] | None = None,
+        correlation_id: str | None = None,
+        available_at: datetime | None = None,
+        shard: str | None = None,
+    ) -> Message:
+        """The parts of a message, checked and encoded."""
+        checked_name(source, "source")
+        subject = f"what {source} delivered as {checked_name(external_id, f'external_id of {source}')!r}"
+        target = self._executor.shard(shard)
+        record = _record(target.emitter, subject, event, type, payload)
+        marked = target.emitter.marks(subject, ordering_key=ordering_key, topic=topic, available_at=available_at)
+        action = self._executor.action_record(
+            target.emitter, RECEIVED_ACTION, {"source": source, "external_id": external_id}, headers, uuid7(),
+            correlation_id, None, target.clock(), source,
+        )  # fmt: skip
+        return Message(source, external_id, _hash_of(record), action, replace(record, **marked))
+
+    def _count_conflict(self, source: str, external_id: str) -> None:
+        self.conflicts += 1
+        logger.error(
+            "%s delivered something else as %r than before; the first is kept", source, external_id,
+            extra={"source": source, "external_id": external_id},
+        )  # fmt: skip
+
     def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:
         if seen.payload_hash == delivery.payload_hash:
             return Received.DUPLICATE
-        self.conflicts += 1
-        logger.error(
-            "%s delivered something else as %r than before; the first is kept", delivery.source, delivery.external_id,
-            extra={"source": delivery.source, "external_id": delivery.external_id},
-        )  # fmt: skip
+        self._count_conflict(delivery.source, delivery.external_id)
         return Received.CONFLICT
 
 
@@ -136,9 +244,7 @@ class _Delivery(Struct, frozen=True):
 
     @property
     def payload_hash(self) -> str:
-        """Of type and content, whatever the order of keys and the white space."""
-        content = msgspec.json.decode(self.event.payload or "null")
-        return sha256(msgspec.json.encode([self.event.event_type, content], order="deterministic")).hexdigest()
+        return _hash_of(self.event)
 
     async def store(self, tx: Transaction) -> None:
         await self.require_new(tx, tx.now)
@@ -150,6 +256,41 @@ class _Delivery(Struct, frozen=True):
         found = await writer.consume(Consumed(*key, self.event.id, self.payload_hash, now))
         if found.event_id != self.event.id:
             raise _Seen(found.payload_hash)
+
+
+class MessageParts(TypedDict, total=False):
+    """What makes up a message."""
+
+    source: str
+    external_id: str
+    event: Event | None
+    type: str | None
+    payload: object
+    topic: str | None
+    ordering_key: object
+    headers: Mapping[str, Any] | None
+    correlation_id: str | None
+    available_at: datetime | None
+
+
+def _parts_of(message: object) -> dict[str, Any]:
+    """The parts that a mapping or an object has."""
+    if message is None:
+        return {}
+    if isinstance(message, Mapping):
+        given = {str(key): value for key, value in message.items()}
+        unknown = sorted(given.keys() - MessageParts.__annotations__.keys())
+        if unknown:
+            parts = ", ".join(MessageParts.__annotations__)
+            raise InvalidEvent("the message", f"it has {unknown[0]!r}, which is no part of one; there is {parts}")
+        return given
+    return {part: getattr(message, part) for part in MessageParts.__annotations__ if hasattr(message, part)}
+
+
+def _hash_of(event: EventRecord) -> str:
+    """Of type and content, whatever the order of keys and the white space."""
+    content = msgspec.json.decode(event.payload or "null")
+    return sha256(msgspec.json.encode([event.event_type, content], order="deterministic")).hexdigest()
 
 
 def _record(emitter: Emitter, subject: str, event: Event | None, type: str | None, payload: object) -> EventRecord:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Role = Literal["fanout", "dispatch", "probe", "inbox"]
+Role = Literal["fanout", "dispatch", "probe", "inbox", "consume"]
 
 _LEASE_LENGTH = 255
 

@@ -25,6 +25,9 @@ class State(StrEnum):
     SKIPPED = "SKIPPED"
 
 
+TERMINAL = (State.SUCCEEDED, State.EXPIRED, State.DEAD, State.SKIPPED)
+
+
 class Context(Struct, frozen=True, array_like=True):
     """What a notification knows of its event and the action that caused it; few handlers look at all of it.
 

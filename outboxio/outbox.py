@@ -11,33 +11,31 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 from uuid import UUID
 
 from msgspec import Struct
 
-from outboxio.admin import Admin
-from outboxio.backoff import Backoff, RetryPolicy
+from outboxio.admin import Admin, AdminShard
+from outboxio.calling import Counters
 from outboxio.clock import Clock, ShardClock
-from outboxio.dispatcher import Counters
+from outboxio.consuming import InlineShard
 from outboxio.duration import parse_duration
 from outboxio.emission import Emitter
 from outboxio.errors import ConfigurationError, DrainTimeout, NoTransaction, RegistrationError, SameDatabase
 from outboxio.event import Event, EventTypes, checked_name
 from outboxio.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.handler import (
-    DeadHook,
-    Delivery,
+    AnyHandlerFunction,
     EventHandler,
-    HandlerFunction,
     HandlerRegistry,
-    checked_hook,
     handler_from_object,
     make_handler,
     where_defined,
 )
 from outboxio.inbox import Inbox
 from outboxio.names import LockName
+from outboxio.options import DeadHook, HandlerKeywords, checked_hook
 from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime, ShardWork
@@ -48,7 +46,7 @@ from outboxio.waiting import Exclusive, to_the_end
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=HandlerFunction)
+F = TypeVar("F", bound=AnyHandlerFunction)
 
 _FOR_EVER = timedelta(days=36_500)
 
@@ -118,9 +116,10 @@ class Outbox:
             owner=self,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
-        self.inbox = Inbox(namespace, self.executor, self._session_on)
+        self.inbox = Inbox(namespace, self.executor, self._session_on, self._inline)
         """Receives what brokers and webhooks deliver: ``await outbox.inbox.receive(...)``."""
-        self.admin = Admin(namespace, {n: (s.database, s.clock) for n, s in self._shards.items()}, self.settings)
+        reached = {name: AdminShard(s.database, s.clock, s.became_due) for name, s in self._shards.items()}
+        self.admin = Admin(namespace, reached, self.settings, self._handlers)
         """What an operator asks and orders."""
 
     # --- handlers --------------------------------------------------------------------------------
@@ -131,19 +130,17 @@ class Outbox:
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
-        retry: RetryPolicy | Backoff | None = None,
-        timeout: timedelta | float | str | None = None,
-        concurrency: int | None = None,
-        delivery: Delivery | str = Delivery.AT_LEAST_ONCE,
-        on_dead: DeadHook | None = None,
+        **options: Unpack[HandlerKeywords],
     ) -> Callable[[F], F]:
         """Register an async function as the handler of events of these types, subclasses included.
 
         ``name`` is stored with every notification: treat it as part of your schema. To rename a handler, keep the old
         name in ``aliases`` until no unfinished rows are left under it. ``topic`` subscribes to everything that is
-        emitted on that topic instead; event types then only say how payloads are decoded. ``retry`` is a
-        :class:`RetryPolicy` or a callable of (attempts, exception). ``timeout`` (default: setting ``handler_timeout``)
-        cancels a run that takes longer, which counts as a failure. ``concurrency`` limits how many run at once.
+        emitted on that topic instead; event types then only say how payloads are decoded. The options are:
+
+        ``retry`` is a :class:`RetryPolicy` or a callable of (attempts, exception). ``timeout`` (default: setting
+        ``handler_timeout``) cancels a run that takes longer, which counts as a failure. ``concurrency`` limits how
+        many run at once (default: the setting of that name; 1 with ``batch``).
 
         ``delivery`` says what a crash half-way does. ``"at_least_once"``: the handler runs again, so it must be
         idempotent. ``"transactional"``: it works in ``envelope.tx``, a transaction on the event's shard that commits
@@ -172,12 +169,8 @@ class Outbox:
                     event_types=event_types,
                     aliases=aliases,
                     topic=topic,
-                    retry=retry,
-                    timeout=timeout,
-                    concurrency=concurrency,
-                    delivery=delivery,
-                    on_dead=on_dead,
                     where=where_defined(function),
+                    **options,
                 )
             )
             return function
@@ -380,6 +373,9 @@ class Outbox:
             outbox=self,
             on_dead=self._on_dead,
         )
+
+    def _inline(self, shard: str) -> InlineShard:
+        return self._shards[shard].inline()
 
     async def _session_on(self, target: WritableShard, connection: Any) -> Session:
         """A caller's own connection, with the transaction that is open on it."""

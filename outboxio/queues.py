@@ -1,17 +1,21 @@
 """What the dispatcher has in memory of each handler: what is ready, what runs, and how far its rows were read.
 
-A queue belongs to a handler, a source to one name under which its rows are stored: its own, or an alias.
+A queue belongs to a handler, a source to one name under which its rows are stored: its own, or an alias. A run is one
+call of a handler, for one row or for a batch of rows.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 
+from outboxio.batch import moments_of
 from outboxio.event import Event
-from outboxio.handler import DeadHook, Delivery, Handler
+from outboxio.handler import Handler
 from outboxio.notification import BEGINNING, Notification, Position, Wanted
+from outboxio.options import DeadHook, Delivery, OnDeadKey
 from outboxio.outcome import Lease, Verdict
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Session
@@ -23,24 +27,29 @@ MOST_READY = 10_000  # rows that all handlers together have ready at most
 FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with
 QUICK, SLOW = 0.25, 2.0  # seconds between two reads that double, or halve, that number
 LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it stuck
+LONGEST_TURN = 0.2  # seconds that a queue waits for a slot before it goes ahead of those of higher priority
 
 
 class Run:
     """One notification on its way through one handler."""
 
     __slots__ = (
-        "abandoned", "cancelled_at", "has_begun", "interrupted", "is_settled", "lease", "notification", "queue",
-        "session", "started", "task", "verdict",
+        "abandoned", "cancelled_at", "has_begun", "interrupted", "is_clean", "is_settled", "key", "lease",
+        "notification", "queue", "session", "started", "task", "verdict",
     )  # fmt: skip
 
     def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
         self.notification = notification
         self.queue = queue
         self.lease = lease
+        self.key: str | None = None
+        """Its ordering key, if its handler is ordered."""
         self.started = 0.0
         self.cancelled_at: float | None = None
         self.interrupted = False
         self.abandoned = False
+        self.is_clean = True
+        """Whether the handler left no context variables behind that the next event would find."""
         self.has_begun = False
         """Whether a handler that may run only once was called."""
         self.is_settled = False
@@ -51,52 +60,105 @@ class Run:
         """What was decided about it, if its hook is owed."""
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def undone(self) -> Iterable[Run]:
+        """The rows that it still has to account for."""
+        return (self,)
+
+
+class BatchRun(Run):
+    """One call of a handler for many notifications, and the smaller calls that it is split into if it fails."""
+
+    __slots__ = ("parts", "remaining")
+
+    def __init__(self, rows: list[Run]) -> None:
+        first = rows[0]
+        super().__init__(first.notification, first.queue, first.lease)
+        self.remaining = dict.fromkeys(rows)
+        self.parts = [rows]
+        """What is still to be called, the next one last."""
+
+    @property
+    def undone(self) -> Iterable[Run]:
+        return tuple(self.remaining)
+
 
 class HandlerQueue:
     """What one handler has ready and running."""
 
-    def __init__(self, handler: Handler, settings: Settings, handlers: int, on_dead: DeadHook | None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        settings: Settings,
+        handlers: int,
+        on_dead: DeadHook | None,
+        strict_types: frozenset[str] = frozenset(),
+    ) -> None:
+        options = handler.options
         self.handler = handler
         self.function = handler.function
-        self.delivery = handler.options.delivery
-        options = handler.options
-        self.limit = min(options.concurrency or settings.concurrency, settings.concurrency)
+        self.delivery = options.delivery
+        self.batch = options.batch
+        self.priority = options.priority
+        self.strict_types = strict_types
+        self.next_moment = None if self.batch is None or not self.batch.schedule else moments_of(self.batch.schedule)
+        self.parks = options.on_dead_key is OnDeadKey.PARK
+        self.is_choosy = bool(options.ordered or options.relay or self.next_moment or strict_types)
+        """Whether rows that are due may have to wait all the same."""
+        wanted = options.concurrency or (1 if self.batch else settings.concurrency)
+        self.limit = min(wanted, settings.concurrency)
         self.share = min(self.limit, max(1, settings.concurrency // (2 * handlers)))
         self.policy = options.retry
         self.retention = self.policy.retention or settings.handling_retention_window
+        self.retention_renewed = datetime.min
+        """When the handler's last pause ended: what waited then has its retention from the start."""
         self.cap = settings.handling_max_backoff_cap
         self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
         self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
         self.hooks = [hook for hook in (options.on_dead, on_dead) if hook is not None]
-        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE
+        self.needs_transaction = self.delivery is Delivery.TRANSACTIONAL
+        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE and self.batch is None
         self.decoders: dict[str, Callable[[str], Event]] = {}
         self.ready: deque[Run] = deque()
+        self.gathering: list[Run] = []
+        """Rows that wait for others to fill a batch."""
+        self.gather_timer: asyncio.TimerHandle | None = None
         self.running: dict[Run, None] = {}  # in the order in which they started, so in that of their deadlines
         self.is_listed = False
+        self.listed_at = 0.0
+        per_call = self.batch.size if self.batch else 1
         self._largest_window = max(self.limit, min(settings.handling_batch_size, MOST_READY // handlers))
-        self.window = min(self._largest_window, max(self.limit, FIRST_WINDOW))
+        if self.batch:
+            self._largest_window = per_call * (self.limit + 1)
+        self.window = self._largest_window if self.batch else min(self._largest_window, max(self.limit, FIRST_WINDOW))
+        self._per_call = per_call
         self.read_at = 0.0
         self.was_full = False
 
     def starts_now(self, run: Run, now: float) -> None:
-        """A run's time begins only now: it had to wait for a connection."""
+        """A run's time begins only now: it had to wait for a connection, or is the next part of a call."""
         run.started = now
         del self.running[run]
         self.running[run] = None
 
     @property
     def wants_more(self) -> bool:
-        return len(self.ready) <= self.window // 2
+        return len(self.ready) * self._per_call + len(self.gathering) <= self.window // 2
 
     def adapt_window(self, now: float) -> None:
         """Read far ahead for a handler that is quick, and hardly at all for one that is slow."""
         since, self.read_at = now - self.read_at, now
-        if not self.was_full:
+        if not self.was_full or self.batch:
             return
         if since < QUICK:
             self.window = min(self._largest_window, self.window * 2)
         elif since > SLOW:
             self.window = min(self._largest_window, max(self.limit, self.window // 2))
+
+    def take_batch(self) -> BatchRun:
+        """A call for what has gathered."""
+        rows, self.gathering = self.gathering[: self._per_call], self.gathering[self._per_call :]
+        return BatchRun(rows)
 
 
 class Source:
@@ -111,6 +173,7 @@ class Source:
         self.has_backlog = False
         self.swept_at = float("-inf")
         self.sweeps = False
+        self.is_paused = False
 
     def next_read(self, room: int, now: float) -> Wanted:
         """What to ask for: on from the position, or from the beginning if it is time for a sweep."""
@@ -121,3 +184,31 @@ class Source:
             self.swept_at = now
             return Wanted(self.name, room + self.in_flight)
         return Wanted(self.name, room, self.position)
+
+
+class Turns:
+    """Queues that have something to start, each in turn; those of a lower priority number before the others.
+
+    A queue that has waited for a while goes first all the same, so nobody starves.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, deque[HandlerQueue]] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._levels.values())
+
+    def append(self, queue: HandlerQueue) -> None:
+        queue.listed_at = asyncio.get_running_loop().time()
+        level = self._levels.get(queue.priority)
+        if level is None:
+            level = self._levels[queue.priority] = deque()
+            self._levels = dict(sorted(self._levels.items()))
+        level.append(queue)
+
+    def popleft(self) -> HandlerQueue:
+        levels = [level for level in self._levels.values() if level]
+        longest = min(levels, key=lambda level: level[0].listed_at)
+        if asyncio.get_running_loop().time() - longest[0].listed_at > LONGEST_TURN:
+            return longest.popleft()
+        return levels[0].popleft()

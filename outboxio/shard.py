@@ -14,19 +14,23 @@ from uuid import UUID
 
 from msgspec import Struct
 
+from outboxio.calling import Counters
 from outboxio.clock import ShardClock
-from outboxio.dispatcher import Counters, Dispatcher
+from outboxio.consuming import InlineShard
+from outboxio.dispatcher import Dispatcher
 from outboxio.emission import Emitter
 from outboxio.envelope import Execute, HandlerContext, Join
 from outboxio.errors import ShutdownError
 from outboxio.fanout import Announcer, Fanout
-from outboxio.handler import DeadHook, HandlerRegistry
+from outboxio.handler import HandlerRegistry
 from outboxio.keeper import LockKeeper, standby_pause
 from outboxio.loop import Loop
 from outboxio.names import LockName, channel_name
 from outboxio.notifier import Notifier
+from outboxio.options import DeadHook
 from outboxio.outcome import Lease
-from outboxio.round import Round
+from outboxio.retention import Retention
+from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database
 
@@ -84,6 +88,7 @@ class ShardRuntime:
         self._channel = channel_name(namespace)
         self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
         self.work: ShardWork | None = None
+        self._inline: InlineShard | None = None
         self._left_behind: set[UUID] = set()  # notifications whose handlers ignore their cancellation, and still run
 
     @property
@@ -97,8 +102,8 @@ class ShardRuntime:
         if self.work is None or not self.work.fans_out:
             self._poke(EVENTS)
 
-    def fanned_out(self, events: int) -> None:
-        """Notifications were made: their handlers may be here, or in any other process."""
+    def became_due(self) -> None:
+        """Notifications were made, or made due: their handlers may be here, or in any other process."""
         if self.work is not None:
             self.work.find_loop.wake()
         self._poke(NOTIFICATIONS)
@@ -143,18 +148,9 @@ class ShardRuntime:
             self.clock,
             batch_size=settings.fanout_batch_size,
             holds_lock=lambda: keeper.holds(fanout_lock),
-            fanned_out=self.fanned_out,
+            fanned_out=self.became_due,
         )
-        context = HandlerContext(
-            namespace=self._namespace,
-            shard=self.name,
-            resources=self._resources,
-            stopping=work.stopping,
-            emitter=self.emitter,
-            execute=self._execute,
-            join=self._join,
-            outbox=self._outbox,
-        )
+        context = self._context(work.stopping)
         dispatcher = Dispatcher(
             self._namespace,
             self.database,
@@ -164,9 +160,38 @@ class ShardRuntime:
             context,
             on_dead=self._on_dead,
             emitted=self.committed,
+            unblocked=lambda: self._poke(NOTIFICATIONS),
             left_behind=self._left_behind,
         )
         return keeper, announcer, fanout, dispatcher
+
+    def _context(self, stopping: asyncio.Event) -> HandlerContext:
+        return HandlerContext(
+            namespace=self._namespace,
+            shard=self.name,
+            resources=self._resources,
+            stopping=stopping,
+            emitter=self.emitter,
+            execute=self._execute,
+            join=self._join,
+            outbox=self._outbox,
+        )
+
+    def inline(self) -> InlineShard:
+        """What runs handlers for messages, outside of any stay."""
+        if self._inline is None:
+            self._inline = InlineShard(
+                self._namespace,
+                self.database,
+                self.clock,
+                self._handlers,
+                self._settings,
+                self._context(asyncio.Event()),
+                on_dead=self._on_dead,
+                committed=self.committed,
+                became_due=self.became_due,
+            )
+        return self._inline
 
     async def close(self) -> None:
         await self.flush_wakes()
@@ -222,6 +247,8 @@ class ShardWork:
         self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, find_delay, is_eager=eager)
         self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
         self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
+        self.retention = Retention(shard.namespace, shard.database, shard.clock, settings)
+        self.retention_loop = Loop(f"retention of {name}", self._purge, lambda: self.retention.pause)
         self.keeper.wake = self.keeper_loop.wake
         self.dispatcher.wake_finding = self.find_loop.wake
         self.dispatcher.wake_settling = self.settle_loop.wake
@@ -241,6 +268,7 @@ class ShardWork:
         mine = [self.keeper_loop, self.announce_loop]
         if self._roles.fanout:
             mine += [self.fanout_loop, self.housekeeping_loop]
+            mine += [self.retention_loop] * self._shard.settings.purge_enabled
         if self._roles.handling:
             mine += [self.find_loop, self.settle_loop]
         return mine
@@ -298,7 +326,7 @@ class ShardWork:
             raise
 
     async def _run(self, *, unprepared: bool) -> None:
-        self.dispatcher.home = asyncio.current_task()
+        self.dispatcher.caller.home = asyncio.current_task()
         if unprepared and not await self._prepare_at_last():
             return
         problem: ShutdownError | None = None
@@ -338,8 +366,9 @@ class ShardWork:
 
     async def _wind_down(self) -> ShutdownError | None:
         """Stop claiming, let handlers end, write every outcome, give the locks back."""
-        for loop in (self.find_loop, self.fanout_loop, self.announce_loop, self.housekeeping_loop):
-            loop.stop()
+        for loop in self.loops:
+            if loop not in (self.settle_loop, self.keeper_loop):
+                loop.stop()
         problem = None
         try:
             await self.dispatcher.stop(self._shard.settings.shutdown_timeout.total_seconds())
@@ -388,7 +417,7 @@ class ShardWork:
         """
         if beside_loops:
             return await self._drain_beside_loops()
-        self.dispatcher.home = asyncio.current_task()
+        self.dispatcher.caller.home = asyncio.current_task()
         problem: Exception | None = None
         async with asyncio.TaskGroup() as group:
             helpers = [self.keeper_loop, self.settle_loop]
@@ -415,9 +444,11 @@ class ShardWork:
     async def _drain_all(self, *, beside_loops: bool) -> None:
         while not self._leave.is_set():
             if not beside_loops:
-                await self.announcer.announce_if_due()
                 await self.keeper.run_once()
+                await self._announce()
             if await self._drain_pass():
+                continue
+            if self.dispatcher.flush():
                 continue
             if not await self._due_elsewhere():
                 await self._keep_house()
@@ -448,8 +479,15 @@ class ShardWork:
     # --- the rest ------------------------------------------------------------------------------
 
     async def _announce(self) -> Round:
+        """Tell the others what handlers are here, and hear which of them an operator has paused."""
         await self.announcer.announce_if_due()
+        if self._roles.handling:
+            self.dispatcher.heed_pauses(await self._shard.database.subscriptions.pauses(self._shard.namespace))
         return Round(0)
+
+    async def _purge(self) -> Round:
+        """One piece of removing what was kept long enough, in the one process that fans out."""
+        return await self.retention.run_once() if self.fans_out else NOTHING
 
     async def _keep_house(self) -> Round:
         """Report notifications whose handler no instance has, and let them expire like any other."""

@@ -147,6 +147,10 @@ class Session(Protocol):
         """Write that something was received, unless it was before: what the row says now, and says first."""
         ...
 
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+        """What was written of an id by any of these names."""
+        ...
+
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of one action, in one statement. :class:`TransactionLost` if there is no transaction."""
         ...

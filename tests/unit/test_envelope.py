@@ -56,6 +56,8 @@ def notification(**columns: Any) -> Notification:
         "causation_id": UUID(int=4),
         "headers": '{"traceparent": "00-ab"}',
         "hops": 3,
+        "ordering_key": None,
+        "created_date": NOON,
     }
     row.update(columns)
     for column in ("action_params", "headers"):

@@ -6,7 +6,16 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from outboxio import AmbiguousTypeName, Event, EventEnvelope, EventHandler, Outbox, RegistrationError, RetryPolicy
+from outboxio import (
+    AmbiguousTypeName,
+    Batch,
+    Event,
+    EventEnvelope,
+    EventHandler,
+    Outbox,
+    RegistrationError,
+    RetryPolicy,
+)
 from outboxio.event import EventTypes
 from outboxio.handler import Handler, HandlerRegistry, handler_from_object, make_handler
 from outboxio.subscription import Subscription
@@ -28,16 +37,24 @@ class MovedFar(Moved):
     pass
 
 
+class Strict(Event, strict_priority=True):
+    pass
+
+
+class StrictToo(Strict):
+    pass
+
+
 async def handle(envelope: EventEnvelope[Any]) -> None:
     pass
 
 
 def make(name: str = "first", *event_types: type[Event], aliases: Iterable[str] = (), **options: Any) -> Handler:
     unset: dict[str, Any] = {
-        "topic": None, "retry": None, "timeout": None, "concurrency": None, "delivery": "at_least_once",
-        "on_dead": None, "function": handle,
+        "topic": None, "function": handle,
     }  # fmt: skip
     chosen = {**unset, **options}
+    event_types = chosen.pop("types", event_types)
     types = event_types if event_types or chosen["topic"] else (Opened,)
     return make_handler(name=name, event_types=types, aliases=aliases, where="here", **chosen)
 
@@ -128,9 +145,35 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"topic": " "}, "the topic of handler 'first': ' ' is blank"),
         ({"topic": "x" * 256}, "the topic of handler 'first'"),
         ({"retry": 3}, "expected a RetryPolicy or a callable of (attempts, exception)"),
-        ({"concurrency": 0}, "concurrency of handler 'first' is 0; expected 1 or more"),
-        ({"delivery": "twice"}, "delivery of handler 'first' is 'twice'; expected one of 'at_least_once'"),
+        ({"concurrency": 0}, "handler 'first' has concurrency=0; expected 1 or more"),
+        ({"concurrency": True}, "handler 'first' has concurrency=True; expected 1 or more"),
+        ({"timeout": 0}, "handler 'first' has timeout=0; expected a duration longer than zero"),
+        ({"timeout": "soon"}, "handler 'first' has timeout='soon'; expected a duration"),
+        ({"delivery": "twice"}, "handler 'first' has delivery='twice'; expected one of 'at_least_once'"),
+        ({"on_dead": print}, "on_dead of handler 'first'"),
+        ({"ordered": "yes"}, "handler 'first' has ordered='yes'; expected True or False"),
+        ({"relay": 1}, "handler 'first' has relay=1; expected True or False"),
+        ({"batch": 500}, "handler 'first' has batch=500; expected a Batch, as in batch=Batch(size=500)"),
+        ({"priority": 1.5}, "handler 'first' has priority=1.5; expected a whole number from -2147483648 to 2147483647"),
+        ({"priority": 2**31}, "handler 'first' has priority=2147483648"),
+        ({"ordered": True, "on_dead_key": "stop"}, "on_dead_key='stop'; expected one of 'park', 'continue'"),
+        # each is allowed, but not together
         ({"delivery": "at_most_once", "retry": RetryPolicy()}, "what may run only once is never retried"),
+        ({"delivery": "at_most_once", "batch": Batch()}, "delivery='at_most_once' and batch="),
+        ({"ordered": True, "batch": Batch()}, "ordered=True and batch="),
+        ({"on_dead_key": "park"}, "on_dead_key='park' without ordered=True"),
+        ({"on_dead_key": "continue", "ordered": False}, "on_dead_key='continue' without ordered=True"),
+        ({"batch": Batch(), "types": (Strict,)}, "has batch= and is for Strict, which has strict_priority=True"),
+        ({"batch": Batch(), "types": (StrictToo,)}, "has batch= and is for StrictToo, which has strict_priority=True"),
+        # options of something else, and of nothing
+        ({"schedule": "0 0 * * *"}, "has schedule=: it is part of the batch, as in batch=Batch(schedule=...)"),
+        ({"max_wait": "1s"}, "has max_wait=: it is part of the batch"),
+        ({"size": 5}, "has size=: it is part of the batch"),
+        ({"strict_priority": True}, "has strict_priority=: it belongs to the event"),
+        ({"ordering_key": "w"}, "has ordering_key=: it belongs to the event, as in tx.emit(event, ordering_key=...)"),
+        ({"max_attempts": 3}, "has max_attempts=: it is part of the retry policy"),
+        ({"prioritiy": 3}, "has prioritiy=: there is no such option; did you mean priority?"),
+        ({"xyz": 3}, "has xyz=: there is no such option; there is retry, timeout"),
         ({"function": lambda envelope: None}, "handler 'first' must be an async function, here is not"),
     ],
 )
@@ -153,11 +196,6 @@ def test_a_handler_needs_an_event_type_or_a_topic() -> None:
             event_types=(),
             aliases=(),
             topic=None,
-            retry=None,
-            timeout=None,
-            concurrency=None,
-            delivery="at_least_once",
-            on_dead=None,
             where="here",
         )
 
@@ -258,6 +296,28 @@ def test_class_attributes_are_the_options() -> None:
     assert handler.options.timeout == timedelta(seconds=5)
     assert (handler.options.concurrency, handler.options.retry) == (3, RetryPolicy(max_attempts=2))
     assert handler.where.endswith("test_handler.WithOptions")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("schedule", "batch=Batch(schedule=...)"),
+        ("max_wait", "batch=Batch(max_wait=...)"),
+        ("strict_priority", "event"),
+    ],
+)
+def test_an_attribute_that_belongs_elsewhere_is_refused(attribute: str, message: str) -> None:
+    misled = type("Misled", (WithOptions,), {attribute: "0 0 * * *"})
+
+    with pytest.raises(RegistrationError, match=f"has {attribute}=") as caught:
+        handler_from_object(misled())
+
+    assert message in str(caught.value)
+
+
+def test_a_subclass_of_a_strict_event_is_strict() -> None:
+    assert registry(make("first", Strict)).strict_types() == {"Strict", "StrictToo"}
+    assert registry(make("first", Opened)).strict_types() == frozenset()
 
 
 def test_options_may_be_set_on_the_object() -> None:

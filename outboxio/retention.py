@@ -1,0 +1,82 @@
+"""Retention: what is finished is kept for a while, and then removed in small pieces.
+
+Only terminal notifications are removed, and events that nobody has to handle any more; never a row that parks its
+ordering key. What the inbox remembers of an event outlives the event itself.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from msgspec import Struct
+
+from outboxio.clock import Clock
+from outboxio.round import NOTHING, Round
+from outboxio.settings import Settings
+from outboxio.storage.protocols import Database, Purged
+
+PIECE = 1000  # rows that one statement looks at
+BETWEEN_PIECES, BETWEEN_PASSES = 0.1, 60.0  # seconds
+_BEGINNING = UUID(int=0)
+
+
+class Removed(Struct, frozen=True):
+    """How many rows a purge removed."""
+
+    notifications: int = 0
+    events: int = 0
+    consumed_events: int = 0
+
+
+class Retention:
+    """Removes what was kept long enough, in one database."""
+
+    def __init__(self, namespace: str, database: Database, clock: Clock, settings: Settings) -> None:
+        self._namespace = namespace
+        self._database = database
+        self._clock = clock
+        self._settings = settings
+        self._steps = (self._purge_notifications, self._purge_events, self._purge_consumed)
+        self._step = 0
+        self._position = _BEGINNING
+        self.pause = BETWEEN_PIECES
+
+    async def run_once(self) -> Round:
+        """One piece of a pass over all tables."""
+        done = await self._steps[self._step](self._position)
+        self._position = done.position or _BEGINNING
+        self.pause = BETWEEN_PIECES
+        if done.position is None:
+            self._step = (self._step + 1) % len(self._steps)
+            if self._step == 0:
+                self.pause = BETWEEN_PASSES
+        return Round(done.removed) if done.removed else NOTHING
+
+    async def purge(self) -> Removed:
+        """One whole pass at once."""
+        totals: list[int] = []
+        for step in self._steps:
+            removed, position = 0, _BEGINNING
+            while True:
+                done = await step(position)
+                removed += done.removed
+                if done.position is None:
+                    break
+                position = done.position
+            totals.append(removed)
+        return Removed(*totals)
+
+    async def _purge_notifications(self, position: UUID) -> Purged:
+        now, keep = self._clock(), self._settings
+        return await self._database.retention.purge_notifications(
+            self._namespace, position, now - keep.keep_finished, now - keep.keep_dead, PIECE
+        )
+
+    async def _purge_events(self, position: UUID) -> Purged:
+        before = self._clock() - self._settings.keep_finished
+        return await self._database.retention.purge_events(self._namespace, position, before, PIECE)
+
+    async def _purge_consumed(self, position: UUID) -> Purged:
+        before = self._clock() - self._settings.dedup_retention
+        removed = await self._database.retention.purge_consumed(before, PIECE)
+        return Purged(removed, position if removed >= PIECE else None)
