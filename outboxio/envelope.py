@@ -11,7 +11,7 @@ from uuid import UUID
 from outboxio.codec import decode_object
 from outboxio.emission import Cause, Emitter
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
-from outboxio.event import Event, EventRecord
+from outboxio.event import RECEIVED_ACTION, Event, EventRecord
 from outboxio.notification import Notification
 
 if TYPE_CHECKING:
@@ -146,6 +146,19 @@ class EventEnvelope(Generic[E_co]):
     @property
     def model_type(self) -> str | None:
         return self._row.context.model_type
+
+    @property
+    def ordering_key(self) -> str | None:
+        """For ordered handlers: the key within which this event has its place."""
+        return self._row.context.ordering_key
+
+    @property
+    def source(self) -> str | None:
+        """Where the event came in from, through the inbox; ``None`` for the service's own."""
+        if self._row.context.action_name != RECEIVED_ACTION:
+            return None
+        source: str | None = self.action_params.get("source")
+        return source
 
     @property
     def correlation_id(self) -> str | None:

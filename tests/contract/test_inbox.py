@@ -43,7 +43,7 @@ async def test_what_is_received_is_handled_like_any_other_event(outbox: Outbox, 
     assert (envelope.headers, envelope.correlation_id) == ({"traceparent": "00-1"}, "c-1")
     assert envelope.action_params == {"source": "billing", "external_id": "m-1"}
     (row,) = await written(look)
-    assert (row["source"], row["action_name"], row["event_type"]) == ("billing", "Receive", "MoneyDeposited")
+    assert (row["source"], row["action_name"], row["event_type"]) == ("billing", "inbox.receive", "MoneyDeposited")
 
 
 async def test_a_redelivery_is_a_duplicate_and_changes_nothing(outbox: Outbox, look: Look) -> None:
