@@ -28,6 +28,19 @@ async def start_worker() -> AsyncIterator[StartWorker]:
 
 
 @pytest.fixture
+async def start_program() -> AsyncIterator[StartWorker]:
+    """Starts other programs that report as workers do; none outlives the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(program: str, **told: Any) -> Worker:
+            worker = await Worker.start_program(program, **told)
+            stack.push_async_callback(worker.end)
+            return worker
+
+        yield start
+
+
+@pytest.fixture
 async def leaks(database_url: str) -> Leaks:
     """Looks for what is left behind; compares with the beginning of the test."""
     return Leaks(database_url)

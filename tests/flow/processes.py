@@ -49,6 +49,21 @@ class Worker:
         )
         return cls(process)
 
+    @classmethod
+    async def start_program(cls, program: str, **told: Any) -> Worker:
+        """Another program that reports in the same way."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", program, json.dumps(told)),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return cls(process)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._reader.done()
+
     def of(self, what: str, **like: Any) -> list[Report]:
         """The reports of one kind, those with these details."""
         return [r for r in self.reports if r["what"] == what and all(r.get(k) == v for k, v in like.items())]
