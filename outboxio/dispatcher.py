@@ -451,16 +451,16 @@ class Dispatcher:
             cause=envelope.cause, in_handler=True,
         )  # fmt: skip
         try:
-            errors = await session.claim(notification.id, states)
-            if errors is None:
+            claimed = await session.claim([notification.id], states)
+            if notification.id not in claimed:
                 raise _TakenByAnother
             if notification.state == State.DYING:
-                run.verdict = verdict_of(errors)
+                run.verdict = verdict_of(claimed[notification.id])
             state, attempts = await self._call_within(tx, run, envelope, work)
             if tx.events:
                 await tx.write(record.completed(self._clock()), tx.events)
             tx.require_open("a statement on envelope.tx.connection")
-            await session.finish(notification.id, state, attempts, self._clock())
+            await session.finish([notification.id], state, attempts, self._clock())
         except BaseException:
             tx.abandon()
             await to_the_end(roll_back(session))
