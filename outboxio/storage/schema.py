@@ -29,6 +29,8 @@ class Table(Struct, frozen=True):
     file: str
     columns: tuple[str, ...]
     indexes: tuple[str, ...] = ()
+    partial_indexes: tuple[str, ...] = ()
+    """Those that exist where an index can be of some rows only; elsewhere the others do their work."""
 
 
 TABLES = (
@@ -46,7 +48,8 @@ TABLES = (
         ("id", "event_id", "handler_name", "namespace", *_CONTEXT, "state", "attempts", "next_retry_at", "created_date",
          "updated_date", "sequence", "ordering_key", "priority", "errors", "correlation_id", "causation_id", "headers",
          "hops", "retention_from"),
-        ("event_notifications_due",),
+        ("event_notifications_due", "event_notifications_line"),
+        ("event_notifications_parked",),
     ),
     Table(
         "subscriptions",
@@ -54,6 +57,7 @@ TABLES = (
         ("namespace", "handler_name", "event_type", "topic", "aliases", "priority", "ordered", "last_seen_date"),
     ),
     Table("leases", "0003_coordination.sql", ("name", "term", "owner", "acquired_date")),
+    Table("pauses", "0003_coordination.sql", ("namespace", "handler_name", "paused_date", "ended_date")),
     Table(
         "consumed_events",
         "0004_consumed_events.sql",
@@ -69,6 +73,8 @@ class Found(Struct):
     columns: Mapping[str, Collection[str]]
     indexes: Collection[str]
     version: int
+    has_partial_indexes: bool = False
+    """Whether the database has such at all."""
 
 
 class SqlFile(Struct, frozen=True):
@@ -128,6 +134,6 @@ def missing_parts(found: Found) -> Iterator[tuple[str, str]]:
         for column in table.columns:
             if column not in columns:
                 yield f"column {table.name}.{column}", table.file
-        for index in table.indexes:
+        for index in (*table.indexes, *(table.partial_indexes if found.has_partial_indexes else ())):
             if index not in found.indexes:
                 yield f"index {index}", table.file

@@ -20,4 +20,14 @@ CREATE TABLE eventlog.leases (
     acquired_date TIMESTAMP    NOT NULL
 );
 
+-- Handlers that an operator paused, until ended_date is set. A pause that is over stays here: rows that waited for its
+-- end count their retention from then on.
+CREATE TABLE eventlog.pauses (
+    namespace    VARCHAR(255) NOT NULL,
+    handler_name VARCHAR(255) NOT NULL,
+    paused_date  TIMESTAMP    NOT NULL,
+    ended_date   TIMESTAMP,
+    PRIMARY KEY (namespace, handler_name)
+);
+
 INSERT INTO eventlog.schema_versions VALUES (3, '0003_coordination.sql', now() AT TIME ZONE 'UTC');

@@ -38,5 +38,17 @@ CREATE INDEX eventlog_event_notifications_due
     ON eventlog_event_notifications (namespace, handler_name, next_retry_at, sequence)
     WHERE state IN ('PENDING', 'FAILED', 'DYING');
 
+-- Rows that wait for one another: what is unfinished of each ordering key, in its order, and what is blocked without
+-- a key. Other rows of unordered handlers are not in it.
+CREATE INDEX eventlog_event_notifications_line
+    ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
+    WHERE state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (ordering_key IS NOT NULL OR state = 'BLOCKED');
+
+-- DEAD and EXPIRED rows of ordered handlers, which may park their key. They are not in the line: where they park
+-- nothing, there may be many.
+CREATE INDEX eventlog_event_notifications_parked
+    ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
+    WHERE state IN ('DEAD', 'EXPIRED') AND ordering_key IS NOT NULL;
+
 INSERT INTO eventlog_schema_versions
 VALUES (2, '0002_event_notifications.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

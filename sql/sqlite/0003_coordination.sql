@@ -20,4 +20,14 @@ CREATE TABLE eventlog_leases (
     acquired_date TEXT    NOT NULL
 );
 
+-- Handlers that an operator paused, until ended_date is set. A pause that is over stays here: rows that waited for its
+-- end count their retention from then on.
+CREATE TABLE eventlog_pauses (
+    namespace    TEXT NOT NULL,
+    handler_name TEXT NOT NULL,
+    paused_date  TEXT NOT NULL,
+    ended_date   TEXT,
+    PRIMARY KEY (namespace, handler_name)
+);
+
 INSERT INTO eventlog_schema_versions VALUES (3, '0003_coordination.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

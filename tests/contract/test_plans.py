@@ -18,7 +18,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.notification import BEGINNING
 from outboxio.storage.postgres.connection import LOOP_SETTINGS
-from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT
+from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, id_head
 from outboxio.storage.postgres.notifications import ANY_DUE, FIND_DUE, SETTLE, SETTLE_WITH_DETAILS, UNFINISHED_NAMES
 
 NOW = datetime(2030, 1, 1)
@@ -117,7 +117,8 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 async def fan_out(connection: Any, prepared: str) -> Plan:
     types = [f"T{i}" for i in range(TYPES)]
-    return await explain(connection, prepared, "app", NOW, LONG_AGO, types, [BATCH // TYPES] * TYPES, BATCH)
+    rooms = types, [BATCH // TYPES] * TYPES
+    return await explain(connection, prepared, "app", NOW, LONG_AGO, *rooms, BATCH, id_head())
 
 
 async def find_due(connection: Any, prepared: str, names: Sequence[str]) -> Plan:

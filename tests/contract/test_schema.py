@@ -34,6 +34,7 @@ COLUMNS = {
         ordering_key? priority errors correlation_id? causation_id? headers? hops retention_from""",
     "subscriptions": "namespace handler_name event_type topic aliases priority ordered last_seen_date",
     "leases": "name term owner acquired_date",
+    "pauses": "namespace handler_name paused_date ended_date?",
     "consumed_events": "source external_id handler_name event_id payload_hash consumed_date",
     "schema_versions": "version file applied_date",
 }

@@ -15,8 +15,10 @@ from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated
 from outboxio.storage.postgres.events import PostgresEvents
+from outboxio.storage.postgres.lines import PostgresLines
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
+from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.session import PooledSession, PostgresSession
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
@@ -51,6 +53,8 @@ class PostgresDatabase:
         self._lock_session: Dedicated | None = None
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
+        self.lines = PostgresLines(self._find)
+        self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
+from outboxio.ids import uuid7
 from outboxio.storage.postgres.connection import Dedicated
 from outboxio.storage.protocols import FannedOut
+
+_INTO = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
+  causation_id, headers, hops, retention_from)
+""".strip()
+
+# An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie together in the index of ids.
+_OWED = """
+SELECT overlay(gen_random_uuid()::text placing {id_head} from 1 for 15)::uuid, e.id, s.handler_name, e.namespace,
+  e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type,
+  e.event_type, e.payload, e.event_date, 'PENDING', 0, greatest(e.available_at, {now}), {now}, {now}, e.sequence,
+  CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id, e.causation_id,
+  e.headers, e.hops, greatest(e.available_at, {now})
+""".strip()
 
 # One statement, one snapshot: it joins every live subscription, not only those of this process, so an old version
 # that runs it serves the handlers of a newer one. The lateral scan walks each type by itself along its index, and
 # SKIP LOCKED never waits for a producer. An event on a topic whose type is subscribed as well is taken through its
 # type, so that no event is taken twice.
-FAN_OUT = """
+#
+# What ordered handlers want is taken up to a horizon, the last event of a key that filled its room: the events of such
+# a key that come next are not known. Any type may be on a topic that an ordered handler wants. Where nothing is
+# ordered, the horizon is never worked out.
+_TAKEN = "(NOT e.ordered OR e.sequence <= coalesce((SELECT sequence FROM horizon), e.sequence))"
+FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered
   FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $3
@@ -23,47 +45,45 @@ WITH live AS MATERIALIZED (
 ), rooms AS MATERIALIZED (
   SELECT * FROM unnest($4::text[], $5::bigint[]) AS room(key, size)
 ), types AS MATERIALIZED (
-  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size
-  FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t LEFT JOIN rooms ON rooms.key = t.event_type
+  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size,
+    t.ordered OR (SELECT coalesce(bool_or(ordered), FALSE) FROM subscribed WHERE topic <> '') AS ordered
+  FROM (SELECT event_type, bool_or(ordered) AS ordered FROM subscribed WHERE topic = '' GROUP BY event_type) t
+    LEFT JOIN rooms ON rooms.key = t.event_type
 ), topics AS MATERIALIZED (
-  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size
-  FROM (SELECT DISTINCT topic FROM subscribed WHERE topic <> '') t LEFT JOIN rooms ON rooms.key = '#' || t.topic
+  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered
+  FROM (SELECT topic, bool_or(ordered) AS ordered FROM subscribed WHERE topic <> '' GROUP BY topic) t
+    LEFT JOIN rooms ON rooms.key = '#' || t.topic
 ), batch AS MATERIALIZED (
-  SELECT e.*, e.event_type AS key, types.size FROM types CROSS JOIN LATERAL (
+  SELECT e.*, e.event_type AS key, types.size, types.ordered FROM types CROSS JOIN LATERAL (
     SELECT ctid AS place, * FROM eventlog.events
     WHERE namespace = $1 AND event_type = types.event_type AND delivered = FALSE
     ORDER BY sequence LIMIT types.size FOR UPDATE SKIP LOCKED) e
   UNION ALL
-  SELECT e.*, '#' || e.topic AS key, topics.size FROM topics CROSS JOIN LATERAL (
+  SELECT e.*, '#' || e.topic AS key, topics.size, topics.ordered FROM topics CROSS JOIN LATERAL (
     SELECT ctid AS place, * FROM eventlog.events
     WHERE namespace = $1 AND topic = topics.topic AND delivered = FALSE AND event_type IS NOT NULL
       AND event_type NOT IN (SELECT event_type FROM types)
     ORDER BY sequence LIMIT topics.size FOR UPDATE SKIP LOCKED) e
+), horizon AS (
+  SELECT min(last) AS sequence FROM (
+    SELECT max(sequence) AS last FROM batch WHERE ordered GROUP BY key HAVING count(*) >= min(size)) filled
 ), made AS (
-  INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-    action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-    attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
-    causation_id, headers, hops, retention_from)
-  SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
-    e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
-    0, greatest(e.available_at, $2), $2, $2, e.sequence,
-    CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id,
-    e.causation_id, e.headers, e.hops, greatest(e.available_at, $2)
+  {_INTO}
+  {_OWED.format(now="$2", id_head="$7")}
   FROM batch e JOIN subscribed s ON s.event_type = e.event_type
+  WHERE {_TAKEN}
   UNION ALL
-  SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
-    e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
-    0, greatest(e.available_at, $2), $2, $2, e.sequence,
-    CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id,
-    e.causation_id, e.headers, e.hops, greatest(e.available_at, $2)
+  {_OWED.format(now="$2", id_head="$7")}
   FROM batch e JOIN subscribed s ON s.topic = e.topic AND s.topic <> ''
+  WHERE {_TAKEN}
   ON CONFLICT (event_id, handler_name) DO NOTHING
   RETURNING 1
 ), done AS (
-  UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch))
+  UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch e WHERE {_TAKEN}))
 )
-SELECT key, count(*) AS events, count(*) >= min(size) AS is_full, (SELECT count(*) FROM made) AS notifications
-FROM batch GROUP BY key
+SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
+  count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications
+FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
 
 ANY_UNDELIVERED = """
@@ -93,15 +113,9 @@ PAYLOADS = """
 SELECT payload::text FROM eventlog.events WHERE namespace = $1 AND event_type = ANY ($2::text[]) ORDER BY sequence
 """
 
-BACKFILL = """
-INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
-  causation_id, headers, hops, retention_from)
-SELECT gen_random_uuid(), e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params,
-  e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING',
-  0, $5, $5, $5, e.sequence, CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority,
-  e.correlation_id, e.causation_id, e.headers, e.hops, $5
+BACKFILL = f"""
+{_INTO}
+{_OWED.format(now="$5", id_head="$6")}
 FROM eventlog.events e JOIN eventlog.subscriptions s
   ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')
 WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
@@ -120,7 +134,14 @@ class PostgresEvents:
         self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
     ) -> FannedOut:
         rows = await self._fanout.fetch(
-            FAN_OUT, namespace, now, seen_since, list(rooms.keys()), list(rooms.values()), batch_size
+            FAN_OUT,
+            namespace,
+            now,
+            seen_since,
+            list(rooms.keys()),
+            list(rooms.values()),
+            batch_size,
+            id_head(),
         )
         return FannedOut(
             events={row["key"]: row["events"] for row in rows},
@@ -140,4 +161,9 @@ class PostgresEvents:
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
     ) -> int:
-        return await self._admin.execute(BACKFILL, namespace, handler_name, list(types), since, now)
+        return await self._admin.execute(BACKFILL, namespace, handler_name, list(types), since, now, id_head())
+
+
+def id_head() -> str:
+    """The time and the version of a UUIDv7."""
+    return str(uuid7())[:15]

@@ -112,6 +112,14 @@ WHERE n.namespace = $1 AND ($2::text IS NULL OR n.state = $2) AND ($3::text IS N
 ORDER BY n.created_date, n.sequence, n.handler_name LIMIT $5
 """
 
+# An id may be a notification's or an event's; each is looked up in its own index, which OR would rule out.
+SELECT_BY_ID = f"""
+SELECT {_selected(_RECORD_COLUMNS)} FROM eventlog.event_notifications n
+WHERE n.namespace = $1 AND n.id = ANY (
+  $2::uuid[] || ARRAY(SELECT id FROM eventlog.event_notifications WHERE event_id = ANY ($2::uuid[])))
+ORDER BY n.created_date, n.sequence, n.handler_name
+"""
+
 RETRY = """
 UPDATE eventlog.event_notifications
 SET state = 'PENDING', attempts = 0, next_retry_at = $3, retention_from = $3, updated_date = $3
@@ -121,6 +129,32 @@ WHERE namespace = $1 AND id = ANY ($2::uuid[])
 SKIP = """
 UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $3
 WHERE namespace = $1 AND id = ANY ($2::uuid[]) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
+"""
+
+RESUME = """
+UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $4
+WHERE ARRAY['DEAD', 'EXPIRED'] @> ARRAY[state::text] AND id = ANY (ARRAY(
+  SELECT n.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+    SELECT id FROM eventlog.event_notifications
+    WHERE namespace = $1 AND handler_name = w.handler_name AND ordering_key = $3 AND state IN ('DEAD', 'EXPIRED')
+    ORDER BY sequence) n))
+"""
+
+# A piece is so many rows along the primary key, however few of them are wanted: so none takes long. Since a row that
+# was replayed lies behind the position, it is not replayed again when it is soon finished again.
+PIECE = 1000
+REPLAY = """
+WITH looked AS MATERIALIZED (
+  SELECT id FROM eventlog.event_notifications WHERE id > $2 ORDER BY id LIMIT $3
+), replayed AS (
+  UPDATE eventlog.event_notifications
+  SET state = 'PENDING', attempts = 0, next_retry_at = $9, retention_from = $9, updated_date = $9
+  WHERE id = ANY (ARRAY(SELECT id FROM looked)) AND namespace = $1 AND $4::text[] @> ARRAY[handler_name::text]
+    AND event_date >= $5 AND event_date < $6
+    AND (cardinality($7::text[]) = 0 OR $7::text[] @> ARRAY[event_type::text])
+    AND $8::text[] @> ARRAY[state::text] AND ARRAY['SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED'] @> ARRAY[state::text]
+  RETURNING 1)
+SELECT (SELECT count(*) FROM replayed), count(*), (SELECT id FROM looked ORDER BY id DESC LIMIT 1) FROM looked
 """
 
 
@@ -184,11 +218,34 @@ class PostgresNotifications:
         rows = await self._admin.fetch(SELECT, namespace, state, handler_name, event_type, limit)
         return [self._record(row) for row in rows]
 
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        return [self._record(row) for row in await self._admin.fetch(SELECT_BY_ID, namespace, list(ids))]
+
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._admin.execute(RETRY, namespace, sorted(ids), now)
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._admin.execute(SKIP, namespace, sorted(ids), now)
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        return await self._admin.execute(RESUME, namespace, list(names), ordering_key, now)
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        wanted = (list(names), since, until, list(types), list(states), now)
+        replayed, looked_at, position = 0, PIECE, UUID(int=0)
+        while looked_at == PIECE:
+            [(some, looked_at, position)] = await self._admin.fetch(REPLAY, namespace, position, PIECE, *wanted)
+            replayed += some
+        return replayed
 
     def _record(self, row: Any) -> NotificationRecord:
         values = dict(zip(_RECORD_COLUMNS, row, strict=True))

@@ -74,4 +74,4 @@ async def _look(connection: Any) -> Found:
         columns[table].add(column)
     indexes = {row[0] for row in await connection.fetch(INDEXES)}
     version = await connection.fetchval(VERSION) if "version" in columns["schema_versions"] else 0
-    return Found(dict(columns), indexes, version)
+    return Found(dict(columns), indexes, version, has_partial_indexes=True)

@@ -65,7 +65,7 @@ class SqliteSchema:
 
     async def check(self) -> None:
         if self._is_still_to_be_made():
-            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0))
+            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0, has_partial_indexes=True))
         found, keys = await self._connections.read(
             lambda connection: (_look(connection), list(_missing_keys(connection)))
         )
@@ -106,7 +106,8 @@ def _look(connection: sqlite3.Connection) -> Found:
         columns[table.removeprefix(PREFIX)].add(column)
     indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
     version = fetch_value(connection, VERSION, ()) if "version" in columns["schema_versions"] else 0
-    return Found(dict(columns), {index.removeprefix(PREFIX) for index in indexes}, version)
+    indexes = [index.removeprefix(PREFIX) for index in indexes]
+    return Found(dict(columns), indexes, version, has_partial_indexes=True)
 
 
 def _missing_keys(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
