@@ -300,7 +300,8 @@ async def _is_blocked(outbox: Outbox) -> bool:
     return (await outbox.admin.counts())["BLOCKED"] == 1
 
 
-async def test_order_holds_while_running_with_failures_and_many_keys(outbox: Outbox) -> None:
+async def test_order_holds_while_running_with_failures_and_many_keys(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox()
     failed: set[Any] = set()
 
     def fails(envelope: Envelope) -> BaseException | None:
@@ -335,15 +336,15 @@ async def test_two_event_types_of_a_key_are_one_line(make_outbox: MakeOutbox) ->
 
     @outbox.handler(MoneyDeposited, WalletOpened, name="ledger", ordered=True)
     async def handle(envelope: EventEnvelope[Any]) -> None:
-        seen.append(envelope.event_type)
+        if envelope.ordering_key == "a":
+            seen.append(envelope.event_type)
 
     await post(outbox, *(("b", number) for number in range(40)))
     for number in range(10):
         await outbox.executor.execute(Both(number))
 
     assert (await outbox.drain()).succeeded == 60
-    assert seen[-1] == "WalletOpened"
-    assert [kind for kind in seen if kind == "WalletOpened"] == ["WalletOpened"] * 10
+    assert seen == ["MoneyDeposited", "WalletOpened"] * 10
 
 
 async def test_a_transactional_handler_may_be_ordered(outbox: Outbox, look: Look) -> None:

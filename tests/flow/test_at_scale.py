@@ -66,7 +66,7 @@ async def is_finished(look: Look, number: int) -> bool:
 
 # --- transactional ---------------------------------------------------------------------------------
 
-CRASHES = 20
+BETWEEN_CRASHES = 50 if FULL else 15  # events
 MODES: dict[str, dict[str, Any]] = {
     "ok": {},
     "error": {"mode": "error"},
@@ -81,7 +81,7 @@ MODES: dict[str, dict[str, Any]] = {
 async def test_a_transactional_effect_is_there_exactly_once(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram, mode: str
 ) -> None:
-    number = size(1000, 60)
+    number = size(1000, 40)
     outbox = await make_outbox()
     await make_wallets(look)
     told = {
@@ -91,14 +91,14 @@ async def test_a_transactional_effect_is_there_exactly_once(
         "settings": {"lock_heartbeat": 1.0},
         **MODES[mode],
     }
-    workers = [await start_program(WORKER, **told, after=number // CRASHES) for _ in range(1 + (mode == "stolen lock"))]
+    workers = [await start_program(WORKER, **told, after=BETWEEN_CRASHES) for _ in range(1 + (mode == "stolen lock"))]
     for worker in workers:
         await worker.until("running")
     begun = time.monotonic()
 
     await emit(outbox, number)
     crashes = await _until_finished(
-        look, number, workers, lambda: start_program(WORKER, **told, after=number // CRASHES)
+        look, number, workers, lambda: start_program(WORKER, **told, after=BETWEEN_CRASHES)
     )
 
     seconds = time.monotonic() - begun
@@ -128,7 +128,7 @@ async def _until_finished(
 
 async def test_what_a_transaction_costs(make_outbox: MakeOutbox, look: Look, start_program: StartProgram) -> None:
     """No rule about time: the same effect, by both kinds of delivery."""
-    number = size(1000, 60)
+    number = size(1000, 40)
     outbox = await make_outbox()
     await make_wallets(look)
     rates: dict[str, float] = {}

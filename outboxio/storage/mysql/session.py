@@ -62,6 +62,10 @@ CONSUMED = """
 SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
 WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
 """
+SEEN = """
+SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
+WHERE source = %s AND external_id = %s AND handler_name IN ({names})
+"""
 
 Escape = Callable[[Any], str]
 
@@ -198,6 +202,11 @@ class MysqlSession:
         await run(self._connection, CONSUME, (*key, *rest))
         (row,) = await fetch(self._connection, CONSUMED, key)
         return Consumed(*key, UUID(row[0]), row[1], row[2])
+
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+        seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
+        rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
+        return [Consumed(*row[:3], UUID(row[3]), *row[4:]) for row in rows]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         if self._is_callers:

@@ -72,6 +72,11 @@ SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
 WHERE source = $1 AND external_id = $2 AND handler_name = $3
 """
 
+SEEN = """
+SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
+WHERE source = $1 AND external_id = $2 AND handler_name = ANY ($3::text[])
+"""
+
 
 async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord]) -> None:
     """Write the rows of one action on an asyncpg connection, in one statement."""
@@ -187,6 +192,10 @@ class PostgresSession:
         rest = (consumed.event_id, consumed.payload_hash, consumed.consumed_date)
         await self._connection.execute(CONSUME, *key, *rest)
         return Consumed(*key, *await self._connection.fetchrow(CONSUMED, *key))
+
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+        rows = await self._connection.fetch(SEEN, source, external_id, list(handler_names))
+        return [Consumed(*row) for row in rows]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await insert_events(self._connection, action, events)

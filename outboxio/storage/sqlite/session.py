@@ -47,6 +47,10 @@ CONSUMED = """
 SELECT event_id, payload_hash, consumed_date FROM eventlog_consumed_events
 WHERE source = ? AND external_id = ? AND handler_name = ?
 """
+SEEN = """
+SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog_consumed_events
+WHERE source = ? AND external_id = ? AND handler_name IN (SELECT value FROM json_each(?))
+"""
 
 
 def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
@@ -144,6 +148,11 @@ class SqliteSession:
         rest = (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
         row = await self._run(lambda connection: _consume(connection, key, rest))
         return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
+
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+        key = (source, external_id, as_json(handler_names))
+        rows = await self._run_in_thread(lambda connection: connection.execute(SEEN, key).fetchall())
+        return [Consumed(*row[:3], UUID(row[3]), row[4], datetime.fromisoformat(row[5])) for row in rows]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
