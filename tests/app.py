@@ -62,6 +62,9 @@ class Emit(Action):
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), model_id=amount, model_type="Wallet")
 
 
+_NAMES = (
+    "event_notifications", "events", "subscriptions", "leases", "pauses", "schema_versions", "consumed_events",
+)  # fmt: skip
 _DRIVERS = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "sqlite3"}
 
 
@@ -133,7 +136,7 @@ class Look:
         return {row["state"]: row["n"] for row in rows}
 
     def _named(self, statement: str) -> str:
-        for name in ("event_notifications", "events", "subscriptions", "leases", "schema_versions", "consumed_events"):
+        for name in _NAMES:
             statement = statement.replace(f"{{{name}}}", self.table(name))
         return statement
 

@@ -181,7 +181,7 @@ async def test_a_batch_begins_behind_its_position(store: Store) -> None:
     await store.put("SUCCEEDED", 1, 2, 3, updated=OLD)
     ids = sorted(row.id for row in await store.rows())
     assert await purge_notifications(store, ids[0], 1) == Purged(1, ids[1])
-    assert [row.id for row in await store.rows()] == [i for i in ids if i != ids[1]]
+    assert {row.id for row in await store.rows()} == {ids[0], ids[2]}
 
 
 async def test_the_walk_ends_where_rows_are_too_young(store: Store) -> None:

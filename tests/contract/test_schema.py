@@ -240,10 +240,16 @@ async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox:
             "index event_notifications_due",
             "0002_event_notifications.sql",
         ),
+        (
+            ("event_notifications", "event_notifications_line"),
+            "index event_notifications_line",
+            "0002_event_notifications.sql",
+        ),
         (("events", "events_undelivered_topic"), "index events_undelivered_topic", "0001_events.sql"),
         ("ALTER TABLE {events} DROP COLUMN headers", "column events.headers", "0001_events.sql"),
         ("ALTER TABLE {event_notifications} DROP COLUMN errors", "column event_notifications.errors", "0002_event"),
         ("DROP TABLE {leases}", "table leases", "0003_coordination.sql"),
+        ("DROP TABLE {pauses}", "table pauses", "0003_coordination.sql"),
         ("DROP TABLE {consumed_events}", "table consumed_events", "0004_consumed_events.sql"),
     ]
     missing: set[str] = set()

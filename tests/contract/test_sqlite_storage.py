@@ -214,12 +214,16 @@ async def test_complete_tables_of_another_tool_are_adopted(path: Path) -> None:
     [
         ("ALTER TABLE eventlog_events DROP COLUMN hops", "column events.hops"),
         ("DROP INDEX eventlog_events_undelivered", "index events_undelivered"),
+        ("DROP INDEX eventlog_event_notifications_parked", "index event_notifications_parked"),
         ("DROP TABLE eventlog_subscriptions", "table subscriptions"),
         (
             "CREATE TABLE other AS SELECT * FROM eventlog_event_notifications; DROP TABLE eventlog_event_notifications;"
-            "ALTER TABLE other RENAME TO eventlog_event_notifications; CREATE INDEX eventlog_event_notifications_due"
-            " ON eventlog_event_notifications (namespace)",
-            "id PRIMARY KEY of table event_notifications",
+            "ALTER TABLE other RENAME TO eventlog_event_notifications;"
+            + "".join(
+                f"CREATE INDEX eventlog_event_notifications_{index} ON eventlog_event_notifications (namespace);"
+                for index in ("due", "line", "parked")
+            ),
+            "id PRIMARY KEY and UNIQUE (event_id, handler_name) of table event_notifications",
         ),
     ],
 )

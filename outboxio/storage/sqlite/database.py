@@ -10,8 +10,10 @@ from outboxio.errors import ConfigurationError
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.connection import Connections
 from outboxio.storage.sqlite.events import SqliteEvents
+from outboxio.storage.sqlite.lines import SqliteLines
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
+from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.session import CallersSession, CheckedOutSession, is_connection
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
@@ -36,6 +38,8 @@ class SqliteDatabase:
         self._locks = MemoryLocks() if path is None else FileLocks(path)
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
+        self.lines = SqliteLines(self._connections)
+        self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 

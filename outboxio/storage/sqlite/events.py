@@ -39,7 +39,7 @@ SELECT json_group_array(k.value) FROM json_each(:keys) k WHERE EXISTS (
 
 # How far a batch of one key reaches, and what its events are.
 MEASURE = """
-SELECT json_object('last', max(sequence), 'size', count(*),
+SELECT json_object('first', min(sequence), 'last', max(sequence), 'size', count(*),
   'types', json_group_array(DISTINCT event_type),
   'topics', json_group_array(DISTINCT topic) FILTER (WHERE topic IS NOT NULL))
 FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY {index}
@@ -127,6 +127,7 @@ class _Subscribed(Struct, frozen=True, array_like=True):
 
 
 class _Batch(Struct, frozen=True):
+    first: int | None
     last: int | None
     size: int
     types: frozenset[str]
@@ -224,36 +225,52 @@ def _fan_out(
     subscribed = _subscribed(connection, scope)
     waiting = _waiting(connection, scope, subscribed)
     share = max(1, batch_size // max(1, sum(key.name not in rooms for key in waiting)))
+    room = {key: rooms.get(key.name, share) for key in waiting}
+    together = {key: _measure(connection, scope, key, room[key]) for key in _advancing_together(waiting, subscribed)}
+    filled = [batch.last for key, batch in together.items() if batch.last is not None and batch.size >= room[key]]
+    horizon = min(filled, default=None)
     events: dict[str, int] = {}
     full: set[str] = set()
     notifications = 0
     for key in waiting:
-        room = rooms.get(key.name, share)
-        taken, made = _take(connection, scope, key, room, subscribed)
+        # Types come before topics, and what is taken is marked at once, so that no event is taken twice.
+        batch = together[key] if key in together else _measure(connection, scope, key, room[key])
+        last = batch.last if horizon is None or key not in together else min(batch.last or 0, horizon)
+        if batch.first is None or last is None or last < batch.first:
+            continue
+        taken, made = _take(connection, {**scope, "key": key.value, "last": last}, key, batch, subscribed)
         notifications += made
         if taken:
             events[key.name] = taken
-        if taken >= room:
+        if batch.size >= room[key] or last != batch.last:
             full.add(key.name)
     return FannedOut(events, frozenset(full), notifications)
 
 
-def _take(
-    connection: sqlite3.Connection, scope: Mapping[str, Any], key: Key, room: int, subscribed: Iterable[_Subscribed]
-) -> tuple[int, int]:
-    """Fan out one batch of one key, to whoever wants its events by type or by topic; how many events, notifications.
+def _advancing_together(waiting: Sequence[Key], subscribed: Sequence[_Subscribed]) -> list[Key]:
+    """The keys that ordered handlers want. Any type may be on a topic that one wants."""
+    types = {s.event_type for s in subscribed if s.ordered}
+    topics = {s.topic for s in subscribed if s.ordered and s.topic is not None}
+    return [key for key in waiting if (key.value in topics if key.kind is TOPICS else topics or key.value in types)]
 
-    Types come before topics, and what is taken is marked at once, so that no event is taken twice.
-    """
-    chosen = {**scope, "key": key.value, "room": room}
-    batch = _batch.decode(fetch_value(connection, key.kind.measure, chosen))
-    if not batch.size:
-        return 0, 0
+
+def _measure(connection: sqlite3.Connection, scope: Mapping[str, Any], key: Key, room: int) -> _Batch:
+    """How far a batch of so many events reaches."""
+    return _batch.decode(fetch_value(connection, key.kind.measure, {**scope, "key": key.value, "room": room}))
+
+
+def _take(
+    connection: sqlite3.Connection,
+    chosen: Mapping[str, Any],
+    key: Key,
+    batch: _Batch,
+    subscribed: Iterable[_Subscribed],
+) -> tuple[int, int]:
+    """Fan out a batch of one key, to whoever wants its events by type or by topic; how many events, notifications."""
     takers = [s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics]
-    chosen.update(last=batch.last, subscriptions=as_json(takers))
-    made = connection.execute(key.kind.notify, chosen).rowcount
-    connection.execute(key.kind.mark_delivered, chosen)
-    return batch.size, made
+    made = connection.execute(key.kind.notify, {**chosen, "subscriptions": as_json(takers)}).rowcount
+    taken = connection.execute(key.kind.mark_delivered, chosen).rowcount
+    return taken, made
 
 
 def _waiting(connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]) -> list[Key]:

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Position, Wanted, record_of
@@ -134,7 +135,53 @@ UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
 WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
 """
 
+# An id may be a notification's or an event's. By SQLite's own name, the index is that of (event_id, handler_name).
+SELECT_BY_ID = f"""
+SELECT json_group_array({_object(_RECORD_COLUMNS)}) FROM (
+  SELECT {", ".join(_RECORD_COLUMNS)} FROM {_BY_ID}
+  WHERE namespace = :namespace AND id IN (
+    SELECT value FROM json_each(:ids)
+    UNION ALL
+    SELECT id FROM eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_2
+    WHERE event_id IN (SELECT value FROM json_each(:ids)))
+  ORDER BY created_date, sequence, handler_name)
+"""
+
+RESUME = f"""
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
+WHERE state IN ('DEAD', 'EXPIRED') AND id IN (
+  SELECT id FROM eventlog_event_notifications INDEXED BY eventlog_event_notifications_parked
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names))
+    AND ordering_key = :ordering_key AND state IN ('DEAD', 'EXPIRED'))
+"""
+
+# A piece is so many rows in the order of their ids, however few of them are wanted: so none takes long. It is read
+# without the write lock. Since a row that was replayed lies behind the position, it is not replayed again when it is
+# soon finished again.
+PIECE = 1000
+_IS_TERMINAL = "state IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')"
+FIND_REPLAYED = f"""
+SELECT json_object('size', count(*), 'last', max(id), 'ids', json_group_array(id) FILTER (WHERE
+  namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names))
+  AND event_date >= :since AND event_date < :until
+  AND (:types = '[]' OR event_type IN (SELECT value FROM json_each(:types)))
+  AND {_IS_TERMINAL} AND state IN (SELECT value FROM json_each(:states))))
+FROM (SELECT id, namespace, handler_name, event_date, event_type, state FROM {_BY_ID}
+  WHERE id > :position ORDER BY id LIMIT :piece)
+"""
+REPLAY = f"""
+UPDATE {_BY_ID} SET state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :now
+WHERE id IN (SELECT value FROM json_each(:ids)) AND {_IS_TERMINAL}
+  AND state IN (SELECT value FROM json_each(:states))
+"""
+
 _NONE = "[]"
+
+
+class _Piece(Struct, frozen=True):
+    size: int
+    last: str | None
+    ids: list[str]
 
 
 class _Due(Notification, array_like=True, gc=False):
@@ -146,6 +193,7 @@ class _Due(Notification, array_like=True, gc=False):
 
 _notifications = msgspec.json.Decoder(list[_Due])
 _rows = msgspec.json.Decoder(list[dict[str, Any]])
+_piece = msgspec.json.Decoder(_Piece)
 
 
 class SqliteNotifications:
@@ -211,11 +259,49 @@ class SqliteNotifications:
         }
         return [self._record(row) for row in _rows.decode(await self._connections.inspect(SELECT, parameters))]
 
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        found = await self._connections.inspect(SELECT_BY_ID, {"namespace": namespace, "ids": as_json(ids)})
+        return [self._record(row) for row in _rows.decode(found)]
+
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._connections.write(RETRY, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._connections.write(SKIP, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        line = {"namespace": namespace, "names": as_json(names), "ordering_key": ordering_key}
+        return await self._connections.write(RESUME, {**line, "now": as_text(now)})
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        wanted = {
+            "namespace": namespace,
+            "names": as_json(names),
+            "since": as_text(since),
+            "until": as_text(until),
+            "types": as_json(types),
+            "states": as_json(states),
+            "piece": PIECE,
+        }
+        replayed, position = 0, ""
+        while True:
+            found = await self._connections.inspect(FIND_REPLAYED, {**wanted, "position": position})
+            piece = _piece.decode(found)
+            if piece.ids:
+                written = {"ids": as_json(piece.ids), "states": wanted["states"], "now": as_text(now)}
+                replayed += await self._connections.write(REPLAY, written)
+            if piece.last is None or piece.size < PIECE:
+                return replayed
+            position = piece.last
 
     def _record(self, row: dict[str, Any]) -> NotificationRecord:
         return record_of({**row, **{column: _document(row[column]) for column in _JSON}}, self._shard)

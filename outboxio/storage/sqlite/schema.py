@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
 ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
 
 # Only an INTEGER PRIMARY KEY numbers its rows. And statements name the indexes of the ids, by the names that SQLite
-# gives to that of a table's first key.
+# gives to those of a table's first and second key.
 NUMBERS_EVENTS = """
 SELECT count(*) = 1 FROM pragma_table_info('eventlog_events')
 WHERE pk > 0 AND name = 'sequence' AND upper(type) = 'INTEGER'
@@ -44,12 +44,19 @@ FINDS_EVENTS = """
 SELECT json_group_array(name) = '["id"]' FROM pragma_index_info('sqlite_autoindex_eventlog_events_1')
 """
 FINDS_NOTIFICATIONS = """
-SELECT json_group_array(name) = '["id"]' FROM pragma_index_info('sqlite_autoindex_eventlog_event_notifications_1')
+SELECT (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_eventlog_event_notifications_1'))
+    = '["id"]'
+  AND (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_eventlog_event_notifications_2'))
+    = '["event_id","handler_name"]'
 """
 KEYS = (
     (NUMBERS_EVENTS, "sequence INTEGER PRIMARY KEY of table events", "0001_events.sql"),
     (FINDS_EVENTS, "id UNIQUE of table events", "0001_events.sql"),
-    (FINDS_NOTIFICATIONS, "id PRIMARY KEY of table event_notifications", "0002_event_notifications.sql"),
+    (
+        FINDS_NOTIFICATIONS,
+        "id PRIMARY KEY and UNIQUE (event_id, handler_name) of table event_notifications",
+        "0002_event_notifications.sql",
+    ),
 )
 
 

@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any
 from uuid import UUID
 
+import msgspec
+
 from outboxio.errors import TransactionError
 from outboxio.event import ActionRecord, EventRecord
-from outboxio.storage.protocols import Consumed
+from outboxio.storage.protocols import Consumed, Owed
 from outboxio.storage.sqlite.connection import Connections, Parameters, Work, begin, fetch_value, roll_back
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
 
@@ -32,11 +34,33 @@ FROM json_each(:events)
 """
 
 
-# Whoever has begun to write is the only one, so there is nothing to lock.
+# Whoever has begun to write is the only one, so there is nothing to lock. The index is SQLite's own of the ids.
 CLAIM = """
-SELECT errors FROM eventlog_event_notifications WHERE id = ? AND state IN (SELECT value FROM json_each(?))
+SELECT json_group_object(id, errors)
+FROM eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
+WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN (SELECT value FROM json_each(:states))
 """
-FINISH = "UPDATE eventlog_event_notifications SET state = ?, attempts = ?, updated_date = ? WHERE id = ?"
+FINISH = """
+UPDATE eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
+SET state = :state, attempts = :attempts, updated_date = :now WHERE id IN (SELECT value FROM json_each(:ids))
+"""
+
+OWE = """
+INSERT INTO eventlog_event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, errors, correlation_id,
+  causation_id, headers, hops, retention_from)
+SELECT json_extract(o.value, '$[0]'), e.id, json_extract(o.value, '$[1]'), e.namespace, e.action_id, e.action_name,
+  e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date,
+  json_extract(o.value, '$[2]'), json_extract(o.value, '$[3]'), json_extract(o.value, '$[4]'), :now, :now, e.sequence,
+  json_extract(o.value, '$[6]'), json_extract(o.value, '$[7]'), json_extract(o.value, '$[5]'), e.correlation_id,
+  e.causation_id, e.headers, e.hops, :now
+FROM json_each(:owed) o CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1
+WHERE e.id = :event_id
+"""
+MARK_DELIVERED = """
+UPDATE eventlog_events INDEXED BY sqlite_autoindex_eventlog_events_1 SET delivered = TRUE WHERE id = :event_id
+"""
 
 
 CONSUME = """
@@ -81,6 +105,15 @@ def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dic
             for event in events
         ),
     }
+
+
+def owed_parameters(event_id: UUID, owed: Sequence[Owed], now: datetime) -> dict[str, Any]:
+    """The parameters of ``OWE`` and of ``MARK_DELIVERED``."""
+    rows = as_json(
+        (o.id, o.handler_name, o.state, o.attempts, as_text(o.next_retry_at), o.errors, o.ordering_key, o.priority)
+        for o in owed
+    )
+    return {"event_id": str(event_id), "owed": rows, "now": as_text(now)}
 
 
 class SqliteSession:
@@ -134,14 +167,19 @@ class SqliteSession:
         parameters = as_parameters(sql, args)
         return await self._run(lambda connection: _fetch_first(connection, sql, parameters))
 
-    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
-        values = (str(notification_id), as_json(states))
-        found = await self._run(lambda connection: connection.execute(CLAIM, values).fetchone())
-        return None if found is None else found[0]
+    async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
+        values = {"ids": as_json(ids), "states": as_json(states)}
+        claimed = await self._run(lambda connection: fetch_value(connection, CLAIM, values))
+        return msgspec.json.decode(claimed, type=dict[UUID, str])
 
-    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
-        values = (state, attempts, as_text(now), str(notification_id))
+    async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
+        values = {"ids": as_json(ids), "state": state, "attempts": attempts, "now": as_text(now)}
         await self._run(lambda connection: connection.execute(FINISH, values))
+
+    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+        parameters = owed_parameters(event_id, owed, now)
+        await self._run(lambda connection: connection.execute(OWE, parameters))
+        await self._run(lambda connection: connection.execute(MARK_DELIVERED, parameters))
 
     async def consume(self, consumed: Consumed) -> Consumed:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
@@ -201,6 +239,11 @@ class CallersSession(SqliteSession):
         row = tuple(await _awaited(cursor.fetchone()))
         await _awaited(cursor.close())
         return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
+
+    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+        parameters = owed_parameters(event_id, owed, now)
+        for statement in (OWE, MARK_DELIVERED):
+            await _awaited((await _awaited(self._connection.execute(statement, parameters))).close())
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         cursor = await _awaited(self._connection.execute(INSERT_EVENTS, event_parameters(action, events)))
