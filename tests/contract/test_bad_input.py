@@ -395,10 +395,10 @@ def blocking(envelope: Any) -> None:
         (nothing, [], {"name": "a"}, "handler 'a' names neither event types nor a topic"),
         (nothing, [NoEvent], {"name": "a"}, "handler 'a' is for .*NoEvent.*, which is no Event class"),
         (nothing, ["MoneyDeposited"], {"name": "a"}, "handler 'a' is for 'MoneyDeposited', which is no Event class"),
-        (nothing, [MoneyDeposited], {"name": "a", "timeout": -1}, "timeout of handler 'a' = -1: expected a duration"),
-        (nothing, [MoneyDeposited], {"name": "a", "timeout": "soon"}, "timeout of handler 'a' = 'soon': expected a"),
-        (nothing, [MoneyDeposited], {"name": "a", "concurrency": 0}, "concurrency of handler 'a' is 0; expected 1 or"),
-        (nothing, [MoneyDeposited], {"name": "a", "retry": 5}, "retry of handler 'a' is 5; expected a RetryPolicy or"),
+        (nothing, [MoneyDeposited], {"name": "a", "timeout": -1}, "handler 'a' has timeout=-1; expected a duration"),
+        (nothing, [MoneyDeposited], {"name": "a", "timeout": "soon"}, "handler 'a' has timeout='soon'; expected a"),
+        (nothing, [MoneyDeposited], {"name": "a", "concurrency": 0}, "handler 'a' has concurrency=0; expected 1 or"),
+        (nothing, [MoneyDeposited], {"name": "a", "retry": 5}, "handler 'a' has retry=5; expected a RetryPolicy or"),
     ],
 )  # fmt: skip
 def test_a_handler_that_cannot_be_is_refused_where_it_is_registered(
