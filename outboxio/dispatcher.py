@@ -90,6 +90,7 @@ class Dispatcher:
         self._unclaimed = sum(queue.share for queue in self._queues.values())
         self._held_back: list[HandlerQueue] = []
         self._sources: dict[str, Source] = {}
+        self._pauses: dict[str, Pause] | None = None
         self._quotas = Quotas(settings.handling_batch_size)
         self._in_flight: dict[UUID, Run] = {}
         has_priorities = len({queue.priority for queue in self._queues.values()}) > 1
@@ -122,6 +123,7 @@ class Dispatcher:
         handler = self._handlers.find(name)
         if handler is not None:
             source = self._sources[name] = Source(name, self._queues[id(handler)], lease)
+            self._heed_pauses_of(source)
             source.in_flight = sum(run.notification.handler_name == name for run in self._in_flight.values())
             self._lines.look_along_soon()
             self.wake_finding()
@@ -138,17 +140,22 @@ class Dispatcher:
 
     def heed_pauses(self, pauses: Iterable[Pause]) -> None:
         """Start nothing of a paused handler. What waited for the end of a pause has its retention from there."""
-        by_name = {pause.handler_name: pause for pause in pauses}
+        self._pauses = {pause.handler_name: pause for pause in pauses}
         for source in self._sources.values():
-            found = [by_name[name] for name in source.queue.handler.names if name in by_name]
             was_paused = source.is_paused
-            source.is_paused = any(pause.ended_date is None for pause in found)
-            ended = [pause.ended_date for pause in found if pause.ended_date is not None]
-            source.queue.retention_renewed = max([datetime.min, *ended])
+            self._heed_pauses_of(source)
             if source.is_paused and not was_paused:
                 self._drop_ready(lambda row, name=source.name: row.notification.handler_name == name)  # type: ignore[misc]
             elif was_paused and not source.is_paused:
                 self.wake_finding()
+
+    def _heed_pauses_of(self, source: Source) -> None:
+        if self._pauses is None:
+            return  # until they are known nothing starts
+        names = source.queue.handler.names
+        ends = [pause.ended_date for name, pause in self._pauses.items() if name in names]
+        source.is_paused = None in ends
+        source.queue.retention_renewed = max((end for end in ends if end is not None), default=datetime.min)
 
     # --- one round -----------------------------------------------------------------------------
 
@@ -263,7 +270,7 @@ class Dispatcher:
 
         Rows that were settled while this read was under way may be in it as they were before.
         """
-        taken, undecided = 0, dict[HandlerQueue, list[Run]]()
+        taken, undecided, filled = 0, dict[HandlerQueue, list[Run]](), dict[HandlerQueue, None]()
         in_flight, sources, settled = self._in_flight, self._sources, self._settled_meanwhile
         for row in rows:
             source = sources.get(row.handler_name)
@@ -275,10 +282,20 @@ class Dispatcher:
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
             source.in_flight += 1
-            if queue.is_choosy:
+            if queue.is_choosy or source.is_paused:
                 undecided.setdefault(queue, []).append(run)
-            else:
+            elif queue.batch is not None:
                 taken += self._make_ready(run)
+            else:
+                if row.retention_from < queue.retention_renewed:
+                    row.retention_from = queue.retention_renewed
+                queue.ready.append(run)
+                filled[queue] = None
+                self._ready += 1
+                taken += 1
+        for queue in filled:
+            self._quiet.clear()
+            self._list(queue)
         return taken, undecided
 
     def _make_ready(self, run: Run) -> int:
@@ -384,7 +401,7 @@ class Dispatcher:
             self._ready -= 1
             self._running += 1
             self._list(queue)
-            if len(queue.ready) == queue.window // 2:
+            if len(queue.ready) == queue.window // 2 or (queue.batch is not None and queue.wants_more):
                 self.wake_finding()
             return run
         return None
@@ -409,7 +426,9 @@ class Dispatcher:
         if not worker.cancelled() and worker.exception() is not None:
             logger.error("a worker failed; another takes its place", exc_info=worker.exception())
         for run in [run for queue in self._queues.values() for run in queue.running if run.task is worker]:
-            self._finished(run, None)  # nobody knows how it ended: its row is found again
+            self._leave(run)
+            for row in run.undone:
+                self._row_over(row, None)  # nobody knows how it ended: its row is found again
         if self._runnable and not self._stopping:
             self._call_workers(1)
 
@@ -445,27 +464,38 @@ class Dispatcher:
 
     async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> bool:
         """Call the handler for one run; whether this worker may go on."""
+        if isinstance(run, BatchRun):
+            return await self._run_batch(run, task, now)
         queue, notification = run.queue, run.notification
         is_dying = notification.state == State.DYING
-        if isinstance(run, BatchRun):
-            self._expire_old(run)
-        elif not is_dying and too_old(notification, self._now, queue.retention):
+        if not is_dying and too_old(notification, self._now, queue.retention):
             self._finished(run, expired(notification, run.lease))
             return True
         # Whoever needs a transaction waits for it first, and that is not the handler's time.
         run.task, run.started = task, 0.0 if is_dying or queue.needs_transaction else now
         if self._watch_timer is None:
             self._watch()
-        if isinstance(run, BatchRun):
-            outcome = None
-            await self.caller.call_batch(run, task, self._row_done)
-        else:
-            outcome = await self.caller.call(run, task)
+        outcome = await self.caller.call(run, task)
         if run.abandoned:
             self._returned(run)
             return False
         self._finished(run, outcome)
         return run.is_clean and not run.interrupted
+
+    async def _run_batch(self, batch: BatchRun, task: asyncio.Task[None], now: float) -> bool:
+        """The same for many rows; each is handed on as soon as it is judged."""
+        self._expire_old(batch)
+        batch.task, batch.started = task, 0.0 if batch.queue.needs_transaction else now
+        if self._watch_timer is None:
+            self._watch()
+        await self.caller.call_batch(batch, task, lambda row, outcome: self._row_done(batch, row, outcome))
+        if batch.abandoned:
+            self._returned(batch)
+            return False
+        self._leave(batch)
+        for row in batch.undone:  # nobody has judged them
+            self._row_over(row, None)
+        return batch.is_clean and not batch.interrupted
 
     def _expire_old(self, batch: BatchRun) -> None:
         """Rows that outlived their retention leave the batch before it is called."""
@@ -479,14 +509,11 @@ class Dispatcher:
     def _finished(self, run: Run, outcome: Outcome | None) -> None:
         """A run is over: free its slot, and hand its outcome to settling."""
         self._leave(run)
-        for row in run.undone:  # of a batch those that nobody has judged, of a single run itself
-            self._row_over(row, outcome)
+        self._row_over(run, outcome)
 
-    def _row_done(self, row: Run, outcome: Outcome | None) -> None:
+    def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:
         """A row of a batch is over; the others may go on for long."""
-        batch = next((b for b in row.queue.running if isinstance(b, BatchRun) and row in b.remaining), None)
-        if batch is not None:
-            del batch.remaining[row]
+        if batch.remaining.pop(row, row) is None:
             self._row_over(row, outcome)
 
     def _row_over(self, row: Run, outcome: Outcome | None) -> None:

@@ -173,7 +173,7 @@ class Source:
         self.has_backlog = False
         self.swept_at = float("-inf")
         self.sweeps = False
-        self.is_paused = False
+        self.is_paused = True  # until it is known that it is not
 
     def next_read(self, room: int, now: float) -> Wanted:
         """What to ask for: on from the position, or from the beginning if it is time for a sweep."""
