@@ -19,7 +19,29 @@ from outboxio import Outbox
 from outboxio.notification import BEGINNING
 from outboxio.storage.postgres.connection import LOOP_SETTINGS
 from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, id_head
-from outboxio.storage.postgres.notifications import ANY_DUE, FIND_DUE, SETTLE, SETTLE_WITH_DETAILS, UNFINISHED_NAMES
+from outboxio.storage.postgres.lines import (
+    BLOCK,
+    FIND_BLOCKED,
+    FIND_HEADS,
+    FIND_PRECEDED,
+    FIRST_HEADS,
+    HEADS_AFTER,
+    POSTPONE,
+    RELEASE,
+    UNBLOCK,
+)
+from outboxio.storage.postgres.notifications import (
+    ANY_DUE,
+    FIND_DUE,
+    REPLAY,
+    RESUME,
+    SELECT_BY_ID,
+    SETTLE,
+    SETTLE_WITH_DETAILS,
+    UNFINISHED_NAMES,
+)
+from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATIONS
+from outboxio.storage.postgres.session import CLAIM, FINISH
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
@@ -40,6 +62,16 @@ INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace,
   created_date, updated_date, sequence, retention_from)
 SELECT gen_random_uuid(), gen_random_uuid(), $1, $2, gen_random_uuid(), 'Deposit', '{"amount": 1}', $3, $3, i::text,
   'Wallet', 'T0', '{"amount": 1}', $3, $4, 1, $3, $3, $3, i, $3
+FROM generate_series(1, $5::int) AS i
+"""
+
+#: Of two keys in turn, or of none.
+LINE = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name, action_params,
+  started_date, completion_date, model_id, model_type, event_type, payload, event_date, state, attempts, next_retry_at,
+  created_date, updated_date, sequence, retention_from, ordering_key)
+SELECT gen_random_uuid(), gen_random_uuid(), $1, 'app', gen_random_uuid(), 'Deposit', '{"amount": 1}', $2, $2, i::text,
+  'Wallet', 'T0', '{"amount": 1}', $2, $3, 1, $2, $2, $2, i, $2, $4 || (i % 2)
 FROM generate_series(1, $5::int) AS i
 """
 
@@ -70,7 +102,7 @@ class Plan:
     def __init__(self, root: dict[str, Any]) -> None:
         self.nodes = list(_nodes(root))
         # What inserting costs grows with the height of the indexes; what finding costs must not grow at all.
-        finding = next((node for node in self.nodes if node.get("Subplan Name") == "CTE batch"), root)
+        finding = next((node for node in self.nodes if _finds(node, root)), root)
         self.buffers: int = finding["Shared Hit Blocks"] + finding["Shared Read Blocks"]
         self.rows_read = sum(
             (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
@@ -84,6 +116,12 @@ class Plan:
             for node in self.nodes
             if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan") and node["Relation Name"].startswith("event")
         }
+
+
+def _finds(node: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Whether it is the part of a statement that finds what the rest of it writes."""
+    part = node.get("Subplan Name", "")
+    return part == "CTE batch" or (root["Node Type"] == "ModifyTable" and part.startswith("InitPlan"))
 
 
 async def prepare(connection: Any, name: str, statement: str) -> None:
@@ -106,6 +144,8 @@ async def explain(connection: Any, name: str, *args: Any) -> Plan:
 def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "'{" + ", ".join(f'"{item}"' for item in value) + "}'"
+    if value is None:
+        return "NULL"
     return str(value) if isinstance(value, int) else f"'{value}'"
 
 
@@ -164,6 +204,9 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str) -
             large = await fan_out(connection, prepared)
             assert "events_undelivered" in large.indexes
             assert_flat(small, large, f"fan-out {prepared}")
+            await connection.execute("UPDATE eventlog.subscriptions SET ordered = TRUE")
+            assert_flat(small, await fan_out(connection, prepared), f"fan-out to ordered handlers {prepared}")
+            await connection.execute("UPDATE eventlog.subscriptions SET ordered = FALSE")
         waiting = await explain(connection, "any_undelivered", "app", LONG_AGO)
         assert waiting.rows_read <= TYPES
         assert not waiting.table_scans
@@ -217,3 +260,135 @@ async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, sta
             assert plan.rows_read == 500, prepared
             assert "event_notifications_pkey" in plan.indexes
             assert not plan.table_scans
+
+
+# --- lines -----------------------------------------------------------------------------------------------
+
+NIL = "00000000-0000-0000-0000-000000000000"
+LINES: dict[str, tuple[str, Sequence[Any], str]] = {
+    "a head": (FIND_HEADS, ["app", ["ledger"], ["blocked0"], True], "line"),
+    "heads under two names": (FIND_HEADS, ["app", ["ledger", "old"], ["blocked0", "blocked1"], False], "line"),
+    "the first keys": (FIRST_HEADS, ["app", "ledger", "", 3, True], "line"),
+    "the keys behind one": (HEADS_AFTER, ["app", "ledger", "blocked1", 3, False], "line"),
+    "unblocking": (UNBLOCK, ["app", ["ledger"], ["blocked0", "blocked1", "pending0"], 3, NOW], "line"),
+    "blocked rows without a key": (FIND_BLOCKED, ["app", ["plain", "ledger"], 5, 10], "line"),
+    "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [10], [BEGINNING[0]], [BEGINNING[1]]], "due"),
+    "resuming": (RESUME, ["app", ["ledger"], "dead1", NOW], "parked"),
+}
+
+
+async def fill_line(connection: Any, blocked: int, others: int, dead: int) -> None:
+    """So many blocked rows of two keys, and others of them and of none; a few due ones; dead ones of other keys."""
+    await connection.execute(LINE, "ledger", LONG_AGO, "BLOCKED", "blocked", blocked)
+    await connection.execute(LINE, "ledger", LONG_AGO, "SUCCEEDED", "blocked", others)
+    await connection.execute(LINE, "ledger", LONG_AGO, "DEAD", "blocked", others)
+    await connection.execute(LINE, "plain", LONG_AGO, "BLOCKED", None, others)
+    await connection.execute(LINE, "ledger", LONG_AGO, "PENDING", "pending", 4)
+    await connection.execute(LINE, "ledger", LONG_AGO, "EXPIRED", "dead", dead)
+
+
+async def test_a_long_line_costs_no_more_than_a_short_one(postgres_url: str) -> None:
+    async with loop_connection(postgres_url) as connection:
+        await fill_line(connection, 20, others=20, dead=4)
+        for number, (statement, _, _) in enumerate(LINES.values()):
+            await prepare(connection, f"when_small_{number}", statement)
+        small = [
+            await explain(connection, f"when_small_{number}", *arguments)
+            for number, (_, arguments, _) in enumerate(LINES.values())
+        ]
+
+        await fill_line(connection, 100_000, others=20_000, dead=0)
+        for belief in ("when_small", "without_statistics", "with_statistics"):
+            if belief == "with_statistics":
+                await connection.execute("ANALYZE")
+            for number, (what, (statement, arguments, index)) in enumerate(LINES.items()):
+                if belief != "when_small":
+                    await prepare(connection, f"{belief}_{number}", statement)
+                large = await explain(connection, f"{belief}_{number}", *arguments)
+                assert f"event_notifications_{index}" in large.indexes, f"{what}, planned {belief}"
+                assert_flat(small[number], large, f"{what}, planned {belief},")
+                assert large.buffers < 100
+
+
+BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], str]] = {
+    "blocking": (BLOCK, lambda ids, event_ids: [ids, NOW], "pkey"),
+    "postponing": (POSTPONE, lambda ids, event_ids: [ids, NOW, NOW], "pkey"),
+    "claiming": (CLAIM, lambda ids, event_ids: [ids, ["PENDING", "FAILED"]], "pkey"),
+    "finishing": (FINISH, lambda ids, event_ids: [ids, "SUCCEEDED", 1, NOW], "pkey"),
+    "preceded rows": (FIND_PRECEDED, lambda ids, event_ids: [ids], "event_id_handler_name_key"),
+    "releasing": (RELEASE, lambda ids, event_ids: [event_ids, NOW], "event_id_handler_name_key"),
+    "rows by their id": (SELECT_BY_ID, lambda ids, event_ids: ["app", event_ids], "event_id_handler_name_key"),
+}
+
+
+async def test_rows_are_reached_by_their_id_and_by_that_of_their_event(postgres_url: str) -> None:
+    async with loop_connection(postgres_url) as connection:
+        for number, (statement, _, _) in enumerate(BY_KEY.values()):
+            await prepare(connection, f"when_empty_{number}", statement)
+        await fill_line(connection, 10_000, others=5000, dead=5000)
+        rows = await connection.fetch("SELECT id, event_id FROM eventlog.event_notifications ORDER BY id LIMIT 200")
+        ids, event_ids = ([str(row[column]) for row in rows] for column in ("id", "event_id"))
+
+        for belief in ("when_empty", "without_statistics", "with_statistics"):
+            if belief == "with_statistics":
+                await connection.execute("ANALYZE")
+            for number, (what, (statement, arguments, index)) in enumerate(BY_KEY.items()):
+                if belief != "when_empty":
+                    await prepare(connection, f"{belief}_{number}", statement)
+                plan = await explain(connection, f"{belief}_{number}", *arguments(ids, event_ids))
+                assert plan.rows_read <= 3 * len(rows), f"{what}, planned {belief}"
+                assert f"event_notifications_{index}" in plan.indexes, f"{what}, planned {belief}"
+                assert plan.indexes <= {"event_notifications_pkey", "event_notifications_event_id_handler_name_key"}
+                assert not plan.table_scans
+
+
+async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(postgres_url: str) -> None:
+    async with loop_connection(postgres_url) as connection:
+        sizes = (
+            "SELECT pg_relation_size('eventlog.event_notifications_line'),"
+            " pg_relation_size('eventlog.event_notifications_parked')"
+        )
+        empty = await connection.fetchrow(sizes)
+        for state in ("PENDING", "FAILED", "SUCCEEDED", "DEAD", "EXPIRED"):
+            await connection.execute(NOTIFICATIONS, "plain", "app", LONG_AGO, state, BATCH)
+        await connection.execute("INSERT INTO eventlog.leases VALUES ('app/dispatch/h', 1, 'me', $1)", NOW)
+        await prepare(connection, "settle", SETTLE)
+        await prepare(connection, "due", FIND_DUE)
+        rows = await connection.fetch("SELECT id FROM eventlog.event_notifications WHERE state = 'PENDING'")
+        leases = ["app/dispatch/h"], ["plain"], [1]
+
+        due = await find_due(connection, "due", ["plain"])
+        settle = await explain(connection, "settle", [str(row[0]) for row in rows], "DEAD", 1, *leases, NOW)
+
+        assert due.indexes == {"event_notifications_due"}
+        assert settle.rows_read == BATCH
+        assert "event_notifications_line" not in settle.indexes
+        assert await connection.fetchrow(sizes) == empty
+
+
+# --- removing --------------------------------------------------------------------------------------------
+
+WALKS: dict[str, tuple[str, Sequence[Any]]] = {
+    "notifications": (PURGE_NOTIFICATIONS, ["app", NIL, BATCH, NOW, NOW]),
+    "events": (PURGE_EVENTS, ["app", NIL, BATCH, NOW]),
+    "replay": (REPLAY, ["app", NIL, BATCH, ["ledger", "plain"], LONG_AGO, NOW, [], ["DEAD", "SUCCEEDED"], NOW]),
+}
+
+
+@pytest.mark.parametrize("what", WALKS)
+async def test_a_batch_of_a_walk_costs_the_same_in_a_large_table(postgres_url: str, what: str) -> None:
+    statement, arguments = WALKS[what]
+    async with loop_connection(postgres_url) as connection:
+        await prepare(connection, "planned_when_empty", statement)
+        await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 2 * BATCH, True)
+        await fill_line(connection, BATCH, others=BATCH, dead=BATCH)
+        small = await explain(connection, "planned_when_empty", *arguments)
+
+        async def fill() -> None:
+            await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 50_000, True)
+            await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000, False)
+            await fill_line(connection, 20_000, others=10_000, dead=20_000)
+
+        async for prepared in in_every_belief(connection, statement, fill):
+            large = await explain(connection, prepared, *arguments)
+            assert_flat(small, large, f"{what}, {prepared},")

@@ -30,7 +30,8 @@ def _head(name: str, key: str, table: str, condition: str) -> str:
     ORDER BY n.sequence LIMIT 1)"""
 
 
-# One probe of each index for each name and key; which of them is the head, the caller sees by their sequences.
+# One probe of each index for each name and key; which of them is the head, the caller sees by their sequences. What
+# found nothing is NULL: to leave it out here, SQLite would look a second time.
 FIND_HEADS = f"""
 SELECT json_group_array(json_array(key, json(head))) FROM (
   SELECT k.key AS key, {_head("w.value", "k.value", _BY_LINE, _IN_LINE)} AS head
@@ -38,7 +39,6 @@ SELECT json_group_array(json_array(key, json(head))) FROM (
   UNION ALL
   SELECT k.key, {_head("w.value", "k.value", _BY_PARKED, _PARKED)}
   FROM json_each(:names) w CROSS JOIN json_each(:keys) k WHERE :parks)
-WHERE head IS NOT NULL
 """
 
 
@@ -63,11 +63,9 @@ WITH RECURSIVE line(key, number) AS (
   SELECT {_next_key("> line.key")}, number + 1 FROM line WHERE key IS NOT NULL AND number < :limit
 )
 SELECT json_group_array(json_array(key, json(head))) FROM (
-  SELECT key, number, {_head(":handler_name", "line.key", _BY_LINE, _IN_LINE)} AS head FROM line
+  SELECT key, {_head(":handler_name", "line.key", _BY_LINE, _IN_LINE)} AS head FROM line
   UNION ALL
-  SELECT key, number, {_head(":handler_name", "line.key", _BY_PARKED, _PARKED)} FROM line WHERE :parks
-  ORDER BY number)
-WHERE head IS NOT NULL
+  SELECT key, {_head(":handler_name", "line.key", _BY_PARKED, _PARKED)} FROM line WHERE :parks)
 """
 
 
@@ -90,7 +88,6 @@ SELECT json_group_array(json_array(key, json(found))) FROM (
         AND n.state = 'BLOCKED'
       ORDER BY n.sequence LIMIT :limit)) AS found
   FROM json_each(:names) w CROSS JOIN json_each(:keys) k)
-WHERE found <> '[]'
 """
 UNBLOCK = f"""
 UPDATE {_BY_ID} SET state = 'PENDING', retention_from = :now, updated_date = :now
@@ -131,8 +128,11 @@ WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 'PENDING'
 _Place = tuple[int, UUID]
 """Sequence, and an id."""
 
-_heads_by_number = msgspec.json.Decoder(list[tuple[int, tuple[int, UUID, str]]])
-_heads_by_key = msgspec.json.Decoder(list[tuple[str, tuple[int, UUID, str]]])
+_Row = tuple[int, UUID, str]
+"""Sequence, id and state."""
+
+_heads_by_number = msgspec.json.Decoder(list[tuple[int, _Row | None]])
+_heads_by_key = msgspec.json.Decoder(list[tuple[str | None, _Row | None]])
 _places_by_number = msgspec.json.Decoder(list[tuple[int, list[_Place]]])
 _places = msgspec.json.Decoder(list[list[_Place]])
 _ids = msgspec.json.Decoder(set[UUID])
@@ -189,9 +189,10 @@ class SqliteLines:
         return found
 
 
-def _first_of_each(rows: Iterable[tuple[str, tuple[int, UUID, str]]]) -> dict[str, Head]:
-    """The row of the lowest sequence of each key, in the order in which the keys came."""
-    first: dict[str, tuple[int, UUID, str]] = {}
+def _first_of_each(rows: Iterable[tuple[str | None, _Row | None]]) -> dict[str, Head]:
+    """The row of the lowest sequence of each key, by key in order."""
+    first: dict[str, _Row] = {}
     for key, row in rows:
-        first[key] = min(row, first.get(key, row))
-    return {key: Head(row_id, state) for key, (_, row_id, state) in first.items()}
+        if key is not None and row is not None:
+            first[key] = min(row, first.get(key, row))
+    return {key: Head(row_id, state) for key, (_, row_id, state) in sorted(first.items())}
