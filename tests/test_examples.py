@@ -14,7 +14,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from examples import exactly_once, inbox_fraud, quickstart
+from examples import daily_report, exactly_once, inbox_fraud, quickstart
 from examples.wallets import demo, domain, handlers
 from outboxio import Outbox, Transaction
 from tests.app import Look, eventually
@@ -186,12 +186,45 @@ async def test_the_inbox_checks_a_suspicious_user_once(
     assert not {table for table in await look.tables() if "fraud" in table}
 
 
+async def test_the_daily_report_is_made_after_midnight_without_what_is_malformed(
+    database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # what the first left behind does not change the second
+        await daily_report.main(database_url)
+
+        assert capsys.readouterr().out.splitlines() == [
+            "Monday",
+            "  09:12  ada deposits 120.00 EUR",
+            "  11:40  bob deposits 80.00 USD",
+            "  18:05  ada deposits 45.50 EUR",
+            "  00:00  a call with 3 deposits: reported",
+            "Tuesday",
+            "  08:30  bob deposits 10.00 EUR",
+            "  10:01  eve deposits 200.00 CHF",
+            "  14:20  eve deposits 75.00 EURO",
+            "  23:59  ada deposits 5.00 EUR",
+            "  00:00  a call with 4 deposits: there is no currency EURO",
+            "  00:00  a call with 2 deposits: reported",
+            "  00:00  a call with 2 deposits: there is no currency EURO",
+            "  00:00  a call with 1 deposit: there is no currency EURO",
+            "  00:00  a call with 1 deposit: reported",
+            "Reports",
+            "  2026-03-02: 3 deposits, 237.50 EUR",
+            "  2026-03-03: 3 deposits, 225.00 EUR",
+            "Dead letters",
+            "  75.00 EURO of eve: there is no currency EURO",
+        ]
+    assert await look.states() == {"SUCCEEDED": 12, "SKIPPED": 2}
+    assert not {table for table in await look.tables() if "report" in table}
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [
         ("quickstart.py", "received 10.00"),
         ("exactly_once.py", "2 runs, 1 visitor"),
         ("inbox_fraud.py", "2 checks, orders held: [1]"),
+        ("daily_report.py", "2026-03-03: 3 deposits, 225.00 EUR"),
     ],
 )
 def test_a_script_needs_no_arguments(
