@@ -206,7 +206,10 @@ class MysqlSession:
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
         seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
         rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
-        return [Consumed(*row[:3], UUID(row[3]), *row[4:]) for row in rows]
+        return [
+            Consumed(source, external_id, name, UUID(event_id), payload_hash, moment)
+            for _, _, name, event_id, payload_hash, moment in rows
+        ]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         if self._is_callers:

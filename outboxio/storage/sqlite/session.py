@@ -190,7 +190,10 @@ class SqliteSession:
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
         key = (source, external_id, as_json(handler_names))
         rows = await self._run_in_thread(lambda connection: connection.execute(SEEN, key).fetchall())
-        return [Consumed(*row[:3], UUID(row[3]), row[4], datetime.fromisoformat(row[5])) for row in rows]
+        return [
+            Consumed(source, external_id, name, UUID(event_id), payload_hash, datetime.fromisoformat(moment))
+            for _, _, name, event_id, payload_hash, moment in rows
+        ]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
