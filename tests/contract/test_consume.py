@@ -248,6 +248,13 @@ async def test_an_event_that_nobody_wants_is_refused(outbox: Outbox) -> None:
         await outbox.inbox.consume(**message())
 
 
+async def test_an_event_that_only_a_relay_wants_is_refused_as_well(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="to-broker", relay=True)(Journal())
+
+    with pytest.raises(ConfigurationError, match="no handler here wants"):
+        await outbox.inbox.consume(**message())
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
