@@ -102,8 +102,8 @@ class InlineShard:
         self._queues: dict[str, HandlerQueue] = {}
 
     def interested(self, event: EventRecord) -> list[Handler]:
-        """The handlers for an event, in the order of their priority."""
-        found = [handler for handler in self._handlers if self._wants(handler, event)]
+        """The handlers for an event, in the order of their priority; none that would send it out again."""
+        found = [h for h in self._handlers if self._wants(h, event) and not h.options.relay]
         return sorted(found, key=lambda handler: handler.options.priority)
 
     def _wants(self, handler: Handler, event: EventRecord) -> bool:

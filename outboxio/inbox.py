@@ -160,8 +160,8 @@ class Inbox:
         failed: dict[str, BaseException] = {}
         waiting: list[Handler] = []
         for handler in handlers:
-            if handler.name in seen or handler.options.relay:
-                done += [handler.name] * (handler.name in seen)
+            if handler.name in seen:
+                done.append(handler.name)
             elif not runs_inline(handler):
                 waiting.append(handler)
             elif (error := await inline.run(message, handler)) is None:

@@ -458,9 +458,9 @@ class ShardWork:
     async def _drain_pass(self) -> bool:
         """One look at everything that is ours; whether anything happened meanwhile, here or in the loops."""
         before = self._progress()
-        found = (await self.fanout.run_once()).found
-        found += (await self.dispatcher.run_once()).found
-        return found > 0 or self._progress() != before
+        fanned_out, dispatched = await self.fanout.run_once(), await self.dispatcher.run_once()
+        # What a batch handler gathers is not found yet, but there may be more of it.
+        return fanned_out.found > 0 or dispatched.found > 0 or dispatched.more or self._progress() != before
 
     def _progress(self) -> tuple[int, Counters]:
         return self.fanout.events, copy(self.counters)

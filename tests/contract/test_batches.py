@@ -275,6 +275,18 @@ async def test_a_drain_does_not_wait_for_a_batch_to_fill(outbox: Outbox) -> None
     assert (drained.succeeded, calls.sizes) == (25, [10, 10, 5])
 
 
+async def test_a_drain_fills_calls_that_are_larger_than_what_is_read_at_once(make_outbox: MakeOutbox) -> None:
+    only_fanout = await make_outbox(settings=Settings(handling_enabled=False))
+    only_fanout.handler(MoneyDeposited, name="report", batch=Batch())(Calls())
+    await emit(only_fanout, 100)
+    await only_fanout.drain()
+    outbox, calls = await make_outbox(settings=Settings(handling_batch_size=10)), Calls()
+    outbox.handler(MoneyDeposited, name="report", batch=Batch(size=40, max_wait="1h"))(calls)
+
+    assert (await outbox.drain()).succeeded == 100
+    assert calls.sizes == [40, 40, 20]
+
+
 async def test_one_call_at_a_time_unless_more_are_wanted(make_outbox: MakeOutbox) -> None:
     running, most = 0, {"one": 0, "three": 0}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import uuid4
@@ -70,6 +71,33 @@ async def test_a_redelivery_runs_nothing(outbox: Outbox) -> None:
     again = await outbox.inbox.consume(**message())
 
     assert (again.status, again.seen, len(journal)) == (Received.DUPLICATE, ("receipt",), 1)
+
+
+async def test_what_was_stored_and_what_was_consumed_do_not_know_of_each_other(outbox: Outbox) -> None:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="receipt")(journal)
+
+    assert await outbox.inbox.receive(**message()) is Received.RECEIVED
+    assert (await outbox.inbox.consume(**message())).status is Received.RECEIVED
+    await outbox.drain()
+
+    assert len(journal) == 2
+
+
+async def test_who_comes_later_gets_nothing_of_what_was_consumed(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, later = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    first, second = Journal(), Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    later.handler(MoneyDeposited, name="first")(first)
+    later.handler(MoneyDeposited, name="second")(second)
+    await outbox.inbox.consume(**message())
+    await later.drain()
+    assert await later.admin.backfill("second", since=clock.now() - timedelta(days=1)) == 0
+
+    # Unless the broker delivers it again.
+    done = await later.inbox.consume(**message())
+
+    assert (done.seen, done.succeeded, len(first), len(second)) == (("first",), ("second",), 1, 1)
 
 
 async def test_one_id_of_two_sources_is_two_messages(outbox: Outbox) -> None:
@@ -217,6 +245,13 @@ async def test_who_is_cancelled_cancels_the_handler(outbox: Outbox) -> None:
 
 async def test_an_event_that_nobody_wants_is_refused(outbox: Outbox) -> None:
     with pytest.raises(ConfigurationError, match=r"no handler here wants events of type 'MoneyDeposited'.*receive"):
+        await outbox.inbox.consume(**message())
+
+
+async def test_an_event_that_only_a_relay_wants_is_refused_as_well(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="to-broker", relay=True)(Journal())
+
+    with pytest.raises(ConfigurationError, match="no handler here wants"):
         await outbox.inbox.consume(**message())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import uuid4
@@ -14,6 +15,8 @@ import pytest
 from outboxio import Action, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.testing import MovableClock
 from tests.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.spies import counters
+from tests.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -140,6 +143,56 @@ async def test_a_head_that_is_tried_again_holds_up_its_own_key_and_no_other(
     await outbox.drain()
     assert by_key(ledger) == {"a": [1, 1, 2, 3, 4], "b": [1, 2]}
     assert await look.states() == {"SUCCEEDED": 6}
+
+
+async def test_a_head_that_is_not_due_yet_holds_up_its_key(
+    make_outbox: MakeOutbox, clock: MovableClock, look: Look
+) -> None:
+    outbox = await make_outbox(clock=clock)
+    ledger = Ledger()
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
+    async with outbox.transaction("Post") as tx:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)), ordering_key="a", available_at=clock.now() + timedelta(hours=1))
+        tx.emit(MoneyDeposited(uuid4(), Decimal(2)), ordering_key="a")
+        tx.emit(MoneyDeposited(uuid4(), Decimal(3)), ordering_key="b")
+    await outbox.drain()
+    assert by_key(ledger) == {"b": [3]}
+
+    clock.advance("2h")
+    await outbox.drain()
+
+    assert by_key(ledger) == {"a": [1, 2], "b": [3]}
+    assert await look.states() == {"SUCCEEDED": 3}
+
+
+async def test_what_is_replayed_of_a_key_is_in_order_behind_what_was_done(outbox: Outbox, clock: MovableClock) -> None:
+    ledger = Ledger()
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
+    await post(outbox, *(("a", number) for number in range(5)))
+    await outbox.drain()
+
+    assert await outbox.admin.replay("ledger", since=clock.now() - timedelta(days=1)) == 5
+    await post(outbox, ("a", 5))
+    await outbox.drain()
+
+    assert by_key(ledger) == {"a": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]}
+    assert ledger.overlaps == 0
+
+
+@pytest.mark.parametrize("on_dead_key", ["park", "continue"])
+async def test_a_key_whose_head_may_run_only_once_waits_if_that_run_fails(
+    outbox: Outbox, look: Look, on_dead_key: str
+) -> None:
+    ledger = Ledger(lambda e: ValueError("once") if e.event.amount == 1 else None)
+    outbox.handler(
+        MoneyDeposited, name="ledger", ordered=True, delivery="at_most_once", on_dead_key=on_dead_key
+    )(ledger)  # fmt: skip
+    await post(outbox, ("a", 1), ("a", 2))
+    await outbox.drain()
+
+    parks = on_dead_key == "park"
+    assert by_key(ledger) == {"a": [1] if parks else [1, 2]}
+    assert await states_of(look, "a") == ["DEAD", "BLOCKED" if parks else "SUCCEEDED"]
 
 
 async def test_a_dead_head_parks_its_key_until_it_is_resumed(outbox: Outbox, look: Look) -> None:
@@ -356,3 +409,28 @@ async def test_a_transactional_handler_may_be_ordered(outbox: Outbox, look: Look
 
     assert by_key(ledger) == {"a": [0, 1, 2, 3, 4], "b": [0, 1]}
     assert await states_of(look, "b") == ["SUCCEEDED", "DEAD", "BLOCKED", "BLOCKED", "BLOCKED"]
+
+
+async def test_a_key_waits_while_another_process_has_its_head_in_a_transaction(outbox: Outbox, look: Look) -> None:
+    """As when a process froze in the midst of it, and this one took over."""
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    ledger = Ledger()
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery="transactional")(ledger)
+    await post(outbox, ("a", 1), ("a", 2), ("b", 3))
+    async with outbox.running(handling=False):
+        await eventually(lambda: _are_pending(outbox, 3))
+    async with outbox.transaction("AnotherProcess") as tx:
+        head = min(await outbox.admin.list(handler="ledger"), key=lambda record: record.sequence)
+        statement = "SELECT id FROM eventlog.event_notifications WHERE id = $1 FOR UPDATE"
+        await tx.fetch(sql(tx, statement), look.id(head.id))
+        async with outbox.running():
+            await eventually(lambda: counters(outbox).refused > 1)
+            assert by_key(ledger) == {"b": [3]}
+    await outbox.drain()
+
+    assert by_key(ledger) == {"a": [1, 2], "b": [3]}
+
+
+async def _are_pending(outbox: Outbox, number: int) -> bool:
+    return (await outbox.admin.counts())["PENDING"] == number

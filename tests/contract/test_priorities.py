@@ -134,6 +134,29 @@ async def _blocked(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts())["BLOCKED"] == number
 
 
+async def test_a_paused_handler_holds_up_those_behind_it_until_it_is_unpaused_or_skipped(
+    outbox: Outbox, look: Look
+) -> None:
+    order = Order()
+    outbox.handler(Closed, name="first")(order.handler("first"))
+    outbox.handler(Closed, name="second", priority=1)(order.handler("second"))
+    await outbox.admin.pause("first")
+    await outbox.executor.execute(Close((1, 2)))
+    await outbox.drain()
+    assert (order.all, await look.states()) == ([], {"PENDING": 2, "BLOCKED": 2})
+
+    held = await outbox.admin.list(handler="first")
+    await outbox.admin.skip([held[0].id])
+    await outbox.drain()
+    assert order.all == ["second"]
+
+    await outbox.admin.unpause("first")
+    await outbox.drain()
+
+    assert order.all == ["second", "first", "second"]
+    assert await look.states() == {"SKIPPED": 1, "SUCCEEDED": 3}
+
+
 async def test_strict_priority_holds_over_processes(make_outbox: MakeOutbox) -> None:
     order = Order()
     one, two = await make_outbox(), await make_outbox()

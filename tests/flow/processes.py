@@ -31,6 +31,7 @@ class Worker:
         database: str,
         *handlers: dict[str, Any],
         freezes_in_settlement: bool = False,
+        dies_with_outcome: int = 0,
         roles: dict[str, bool] | None = None,
         **settings: Any,
     ) -> Worker:
@@ -40,6 +41,7 @@ class Worker:
             "settings": settings,
             "roles": roles or {},
             "freezes_in_settlement": freezes_in_settlement,
+            "dies_with_outcome": dies_with_outcome,
         }
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.flow.worker", json.dumps(told)),

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 import aiomysql
 
-from outboxio import EventEnvelope, Outbox, Settings
+from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
+from outboxio.dispatcher import Dispatcher
 from outboxio.names import LockName
-from outboxio.outcome import Lease
+from outboxio.outcome import Lease, Outcome
 from outboxio.shard import ShardWork
 from tests.app import MoneyDeposited, WalletOpened
 from tests.mysql import SCHEMES
@@ -92,6 +93,20 @@ def freeze_in_postgres() -> None:
     notifications.row_count = freeze
 
 
+def die_with_outcome(number: int) -> None:
+    """End this process the moment so many handlers have ended, and before any outcome is written."""
+    add, left = Dispatcher._add, number
+
+    def add_or_die(self: Dispatcher, outcome: Outcome) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, outcome)
+
+    Dispatcher._add = add_or_die  # type: ignore[method-assign]
+
+
 def add_handler(
     outbox: Outbox,
     gate: asyncio.Event,
@@ -101,10 +116,12 @@ def add_handler(
     gated: bool = False,
     sleep: float = 0,
     fails_on: tuple[int, ...] = (),
+    refuses: tuple[int, ...] = (),
     emits: bool = False,
     concurrency: int | None = None,
+    delivery: str = "at_least_once",
 ) -> None:
-    @outbox.handler(MoneyDeposited, name=name, aliases=aliases, concurrency=concurrency)
+    @outbox.handler(MoneyDeposited, name=name, aliases=aliases, concurrency=concurrency, delivery=delivery)
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
         amount = int(envelope.event.amount)
         report("call", handler=name, amount=amount, attempt=envelope.attempt)
@@ -113,6 +130,8 @@ def add_handler(
         await asyncio.sleep(sleep)
         if amount in fails_on:
             raise ValueError(f"{name} refuses {amount}")
+        if amount in refuses:
+            raise Unprocessable(f"{name} will never take {amount}")
         if emits:
             envelope.emit(WalletOpened(envelope.event.wallet_id))
         report("done", handler=name, amount=amount)
@@ -144,4 +163,6 @@ if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
     if arguments["freezes_in_settlement"]:
         freeze_in_settlement(arguments["database"])
+    if arguments["dies_with_outcome"]:
+        die_with_outcome(arguments["dies_with_outcome"])
     asyncio.run(main(arguments))
