@@ -298,7 +298,10 @@ class LineRepository(Protocol):
         ...
 
     async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
-        """Make those BLOCKED rows of these events PENDING that are preceded no more; how many."""
+        """Make those BLOCKED rows of these events PENDING that are preceded no more; how many.
+
+        Their retention begins now.
+        """
         ...
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:

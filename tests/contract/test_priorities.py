@@ -184,6 +184,25 @@ async def test_what_a_crash_left_blocked_is_released(outbox: Outbox, look: Look)
     assert order.all[4:] == ["second", "third"]
 
 
+async def test_what_waited_for_another_handler_has_its_retention_from_its_release(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    order = Order()
+    slow, quick = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    slow.handler(Closed, name="first")(order.handler("first"))
+    quick.handler(Closed, name="second", priority=1)(order.handler("second"))
+    await slow.admin.pause("first")
+    await slow.drain()
+    await quick.executor.execute(Close((1,)))
+    await quick.drain()
+    clock.advance("30d")
+    await slow.admin.unpause("first")
+    await slow.drain()
+    await quick.drain()
+
+    assert order.all == ["first", "second"]
+
+
 async def test_ordered_handlers_of_a_strict_event_keep_both_orders(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:

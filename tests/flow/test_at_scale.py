@@ -97,9 +97,7 @@ async def test_a_transactional_effect_is_there_exactly_once(
     begun = time.monotonic()
 
     await emit(outbox, number)
-    crashes = await _until_finished(
-        look, number, workers, lambda: start_program(WORKER, **told, after=BETWEEN_CRASHES)
-    )
+    crashes = await _until_finished(look, number, workers, lambda: start_program(WORKER, **told, after=BETWEEN_CRASHES))
 
     seconds = time.monotonic() - begun
     await workers[-1].leave()
@@ -263,6 +261,7 @@ async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: Mak
     """No rule about time: plans are pinned elsewhere. The free keys are done, and the rows behind stay as they are."""
     behind, free = size(100_000, 300), size(5000, 100)
     outbox = await make_outbox()
+    rounds = size(4, 1)
     begun: dict[str, float] = {}
 
     @outbox.handler(MoneyDeposited, name="ledger", ordered=True)
@@ -277,22 +276,23 @@ async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: Mak
                     tx.emit(MoneyDeposited(uuid4(), Decimal(n)), ordering_key=key(n))
 
     async def timed(name: str) -> None:
-        await post(lambda n: f"free-{name}-{n % 500}", free)
-        started = time.monotonic()
-        drained = await outbox.drain()
-        begun[name] = time.monotonic() - started
-        assert drained.succeeded == free
+        for _ in range(rounds):
+            await post(lambda n: f"free-{name}-{n % 500}", free)
+            started = time.monotonic()
+            drained = await outbox.drain()
+            spent = time.monotonic() - started
+            begun[name] = min(spent, begun.get(name, spent))
+            assert drained.succeeded == free
 
-    await timed("warm")
     await timed("without")
     await post(lambda n: f"bad-{1 + n % 2}", behind)
     await outbox.drain()
-    assert await look.states() == {"SUCCEEDED": 2 * free, "DEAD": 2, "BLOCKED": behind - 2}
+    assert await look.states() == {"SUCCEEDED": rounds * free, "DEAD": 2, "BLOCKED": behind - 2}
     await timed("with")
 
     print(f"\n{look.dialect}: {free / begun['without']:.0f} events/s of free keys alone, {free / begun['with']:.0f} "
           f"beside {behind} rows of two blocked keys")  # fmt: skip
-    assert await look.states() == {"SUCCEEDED": 3 * free, "DEAD": 2, "BLOCKED": behind - 2}
+    assert await look.states() == {"SUCCEEDED": 2 * rounds * free, "DEAD": 2, "BLOCKED": behind - 2}
 
 
 # --- batches ---------------------------------------------------------------------------------------

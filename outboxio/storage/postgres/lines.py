@@ -108,7 +108,7 @@ ORDER BY b.sequence LIMIT $4
 """
 
 RELEASE = f"""
-UPDATE eventlog.event_notifications SET state = 'PENDING', updated_date = $2
+UPDATE eventlog.event_notifications SET state = 'PENDING', retention_from = $2, updated_date = $2
 WHERE {_IS_BLOCKED} AND id = ANY (ARRAY(
   SELECT n.id FROM eventlog.event_notifications n
   WHERE n.event_id = ANY ($1::uuid[]) AND {_IS_BLOCKED} AND ({_PRECEDING}) IS NULL))

@@ -114,7 +114,8 @@ SELECT json_group_array(json(found)) FROM (
 """
 
 RELEASE = f"""
-UPDATE {_BY_ID.replace("AS n ", "")} SET state = 'PENDING', updated_date = :now
+UPDATE {_BY_ID.replace("AS n ", "")} SET state = 'PENDING', retention_from = :now,
+  updated_date = :now
 WHERE state = 'BLOCKED' AND id IN (
   SELECT n.id FROM json_each(:event_ids) e CROSS JOIN eventlog_event_notifications n {_BY_EVENT}
   WHERE n.event_id = e.value AND n.state = 'BLOCKED' AND NOT {_IS_PRECEDED})
