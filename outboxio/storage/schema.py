@@ -46,7 +46,7 @@ TABLES = (
         ("id", "event_id", "handler_name", "namespace", *_CONTEXT, "state", "attempts", "next_retry_at", "created_date",
          "updated_date", "sequence", "ordering_key", "priority", "errors", "correlation_id", "causation_id", "headers",
          "hops", "retention_from"),
-        ("event_notifications_due",),
+        ("event_notifications_due", "event_notifications_line"),
     ),
     Table(
         "subscriptions",
@@ -54,6 +54,7 @@ TABLES = (
         ("namespace", "handler_name", "event_type", "topic", "aliases", "priority", "ordered", "last_seen_date"),
     ),
     Table("leases", "0003_coordination.sql", ("name", "term", "owner", "acquired_date")),
+    Table("pauses", "0003_coordination.sql", ("namespace", "handler_name", "paused_date", "ended_date")),
     Table(
         "consumed_events",
         "0004_consumed_events.sql",
