@@ -165,7 +165,7 @@ class EventRepository(Protocol):
 
         Keys that ordered handlers want advance together: of these keys none is taken beyond the last event of one that
         filled its room, so that no later event of an ordering key is made due before an earlier one of another type.
-        Where that left something of a key, it counts as full.
+        A key of which that left something counts as full, unless it left all of it: then it needs no room by now.
         """
         ...
 
