@@ -451,7 +451,7 @@ class Dispatcher:
             cause=envelope.cause, in_handler=True,
         )  # fmt: skip
         try:
-            errors = await session.claim(notification.id, states)
+            errors = (await session.claim([notification.id], states)).get(notification.id)
             if errors is None:
                 raise _TakenByAnother
             if notification.state == State.DYING:
@@ -460,7 +460,7 @@ class Dispatcher:
             if tx.events:
                 await tx.write(record.completed(self._clock()), tx.events)
             tx.require_open("a statement on envelope.tx.connection")
-            await session.finish(notification.id, state, attempts, self._clock())
+            await session.finish([notification.id], state, attempts, self._clock())
         except BaseException:
             tx.abandon()
             await to_the_end(roll_back(session))
