@@ -2,7 +2,9 @@
 -- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
 -- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
 -- There are no partial indexes here: is_unfinished comes before what is walked, so that finished rows leave the walk.
--- It is computed, and invisible: SELECT * does not show it.
+-- line_part: 1 PENDING, FAILED or DYING, 2 BLOCKED, 3 DEAD or EXPIRED; NULL for rows that stand in no line, which are
+-- the finished ones and, unless they are BLOCKED, those without an ordering key.
+-- Both are computed, and invisible: SELECT * does not show them.
 CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
     id              UUID     NOT NULL PRIMARY KEY,
     event_id        UUID     NOT NULL,
@@ -33,10 +35,16 @@ CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
     hops            INT          NOT NULL DEFAULT 0,
     retention_from  DATETIME(6)  NOT NULL,
     is_unfinished   BOOLEAN GENERATED ALWAYS AS (state IN ('PENDING', 'FAILED', 'DYING')) STORED INVISIBLE,
+    line_part       TINYINT GENERATED ALWAYS AS (CASE WHEN state = 'BLOCKED' THEN 2 WHEN ordering_key IS NULL THEN NULL
+        WHEN state IN ('PENDING', 'FAILED', 'DYING') THEN 1 WHEN state IN ('DEAD', 'EXPIRED') THEN 3 END)
+        STORED INVISIBLE,
 
     UNIQUE KEY event_notifications_event (event_id, handler_name),
     -- Due rows are found per handler: the backlog of one handler is invisible to the others.
-    KEY event_notifications_due (namespace, is_unfinished, handler_name, next_retry_at, sequence)
+    KEY event_notifications_due (namespace, is_unfinished, handler_name, next_retry_at, sequence),
+    -- The rows of each ordering key, by what is asked of them: whoever looks for a head reads one row of each part, and
+    -- neither walks what is BLOCKED behind it nor what ended DEAD before it.
+    KEY event_notifications_line (namespace, line_part, handler_name, ordering_key, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
 INSERT INTO eventlog.schema_versions VALUES (2, '0002_event_notifications.sql', UTC_TIMESTAMP(6))

@@ -25,5 +25,15 @@ CREATE TABLE IF NOT EXISTS eventlog.leases (
     acquired_date DATETIME(6)  NOT NULL
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
+-- Handlers that an operator paused. ended_date is NULL while that lasts.
+CREATE TABLE IF NOT EXISTS eventlog.pauses (
+    namespace    VARCHAR(255) NOT NULL,
+    handler_name VARCHAR(255) NOT NULL,
+    paused_date  DATETIME(6)  NOT NULL,
+    ended_date   DATETIME(6),
+
+    PRIMARY KEY (namespace, handler_name)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
 INSERT INTO eventlog.schema_versions VALUES (3, '0003_coordination.sql', UTC_TIMESTAMP(6))
 ON DUPLICATE KEY UPDATE version = version;

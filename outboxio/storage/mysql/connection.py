@@ -37,7 +37,7 @@ class Dedicated(DedicatedConnection):
         self._server = server
         self._settings: dict[str, str | int] = dict(LOOP_SETTINGS)
         self._before: Mapping[str, Any] = {}
-        self._in_transactions: str = ""
+        self._longest_silence: int | None = None
 
     def set(self, name: str, value: str | int) -> None:
         """Apply a session setting as well, from the next opening on."""
@@ -45,7 +45,7 @@ class Dedicated(DedicatedConnection):
 
     def end_silent_transactions(self, seconds: int) -> None:
         """Let the server end this session when it is silent for so long within a transaction."""
-        self._in_transactions = f"SET SESSION wait_timeout = {seconds}; "
+        self._longest_silence = seconds
 
     async def fetch(
         self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
@@ -67,21 +67,23 @@ class Dedicated(DedicatedConnection):
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in one transaction, committed unless it raises."""
         async with self.opened() as connection:
-            await execute(connection, f"{self._in_transactions}START TRANSACTION")
+            impatient = patient = ""
+            if self._longest_silence is not None:
+                impatient = f"; {_set({'wait_timeout': self._longest_silence})}"
+                patient = f"; {_set({'wait_timeout': self._before['wait_timeout']})}"
+            await execute(connection, f"START TRANSACTION{impatient}")
             try:
                 result = await work(connection)
-                await execute(connection, "COMMIT")
+                await execute(connection, f"COMMIT{patient}")
             except BaseException:
-                await to_the_end(self._roll_back(connection))
+                await to_the_end(self._roll_back(connection, patient))
                 raise
-            if self._in_transactions:
-                await execute(connection, _set({"wait_timeout": self._before["wait_timeout"]}))
             return result
 
-    async def _roll_back(self, connection: Any) -> None:
+    async def _roll_back(self, connection: Any, patient: str) -> None:
         if not self.is_closed(connection):
             try:
-                await execute(connection, "ROLLBACK", timeout=FAREWELL_TIMEOUT)
+                await execute(connection, f"ROLLBACK{patient}", timeout=FAREWELL_TIMEOUT)
             except Exception:
                 self.drop(connection)
 

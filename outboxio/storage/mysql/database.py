@@ -16,9 +16,11 @@ from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, i
 from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
+from outboxio.storage.mysql.lines import MysqlLines
 from outboxio.storage.mysql.lock import MysqlClusterLock
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.pool import Pool
+from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
 from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
@@ -51,6 +53,8 @@ class MysqlDatabase:
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
+        self.lines = MysqlLines(self._find)
+        self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
 
@@ -68,9 +72,11 @@ class MysqlDatabase:
         return MysqlSession(connection, self._server, is_callers=True)
 
     def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> MysqlClusterLock:
-        # A settlement that writes events as well is a transaction of several statements. A process that freezes between
-        # them must not keep the lease rows locked that its successor raises.
-        self._settle.end_silent_transactions(max(1, math.ceil(heartbeat * 2)))
+        # A settlement that writes events as well is a transaction of several statements, and so is fan-out. A process
+        # that freezes between them must not keep the lease rows locked that its successor raises, nor the rows that its
+        # successor makes: those of ordered handlers cannot be passed by.
+        for loop in (self._settle, self._fanout):
+            loop.end_silent_transactions(max(1, math.ceil(heartbeat * 2)))
         return MysqlClusterLock(self._loop_connection(), self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from msgspec import Struct
 from outboxio.ids import uuid7
 from outboxio.storage.mysql.connection import Dedicated, execute, fetch, id_list
 from outboxio.storage.mysql.flavour import Server, in_both
+from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FannedOut
 
 # Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
@@ -29,32 +30,48 @@ _BY_TYPE = "eventlog.events e FORCE INDEX (events_undelivered)"
 _BY_TOPIC = "eventlog.events e FORCE INDEX (events_undelivered_topic)"
 _BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
-# The keys that somebody wants and that have undelivered events: an idle poll is this one statement. EXISTS would be
-# turned into a join, which a planner that believes the table to be empty begins with the backlog.
-FIND_WAITING = in_both(f"""
+# The keys that somebody wants and that have undelivered events, and all keys that ordered handlers want: an idle poll
+# is this one statement. EXISTS would be turned into a join, which a planner that believes the table to be empty begins
+# with the backlog.
+_TYPE_WAITS = f"""(SELECT 1 FROM {_BY_TYPE}
+  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1)"""
+_TOPIC_WAITS = f"""(SELECT 1 FROM {_BY_TOPIC}
+  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.topic = t.topic LIMIT 1)"""
+FIND_WANTED = in_both(f"""
 {_SUBSCRIBED}
-SELECT JSON_ARRAY('', t.event_type) FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t
-WHERE (SELECT 1 FROM {_BY_TYPE}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1) = 1
+SELECT JSON_ARRAY('', t.event_type, t.ordered, IF(t.ordered, COALESCE({_TYPE_WAITS}, 0), 1))
+FROM (SELECT event_type, MAX(ordered) AS ordered FROM subscribed WHERE topic = '' GROUP BY event_type) t
+WHERE t.ordered OR {_TYPE_WAITS} = 1
 UNION ALL
-SELECT JSON_ARRAY('#', t.topic) FROM (SELECT DISTINCT topic FROM subscribed WHERE topic <> '') t
-WHERE (SELECT 1 FROM {_BY_TOPIC}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.topic = t.topic LIMIT 1) = 1
+SELECT JSON_ARRAY('#', t.topic, t.ordered, IF(t.ordered, COALESCE({_TOPIC_WAITS}, 0), 1))
+FROM (SELECT topic, MAX(ordered) AS ordered FROM subscribed WHERE topic <> '' GROUP BY topic) t
+WHERE t.ordered OR {_TOPIC_WAITS} = 1
 """)
 
-# The next two are put together with UNION ALL, one for each key. Each walks its key by itself along the index, and SKIP
-# LOCKED never waits for a producer. A batch is one row of one column, for the driver is slow at rows and columns. What
-# is found by its type and by its topic is taken once.
-CLAIM_OF_TYPE = f"""
-(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id FROM {_BY_TYPE}
-  WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s
-  ORDER BY e.sequence LIMIT %s FOR UPDATE SKIP LOCKED) b)
+# The next ones are put together with UNION ALL, one for each key. Each walks its key by itself along the index. A batch
+# is one row of one column, for the driver is slow at rows and columns. What is found by its type and by its topic is
+# taken once.
+#
+# SKIP LOCKED never waits for a producer. But each branch sees what is committed by the time it runs: of two events of
+# one ordering key, an earlier branch can miss the first, and a later one see the second. So the keys that ordered
+# handlers want are read without locks, which in one statement is one view of them all. What is found by its type and is
+# on a topic that ordered handlers want, or the other way round, is marked with a minus: it is not taken here.
+_BATCH_OF_TYPE = f"""FROM {_BY_TYPE}
+  WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s ORDER BY e.sequence LIMIT %s"""
+_BATCH_OF_TOPIC = f"""FROM {_BY_TOPIC}
+  WHERE e.namespace = %s AND e.delivered = FALSE AND e.topic = %s ORDER BY e.sequence LIMIT %s"""
+CLAIM_OF_TYPE = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)"
+CLAIM_OF_TOPIC = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)"
+_MARKED = "JSON_ARRAYAGG(CONCAT(IF(b.other IN ({others}), '-', ''), b.id))"
+CLAIM_OF_TYPE_MARKING = f"""
+(SELECT {_MARKED} FROM (SELECT e.id, e.topic AS other {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)
 """
-CLAIM_OF_TOPIC = f"""
-(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id FROM {_BY_TOPIC}
-  WHERE e.namespace = %s AND e.delivered = FALSE AND e.topic = %s
-  ORDER BY e.sequence LIMIT %s FOR UPDATE SKIP LOCKED) b)
+CLAIM_OF_TOPIC_MARKING = f"""
+(SELECT {_MARKED} FROM (SELECT e.id, e.event_type AS other {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)
 """
+_NUMBERED = "JSON_ARRAYAGG(CONCAT(b.sequence, ' ', b.id))"
+READ_OF_TYPE = f"(SELECT {_NUMBERED} FROM (SELECT e.id, e.sequence {_BATCH_OF_TYPE}) b)"
+READ_OF_TOPIC = f"(SELECT {_NUMBERED} FROM (SELECT e.id, e.sequence {_BATCH_OF_TOPIC}) b)"
 
 _INTO = """
 INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
@@ -125,10 +142,12 @@ WHERE e.id IN ({{ids}})
 
 
 class _Key(Struct, frozen=True, array_like=True):
-    """An event type, or a topic, which has the sign ``#``."""
+    """An event type, or a topic, which has the sign ``#``, that somebody wants."""
 
     sign: str
     value: str
+    is_ordered: int
+    waits: int
 
     @property
     def name(self) -> str:
@@ -137,7 +156,7 @@ class _Key(Struct, frozen=True, array_like=True):
 
 
 _key = msgspec.json.Decoder(_Key).decode
-_ids = msgspec.json.Decoder(list[str]).decode
+_strings = msgspec.json.Decoder(list[str]).decode
 
 
 class MysqlEvents:
@@ -150,18 +169,22 @@ class MysqlEvents:
         self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
     ) -> FannedOut:
         scope = {"namespace": namespace, "seen_since": seen_since, "now": now}
-        waiting = await self._waiting(self._fanout, scope)
+        wanted = await self._wanted(self._fanout, scope)
+        waiting = [key for key in wanted if key.waits]
         if not waiting:  # most rounds find nothing
             return FannedOut({}, frozenset(), 0)
         share = max(1, batch_size // max(1, sum(key.name not in rooms for key in waiting)))
-        sizes = {key: rooms.get(key.name, share) for key in waiting}
+        ordered = [key for key in wanted if key.is_ordered]
+        # One of these waits: then all are looked at, for by now others may have something that comes before it.
+        looked_at = [*waiting, *(key for key in ordered if not key.waits)] if any(k.waits for k in ordered) else waiting
+        sizes = {key: rooms.get(key.name, share) for key in sorted(looked_at, key=lambda key: key.sign)}
 
         async def claim_and_notify(connection: Any) -> FannedOut:
-            claimed = await _claim(connection, scope, sizes)
+            claimed, full = await _claim(connection, namespace, sizes, ordered)
             made = await self._notify(connection, scope, [i for ids in claimed.values() for i in ids])
             return FannedOut(
                 events={key.name: len(ids) for key, ids in claimed.items() if ids},
-                full=frozenset(key.name for key, ids in claimed.items() if len(ids) >= sizes[key]),
+                full=frozenset(key.name for key in full),
                 notifications=made,
             )
 
@@ -169,7 +192,8 @@ class MysqlEvents:
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
-        return bool(await self._waiting(self._admin, {"namespace": namespace, "seen_since": seen_since}))
+        wanted = await self._wanted(self._admin, {"namespace": namespace, "seen_since": seen_since})
+        return any(key.waits for key in wanted)
 
     async def count_undelivered(self, namespace: str) -> int:
         return int((await self._admin.fetch(COUNT_UNDELIVERED, {"namespace": namespace}))[0][0])
@@ -195,8 +219,9 @@ class MysqlEvents:
 
         return int(await self._admin.use(write))
 
-    async def _waiting(self, on: Dedicated, scope: Mapping[str, Any]) -> list[_Key]:
-        return [_key(row[0]) for row in await on.fetch(FIND_WAITING, scope)]
+    async def _wanted(self, on: Dedicated, scope: Mapping[str, Any]) -> list[_Key]:
+        """The keys that wait, and those that ordered handlers want."""
+        return [_key(row[0]) for row in await on.fetch(FIND_WANTED, scope)]
 
     async def _notify(self, connection: Any, scope: Mapping[str, Any], ids: Sequence[str]) -> int:
         """Make the notifications of claimed events, and mark these delivered; how many."""
@@ -209,24 +234,56 @@ class MysqlEvents:
         return made
 
 
-async def _claim(connection: Any, scope: Mapping[str, Any], sizes: Mapping[_Key, int]) -> dict[_Key, list[str]]:
-    """Lock a batch of each key; the ids by key. Types come first, and an id is the first key's that has it."""
-    sql = [CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE for key in sizes]
-    args = [value for key, size in sizes.items() for value in (scope["namespace"], key.value, size)]
-    rows = await fetch(connection, " UNION ALL ".join(sql), tuple(args))
+async def _claim(
+    connection: Any, namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key]
+) -> tuple[dict[_Key, list[str]], set[_Key]]:
+    """A batch of each key, as ids, and the keys that are full. An id is only the first key's that has it."""
+    branches = [_branch(key, namespace, size, ordered) for key, size in sizes.items()]
+    args = tuple(arg for _, some in branches for arg in some)
+    rows = await fetch(connection, " UNION ALL ".join(sql for sql, _ in branches), args)
+    found = {key: _strings(row[0]) if row[0] else [] for key, row in zip(sizes, rows, strict=True)}
+    full = {key for key, batch in found.items() if len(batch) >= sizes[key]}
+
     owners: dict[str, _Key] = {}
-    for key, (found,) in zip(sizes, rows, strict=True):
-        for event_id in _ids(found) if found else ():
+    numbered = {key: [_numbered(text) for text in batch] for key, batch in found.items() if key.is_ordered}
+    horizon = min((max(batch)[0] for key, batch in numbered.items() if key in full), default=None)
+    for key, batch in numbered.items():
+        taken = [event_id for sequence, event_id in batch if horizon is None or sequence <= horizon]
+        for event_id in taken:
             owners.setdefault(event_id, key)
+        if not taken:
+            full.discard(key)
+        elif len(taken) < len(batch):
+            full.add(key)
+    for key in (key for key in found if key not in numbered):
+        for event_id in found[key]:
+            if not event_id.startswith("-"):
+                owners.setdefault(event_id, key)
+            elif event_id[1:] not in owners:
+                full.add(key)
+
     claimed: dict[_Key, list[str]] = {key: [] for key in sizes}
     for event_id, key in owners.items():
         claimed[key].append(event_id)
-    return claimed
+    return claimed, full
 
 
-def as_json(values: Iterable[Any]) -> str:
-    """A list as the one text that JSON_TABLE takes apart again."""
-    return msgspec.json.encode(list(values)).decode()
+def _branch(key: _Key, namespace: str, size: int, ordered: Sequence[_Key]) -> tuple[str, list[Any]]:
+    """What looks for a batch of one key, and its arguments."""
+    args: list[Any] = [namespace, key.value, size]
+    if key.is_ordered:
+        return READ_OF_TOPIC if key.sign else READ_OF_TYPE, args
+    others = [other.value for other in ordered if other.sign != key.sign]
+    if not others:
+        return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE, args
+    marking = CLAIM_OF_TOPIC_MARKING if key.sign else CLAIM_OF_TYPE_MARKING
+    return marking.format(others=", ".join(["%s"] * len(others))), [*others, *args]
+
+
+def _numbered(text: str) -> tuple[int, str]:
+    """The sequence and the id of an event."""
+    sequence, _, event_id = text.partition(" ")
+    return int(sequence), event_id
 
 
 def _id_head() -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from outboxio.names import LockName
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, is_closed
-from outboxio.storage.mysql.events import as_json
 from outboxio.storage.mysql.flavour import Server, Statement, in_both
+from outboxio.storage.mysql.values import as_json
 
 # Names of locks are the server's and not a database's, and so is the one eventlog.
 TRY = in_both("""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import msgspec
 from msgspec.json import decode
 
-from outboxio.notification import Context, Notification, NotificationRecord, Wanted, record_of
+from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Wanted, record_of
 from outboxio.outcome import Bucket
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, id_list
-from outboxio.storage.mysql.events import as_json
 from outboxio.storage.mysql.flavour import Server, Statement, in_both
+from outboxio.storage.mysql.lines import ENDED
 from outboxio.storage.mysql.session import insert_events
+from outboxio.storage.mysql.values import as_json, as_moment
 
 # MariaDB refuses to put columns of several collations into one JSON text; JSON columns have this one there.
 _TEXT = {"handler_name", "event_type", "namespace", "action_name", "model_id", "model_type", "correlation_id", "state",
@@ -35,6 +37,8 @@ def _selected(column: str) -> str:
     return f"n.{column} COLLATE utf8mb4_bin" if column in _TEXT else f"n.{column}"
 
 
+PIECE = 1000  # rows that one statement of an operator's order looks at, or writes
+
 _JSON = ("action_params", "payload", "headers", "errors")
 _DUE_COLUMNS = Notification.__struct_fields__[:-1]
 _CONTEXT_COLUMNS = Context.__struct_fields__
@@ -42,6 +46,8 @@ _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != 
 
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
 _BY_DUE = "eventlog.event_notifications n FORCE INDEX (event_notifications_due)"
+_BY_LINE = "eventlog.event_notifications n FORCE INDEX (event_notifications_line)"
+_BY_EVENT = "eventlog.event_notifications n FORCE INDEX (event_notifications_event)"
 _BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 
 # Put together with UNION ALL, one for each handler name. As a join it would read everything of a name that is not due.
@@ -126,17 +132,49 @@ WHERE n.id IN ({{ids}}) AND n.state IN ('PENDING', 'FAILED') AND n.retention_fro
 """)
 
 # Only ids are sorted: MySQL has no room to sort rows with large documents in them.
-_CHOSEN = f"""
-FROM (
+_CHOSEN = """
   SELECT n.id FROM eventlog.event_notifications n
   WHERE n.namespace = %(namespace)s AND (%(state)s IS NULL OR n.state = %(state)s)
     AND (%(handler_name)s IS NULL OR n.handler_name = %(handler_name)s)
     AND (%(event_type)s IS NULL OR n.event_type = %(event_type)s)
-  ORDER BY n.created_date, n.sequence, n.handler_name LIMIT %(limit)s) chosen
-STRAIGHT_JOIN {_BY_ID} ON n.id = chosen.id
+  ORDER BY n.created_date, n.sequence, n.handler_name LIMIT %(limit)s
 """
-SELECT = f"SELECT {_object(_RECORD_COLUMNS)} {_CHOSEN}"
-SELECT_LARGE = f"SELECT {', '.join(f'n.{column}' for column in _RECORD_COLUMNS)} {_CHOSEN}"
+# An OR would be a scan.
+_CHOSEN_BY_ID = f"""
+  SELECT n.id FROM {_BY_ID} WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})
+  UNION SELECT n.id FROM {_BY_EVENT} WHERE n.namespace = %(namespace)s AND n.event_id IN ({{ids}})
+"""
+_RECORDS_OF = f"FROM ({{chosen}}) chosen STRAIGHT_JOIN {_BY_ID} ON n.id = chosen.id"
+SELECT = f"SELECT {_object(_RECORD_COLUMNS)} {_RECORDS_OF}"
+SELECT_LARGE = f"SELECT {', '.join(f'n.{column}' for column in _RECORD_COLUMNS)} {_RECORDS_OF}"
+
+# What parks a key is a part of its line.
+FIND_PARKING = in_both(f"""
+SELECT n.id FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_LINE}
+  ON n.namespace = %(namespace)s AND n.line_part = {ENDED} AND n.handler_name = w.name
+  AND n.ordering_key = %(ordering_key)s
+""")
+RESUME = f"""
+UPDATE {_BY_ID} SET n.state = 'SKIPPED', n.updated_date = %(now)s
+WHERE n.id IN ({{ids}}) AND n.state IN ('DEAD', 'EXPIRED')
+"""
+
+# No index knows finished rows by their date, so all of a name are looked at, a piece in each statement. They are
+# written when all are found: what is replayed may end meanwhile, and would be found again.
+_FINISHED = "n.state IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') AND FIND_IN_SET(n.state, %(states)s)"
+LOOK_BACK = in_both(f"""
+SELECT n.next_retry_at, n.sequence, IF({_FINISHED} AND n.event_date >= %(since)s AND n.event_date < %(until)s
+  AND (%(types)s = '[]' OR n.event_type IN (
+    SELECT t.event_type FROM JSON_TABLE(%(types)s, '$[*]' COLUMNS (event_type {{text}} PATH '$')) t)), n.id, NULL)
+FROM {_BY_DUE}
+WHERE n.namespace = %(namespace)s AND n.is_unfinished = FALSE AND n.handler_name = %(name)s
+  AND (n.next_retry_at = %(due)s AND n.sequence > %(sequence)s OR n.next_retry_at > %(due)s)
+ORDER BY n.next_retry_at, n.sequence LIMIT {PIECE}
+""")
+REPLAY = f"""
+UPDATE {_BY_ID} SET n.state = 'PENDING', n.attempts = 0, n.next_retry_at = %(now)s, n.retention_from = %(now)s,
+  n.updated_date = %(now)s WHERE n.id IN ({{ids}}) AND {_FINISHED}
+"""
 
 # How many rows an UPDATE really changed is not how many it was meant for, so these are locked and counted first.
 RETRY = f"""
@@ -236,21 +274,76 @@ class MysqlNotifications:
             "event_type": event_type,
             "limit": limit,
         }
-        rows = await self._admin.use(lambda connection: fetch(connection, SELECT, scope))
-        if any(row[0] is None for row in rows):
-            rows = await self._admin.use(lambda connection: fetch(connection, SELECT_LARGE, scope))
-            found = [dict(zip(_RECORD_COLUMNS, row, strict=True)) for row in rows]
-            found = [{**row, **{c: None if row[c] is None else decode(row[c]) for c in _JSON}} for row in found]
-        else:
-            found = [decode(row[0]) for row in rows]
-        records = [record_of(row, self._shard) for row in found]
-        return sorted(records, key=lambda record: (record.created_date, record.sequence, record.handler_name))
+        return await self._records(_CHOSEN, scope)
+
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        if not ids:
+            return []
+        return await self._records(_CHOSEN_BY_ID.format(ids=id_list(ids)), {"namespace": namespace})
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._change(RETRY, namespace, ids, now, unless=())
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._change(SKIP, namespace, ids, now, unless=("SUCCEEDED", "SKIPPED"))
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        scope = {"namespace": namespace, "names": as_json(names), "ordering_key": ordering_key, "now": now}
+        return await self._write_found([row[0] for row in await self._admin.fetch(FIND_PARKING, scope)], RESUME, scope)
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        scope = {
+            "namespace": namespace,
+            "since": since,
+            "until": until,
+            "types": as_json(types),
+            "states": ",".join(states),
+            "now": now,
+        }
+        found: list[str] = []
+        for name in names:
+            due, sequence = BEGINNING
+            while True:
+                position = {"name": name, "due": due, "sequence": sequence}
+                rows = await self._admin.fetch(LOOK_BACK, {**scope, **position})
+                found += [row[2] for row in rows if row[2] is not None]
+                if len(rows) < PIECE:
+                    break
+                due, sequence, _ = rows[-1]
+        return await self._write_found(found, REPLAY, scope)
+
+    async def _write_found(self, ids: Sequence[str], statement: str, args: Arguments) -> int:
+        """Write rows that were found, in the order of their ids, and in pieces; how many."""
+        ids, written = sorted(ids), 0
+
+        async def write(connection: Any, piece: str) -> int:
+            return await execute(connection, piece, args)
+
+        for start in range(0, len(ids), PIECE):
+            piece = statement.format(ids=id_list(ids[start : start + PIECE]))
+            written += await self._admin.use(partial(write, piece=piece))
+        return written
+
+    async def _records(self, chosen: str, scope: Arguments) -> list[NotificationRecord]:
+        rows = await self._admin.use(lambda connection: fetch(connection, SELECT.format(chosen=chosen), scope))
+        if any(row[0] is None for row in rows):
+            large = SELECT_LARGE.format(chosen=chosen)
+            rows = await self._admin.use(lambda connection: fetch(connection, large, scope))
+            found = [dict(zip(_RECORD_COLUMNS, row, strict=True)) for row in rows]
+            found = [{**row, **{c: None if row[c] is None else decode(row[c]) for c in _JSON}} for row in found]
+        else:
+            found = [decode(row[0]) for row in rows]
+        records = [record_of(row, self._shard) for row in found]
+        return sorted(records, key=lambda record: (record.created_date, record.sequence, record.handler_name))
 
     async def _change(
         self, statement: str, namespace: str, ids: Sequence[UUID], now: datetime, *, unless: Sequence[str]
@@ -286,7 +379,7 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[Statement, Arguments]:
     details = as_json(
         (
             outcome.notification_id,
-            None if outcome.next_retry_at is None else outcome.next_retry_at.isoformat(" ", "microseconds"),
+            None if outcome.next_retry_at is None else as_moment(outcome.next_retry_at),
             outcome.error,
         )
         for outcome in bucket.outcomes

@@ -13,11 +13,11 @@ from uuid import UUID
 from outboxio.errors import InvalidEvent
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import drop, fetch, is_closed, run
+from outboxio.storage.mysql.connection import drop, fetch, id_list, is_closed, run
 from outboxio.storage.mysql.driver import Cursor
-from outboxio.storage.mysql.flavour import Server
-from outboxio.storage.mysql.values import as_rows, as_value
-from outboxio.storage.protocols import CommitLost, Consumed, TransactionLost
+from outboxio.storage.mysql.flavour import Server, in_both
+from outboxio.storage.mysql.values import as_json, as_moment, as_rows, as_value
+from outboxio.storage.protocols import CommitLost, Consumed, Owed, TransactionLost
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,34 @@ INSERT INTO eventlog.events (id, model_id, model_type, event_type, payload, orde
   causation_id, headers, hops, delivered)
 VALUES """
 
-# A row that another process works on is passed by: two at once still have one effect.
+# Rows that another process works on are passed by: two at once still have one effect. The index is named, for a planner
+# that believes the table to be small would scan it, and under REPEATABLE READ lock all of it.
 CLAIM = """
-SELECT errors FROM eventlog.event_notifications WHERE id = %s AND FIND_IN_SET(state, %s) FOR UPDATE SKIP LOCKED
+SELECT n.id, n.errors FROM eventlog.event_notifications n FORCE INDEX (PRIMARY)
+WHERE n.id IN ({ids}) AND FIND_IN_SET(n.state, %s) FOR UPDATE SKIP LOCKED
 """
-FINISH = "UPDATE eventlog.event_notifications SET state = %s, attempts = %s, updated_date = %s WHERE id = %s"
+FINISH = """
+UPDATE eventlog.event_notifications n FORCE INDEX (PRIMARY)
+SET n.state = %s, n.attempts = %s, n.updated_date = %s WHERE n.id IN ({ids})
+"""
+
+# As fan-out makes them, but for what the caller says. The event is this transaction's own, so nobody else has made any.
+OWE = in_both("""
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
+  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, errors, correlation_id,
+  causation_id, headers, hops, retention_from)
+SELECT o.id, e.id, o.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date,
+  e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, o.state, o.attempts,
+  o.next_retry_at, %(now)s, %(now)s, e.sequence, o.ordering_key, o.priority, o.errors, e.correlation_id,
+  e.causation_id, e.headers, e.hops, %(now)s
+FROM JSON_TABLE(%(owed)s, '$[*]' COLUMNS (
+  id {id} PATH '$[0]', handler_name {text} PATH '$[1]', state {text} PATH '$[2]', attempts INT PATH '$[3]',
+  next_retry_at DATETIME(6) PATH '$[4]', errors {document} PATH '$[5]',
+  ordering_key {text} PATH '$[6]', priority INT PATH '$[7]')) o
+STRAIGHT_JOIN eventlog.events e FORCE INDEX (PRIMARY) ON e.id = %(event_id)s
+""")
+DELIVER = "UPDATE eventlog.events e FORCE INDEX (PRIMARY) SET e.delivered = TRUE WHERE e.id = %(event_id)s"
 
 # Whoever comes second waits for the first to commit, and then sees what it wrote: a locking read sees it in an old
 # snapshot, too.
@@ -189,12 +212,36 @@ class MysqlSession:
         rows = await self.fetch(sql, args)
         return rows[0] if rows else None
 
-    async def claim(self, notification_id: UUID, states: Sequence[str]) -> str | None:
-        rows = await fetch(self._connection, CLAIM, (str(notification_id), ",".join(states)))
-        return rows[0][0] if rows else None
+    async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
+        if not ids:
+            return {}
+        rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids)), (",".join(states),))
+        return {UUID(row[0]): row[1] for row in rows}
 
-    async def finish(self, notification_id: UUID, state: str, attempts: int, now: datetime) -> None:
-        await run(self._connection, FINISH, (state, attempts, now, str(notification_id)))
+    async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
+        if ids:
+            await run(self._connection, FINISH.format(ids=id_list(ids)), (state, attempts, now))
+
+    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+        listed = as_json(
+            (
+                o.id,
+                o.handler_name,
+                o.state,
+                o.attempts,
+                as_moment(o.next_retry_at),
+                o.errors,
+                o.ordering_key,
+                o.priority,
+            )
+            for o in sorted(owed, key=lambda o: o.id)
+        )
+        args = {"event_id": str(event_id), "owed": listed, "now": as_value(now)}
+        statements = f"{self._server.spell(OWE)}; {DELIVER}" if owed else DELIVER
+        if self._is_callers:
+            await run(self._connection, statements, args)
+        else:
+            await self._require_open(run(self._connection, f"{STILL_OPEN} {statements}", args))
 
     async def consume(self, consumed: Consumed) -> Consumed:
         key = (consumed.source, consumed.external_id, consumed.handler_name)

@@ -8,8 +8,9 @@ from datetime import datetime
 import msgspec
 
 from outboxio.storage.mysql.connection import Dedicated
-from outboxio.storage.mysql.events import as_json
 from outboxio.storage.mysql.flavour import in_both
+from outboxio.storage.mysql.values import as_json
+from outboxio.storage.protocols import Pause
 from outboxio.subscription import Subscription
 
 ANNOUNCE = in_both("""
@@ -29,6 +30,22 @@ UNION
 SELECT a.name FROM eventlog.subscriptions r JOIN JSON_TABLE(r.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
 WHERE r.namespace = %(namespace)s AND r.last_seen_date > %(seen_since)s
 """)
+
+NAMES_OF = in_both("""
+SELECT a.name FROM eventlog.subscriptions s JOIN JSON_TABLE(s.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
+WHERE s.namespace = %(namespace)s AND s.handler_name = %(handler_name)s
+""")
+
+# From left to right: paused_date looks at the end that there was.
+PAUSE = in_both("""
+INSERT INTO eventlog.pauses (namespace, handler_name, paused_date) VALUES (%(namespace)s, %(handler_name)s, %(now)s)
+ON DUPLICATE KEY UPDATE paused_date = IF(ended_date IS NULL, paused_date, %(now)s), ended_date = NULL
+""")
+UNPAUSE = in_both("""
+UPDATE eventlog.pauses SET ended_date = %(now)s
+WHERE namespace = %(namespace)s AND handler_name = %(handler_name)s AND ended_date IS NULL
+""")
+PAUSES = in_both("SELECT handler_name, ended_date FROM eventlog.pauses WHERE namespace = %(namespace)s")
 
 FORGET = in_both("""
 DELETE FROM eventlog.subscriptions WHERE namespace = %(namespace)s AND handler_name = %(handler_name)s
@@ -52,6 +69,20 @@ class MysqlSubscriptions:
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
         rows = await self._admin.fetch(ROUTABLE_NAMES, {"namespace": namespace, "seen_since": seen_since})
         return {row[0] for row in rows}
+
+    async def names_of(self, namespace: str, handler_name: str) -> set[str]:
+        rows = await self._admin.fetch(NAMES_OF, {"namespace": namespace, "handler_name": handler_name})
+        return {handler_name, *(row[0] for row in rows)}
+
+    async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
+        await self._admin.execute(PAUSE, {"namespace": namespace, "handler_name": handler_name, "now": now})
+
+    async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
+        scope = {"namespace": namespace, "handler_name": handler_name, "now": now}
+        return await self._admin.execute(UNPAUSE, scope)
+
+    async def pauses(self, namespace: str) -> list[Pause]:
+        return [Pause(*row) for row in await self._admin.fetch(PAUSES, {"namespace": namespace})]
 
     async def forget(self, namespace: str, handler_name: str) -> int:
         return await self._admin.execute(FORGET, {"namespace": namespace, "handler_name": handler_name})

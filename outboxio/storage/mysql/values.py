@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 from typing import Any
 from uuid import UUID
+
+import msgspec
 
 from outboxio.clock import naive_utc
 
@@ -46,3 +48,13 @@ def as_value(value: Any) -> Any:
             return as_value(value.value)
         case _:
             return value
+
+
+def as_json(values: Iterable[Any]) -> str:
+    """A list as the one text that JSON_TABLE takes apart again."""
+    return msgspec.json.encode(list(values)).decode()
+
+
+def as_moment(moment: datetime) -> str:
+    """A moment within such a list."""
+    return naive_utc(moment).isoformat(" ", "microseconds")

@@ -1,0 +1,344 @@
+"""Order where MySQL and MariaDB need more than one statement for it, and lines and removal on connections of any kind.
+
+What every database does in the same way is tested with all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import UUID, uuid4
+
+import aiomysql
+import pytest
+
+from outboxio import Event, Outbox
+from outboxio.storage.mysql.database import MysqlDatabase
+from outboxio.storage.protocols import FannedOut, Owed, TransactionLost
+from outboxio.subscription import Subscription
+from tests import mysql
+from tests.app import WALLETS, Look, opened
+
+NOW = datetime(2030, 1, 1)
+LONG_AGO = NOW - timedelta(days=365)
+
+
+class First(Event):
+    number: int
+
+
+class Second(Event):
+    number: int
+
+
+class Third(Event):
+    number: int
+
+
+EVENTS = (First, Second, Third)
+NAMES = tuple(cls.__name__ for cls in EVENTS)
+
+
+@pytest.fixture
+def look(mysql_url: str) -> Look:
+    return Look(mysql_url)
+
+
+@pytest.fixture
+async def outbox(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
+    async with opened(Outbox(mysql_url, namespace="app")) as outbox:
+        await look.fetch(WALLETS)
+        yield outbox
+
+
+def database_of(outbox: Outbox) -> MysqlDatabase:
+    database = outbox._shards["default"].database
+    assert isinstance(database, MysqlDatabase)
+    return database
+
+
+async def subscribe(
+    outbox: Outbox, name: str, *, ordered: bool = False, types: tuple[str, ...] = (), topics: tuple[str, ...] = ()
+) -> None:
+    of_types = [Subscription(handler_name=name, event_type=t, ordered=ordered) for t in types]
+    of_topics = [Subscription(handler_name=name, topic=t, ordered=ordered) for t in topics]
+    await database_of(outbox).subscriptions.announce("app", [*of_types, *of_topics], NOW)
+
+
+async def emit(outbox: Outbox, cls: type[Event], key: str = "k", topic: str | None = None) -> None:
+    async with outbox.transaction("Emit") as tx:
+        tx.emit(cls(0), ordering_key=key, topic=topic)
+
+
+async def fan_out(outbox: Outbox, rooms: dict[str, int] | None = None) -> FannedOut:
+    return await database_of(outbox).events.fan_out("app", NOW, LONG_AGO, rooms or {}, 1000)
+
+
+async def overtaken(look: Look) -> list[dict[str, Any]]:
+    """Undelivered events of a key of which a later event has notifications."""
+    newest = "SELECT ordering_key, MAX(sequence) AS sequence FROM {event_notifications} GROUP BY ordering_key"
+    return await look.fetch(
+        f"SELECT e.sequence, e.ordering_key FROM {{events}} e JOIN ({newest}) n ON n.ordering_key = e.ordering_key "
+        "WHERE e.sequence < n.sequence AND NOT e.delivered"
+    )
+
+
+# --- commits while fan-out looks ---------------------------------------------------------------------
+
+
+class Between:
+    """Makes the statement that looks for batches wait, before it is sent (0) or before one of its parts."""
+
+    def __init__(self, connection: Any, part: int) -> None:
+        self.began = asyncio.Event()
+        self._part = part
+        self._send = connection._execute_command
+        connection._execute_command = self._slowly
+
+    async def _slowly(self, command: int, statement: Any) -> None:
+        sent = statement.decode() if isinstance(statement, bytes | bytearray) else statement
+        parts = sent.split(" UNION ALL ")
+        if "JSON_ARRAYAGG" in parts[0] and "events_undelivered" in parts[0]:
+            self.began.set()
+            if self._part:
+                # Each row of some table takes its time: what depends on no row would be done before all parts.
+                parts.insert(self._part, "(SELECT 1 FROM eventlog.schema_versions WHERE SLEEP(0.15) > 0)")
+                statement = " UNION ALL ".join(parts).encode()
+            else:
+                await asyncio.sleep(0.6)
+        await self._send(command, statement)
+
+
+async def fan_out_with_commits_between(outbox: Outbox, part: int, *commits: tuple[type[Event], str | None]) -> None:
+    fanout = database_of(outbox)._fanout
+    await fanout.ready()
+    between = Between(fanout._connection, part)
+    fanning_out = asyncio.create_task(fan_out(outbox))
+    await between.began.wait()
+    await asyncio.sleep(0.1)
+    for cls, topic in commits:
+        await emit(outbox, cls, "k", topic)
+    assert not fanning_out.done(), "it did not wait in the middle"
+    await fanning_out
+
+
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("classes", [(First, Second), (Second, First), (First, Third), (Third, First)])
+async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
+    outbox: Outbox, look: Look, part: int, classes: tuple[type[Event], ...]
+) -> None:
+    await subscribe(outbox, "ledger", ordered=True, types=NAMES)
+    for cls in EVENTS:
+        await emit(outbox, cls, "another")
+    await fan_out_with_commits_between(outbox, part, *((cls, None) for cls in classes))
+    assert await overtaken(look) == []
+    await fan_out(outbox)
+    assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
+
+
+async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_topic(outbox: Outbox, look: Look) -> None:
+    await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
+    await subscribe(outbox, "plain", topics=("audit",))
+    for cls in (First, Second):
+        await emit(outbox, cls, "another")
+    await emit(outbox, Third, "another", "audit")
+    await fan_out_with_commits_between(outbox, 2, (First, None), (Second, "audit"))
+    assert await overtaken(look) == []
+    await fan_out(outbox)
+    assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
+
+
+async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothing_before(
+    outbox: Outbox, look: Look
+) -> None:
+    await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
+    await subscribe(outbox, "plain", topics=("audit",))
+    await emit(outbox, Third, "another", "audit")
+    await fan_out_with_commits_between(outbox, 0, (First, None), (Second, "audit"))
+    assert await overtaken(look) == []
+    await fan_out(outbox)
+    assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
+
+
+async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outbox: Outbox, look: Look) -> None:
+    """What is waiting is asked for first: between that and the batches, the first event of a type can be committed."""
+    await subscribe(outbox, "ledger", ordered=True, types=NAMES)
+    await emit(outbox, Second, "another")
+    await fan_out_with_commits_between(outbox, 0, (First, None), (Second, None))
+    assert await overtaken(look) == []
+    assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
+
+
+async def test_no_event_of_a_key_overtakes_whoever_commits_meanwhile(outbox: Outbox, look: Look) -> None:
+    """Each producer holds its key's row until it commits, so that sequences of a key are in the order of commits."""
+    await subscribe(outbox, "ledger", ordered=True, types=("First",), topics=("audit",))
+    await subscribe(outbox, "plain", types=("Second", "Third"), topics=("news",))
+    keys = [f"k{i}" for i in range(4)]
+    for key in keys:
+        await look.fetch(f"INSERT INTO wallets (id, balance) VALUES ('{key}', 0)")
+    ends = asyncio.Event()
+
+    async def produce(seed: int) -> int:
+        random, committed = Random(seed), 0
+        while not ends.is_set():
+            async with outbox.transaction("Emit") as tx:
+                key = random.choice(keys)
+                await tx.execute("UPDATE wallets SET balance = balance + 1 WHERE id = %s", key)
+                cls, topic = random.choice([(First, None), (First, "news"), (Second, "audit"), (Third, "audit")])
+                tx.emit(cls(0), ordering_key=key, topic=topic)
+            committed += 1
+        return committed
+
+    producers = [asyncio.create_task(produce(seed)) for seed in range(8)]
+    random, late = Random(0), []
+    try:
+        async with asyncio.timeout(30):
+            for _ in range(60):
+                await fan_out(outbox, {name: random.randint(1, 20) for name in ("First", "Second", "Third", "#audit")})
+                late += await overtaken(look)
+    finally:
+        ends.set()
+    committed = sum(await asyncio.gather(*producers))
+    while (await fan_out(outbox)).full:
+        late += await overtaken(look)
+    assert late == []
+    assert await look.value("SELECT count(*) FROM {event_notifications} WHERE handler_name = 'ledger'") == committed
+
+
+async def test_a_fan_out_that_falls_silent_within_its_transaction_is_ended_by_the_server(outbox: Outbox) -> None:
+    database = database_of(outbox)
+    database.cluster_lock("me", None, 0.4)
+
+    async def fall_silent(connection: Any) -> None:
+        await asyncio.sleep(2.5)
+
+    with pytest.raises(aiomysql.OperationalError) as caught:
+        await database._fanout.in_transaction(fall_silent)
+    assert database.is_unreachable(caught.value)
+
+    await emit(outbox, First)
+    await subscribe(outbox, "ledger", ordered=True, types=NAMES)
+    assert (await fan_out(outbox)).events == {"First": 1}
+    await asyncio.sleep(2.5)  # between transactions it may be silent
+    assert (await fan_out(outbox)).events == {}
+    assert database._fanout.is_open
+
+
+# --- what is owed --------------------------------------------------------------------------------------
+
+
+def owed(handler_name: str = "ledger") -> Owed:
+    return Owed(
+        id=uuid4(), handler_name=handler_name, state="PENDING", attempts=0, next_retry_at=NOW, errors="[]",
+        ordering_key="k", priority=0,
+    )  # fmt: skip
+
+
+async def event_id(look: Look) -> UUID:
+    return UUID(await look.value("SELECT id FROM {events} WHERE event_type IS NOT NULL"))
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "CREATE TABLE ends (id INT)"])
+@pytest.mark.parametrize("something", [True, False], ids=["something", "nothing"])
+async def test_nothing_is_owed_where_the_transaction_has_ended(
+    outbox: Outbox, look: Look, ending: str, something: bool
+) -> None:
+    await emit(outbox, First)
+    async with database_of(outbox).session() as session:
+        await session.begin()
+        await mysql.fetch(session.connection, ending)
+        with pytest.raises(TransactionLost):
+            await session.owe(await event_id(look), [owed()] if something else [], NOW)
+    assert await look.notifications() == []
+    assert await look.value("SELECT delivered FROM {events} WHERE event_type IS NOT NULL") == 0
+
+
+@pytest.mark.parametrize("sql_mode", ["", "NO_BACKSLASH_ESCAPES,ANSI_QUOTES,PIPES_AS_CONCAT"])
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "SERIALIZABLE"])
+async def test_what_is_owed_on_a_callers_connection_is_committed_by_the_caller(
+    outbox: Outbox, look: Look, mysql_url: str, sql_mode: str, isolation: str
+) -> None:
+    await emit(outbox, First)
+    async with mysql.connected(mysql_url, autocommit=False) as connection:
+        await mysql.fetch(connection, f"SET SESSION sql_mode = '{sql_mode}'")
+        await mysql.fetch(connection, f"SET SESSION TRANSACTION ISOLATION LEVEL {isolation}")
+        session = database_of(outbox).wrap(connection)
+        assert session is not None
+        await session.owe(await event_id(look), [owed("q'uo\"te\\"), owed()], NOW)
+        assert await look.notifications() == []
+        await connection.commit()
+    assert [row["handler_name"] for row in await look.notifications()] == ["ledger", "q'uo\"te\\"]
+
+
+async def test_claiming_many_locks_no_row_beside_them(outbox: Outbox, look: Look, mysql_url: str) -> None:
+    """Whatever the planner believes of the table: under REPEATABLE READ a scan would lock all of it."""
+    await subscribe(outbox, "ledger", types=NAMES)
+    for _ in range(6):
+        await emit(outbox, First)
+    await fan_out(outbox)
+    ids = [UUID(row["id"]) for row in await look.notifications()]
+    async with database_of(outbox).session() as one, database_of(outbox).session() as other:
+        for session in (one, other):
+            await session.begin()
+        assert set(await one.claim(ids[1:4], ["PENDING"])) == set(ids[1:4])
+        assert set(await other.claim(ids, ["PENDING"])) == {ids[0], *ids[4:]}
+        for session in (one, other):
+            await session.rollback()
+
+
+# --- connections of any kind -----------------------------------------------------------------------------
+
+
+async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
+    """Lines are walked and changed, and what ended is replayed and removed, with keys that are not simple."""
+    database = database_of(outbox)
+    keys = sorted(["", "a", "a'b\\", '"', "%s", "\N{GRINNING FACE}"])
+    await subscribe(outbox, "ledger", ordered=True, types=NAMES)
+    for key in (*keys, *keys):
+        await emit(outbox, First, key)
+    await fan_out(outbox)
+    ids = [UUID(row["id"]) for row in await look.notifications()]
+    lines = database.lines
+
+    heads = await lines.heads_after("app", "ledger", None, 100, parks=True)
+    assert list(heads) == keys
+    assert await lines.find_heads("app", ["ledger"], keys, parks=False) == heads
+    assert await lines.block(ids, NOW) == 12
+    assert await lines.unblock("app", ["ledger"], keys, 1, NOW) == 6
+    assert await lines.postpone(ids, LONG_AGO, NOW) == 6
+    assert await lines.find_preceded(ids) == set()
+    assert await lines.find_blocked("app", ["ledger"], 0, 10) == []
+    assert await lines.release([UUID(row["event_id"]) for row in await look.notifications()], NOW) == 6
+
+    await look.fetch("UPDATE {event_notifications} SET state = 'DEAD', created_date = '2000-01-01'")
+    assert await database.notifications.resume("app", ["ledger"], "a'b\\", NOW) == 2
+    replay = database.notifications.replay
+    assert await replay("app", ["ledger"], datetime(2000, 1, 1), datetime(3000, 1, 1), ["First"], ["DEAD"], NOW) == 10
+    await look.fetch("UPDATE {event_notifications} SET state = 'EXPIRED'")
+    assert len(await database.notifications.select_by_id("app", ids)) == 12
+    much_later, retention = datetime(3000, 1, 1), database.retention
+    assert (await retention.purge_notifications("app", UUID(int=0), much_later, much_later, 100)).removed == 12
+    assert (await retention.purge_events("app", UUID(int=0), much_later, 100)).removed == 12
+    assert await retention.purge_consumed(much_later, 100) == 0
+    assert await look.notifications() == await look.events() == []
+
+
+async def test_lines_and_removal_need_no_selected_database(mysql_url: str, look: Look) -> None:
+    async with opened(Outbox(urlsplit(mysql_url)._replace(path="").geturl(), namespace="app")) as outbox:
+        await check_lines_and_removal(outbox, look)
+
+
+async def test_lines_and_removal_go_over_a_given_pool_of_any_kind(mysql_url: str, look: Look) -> None:
+    theirs = {
+        "init_command": "SET SESSION sql_mode = 'NO_BACKSLASH_ESCAPES,ANSI_QUOTES'",
+        "cursorclass": aiomysql.SSDictCursor,
+    }
+    async with (
+        aiomysql.create_pool(**mysql.address(mysql_url), minsize=0, maxsize=8, **theirs) as pool,
+        opened(Outbox(pool, namespace="app")) as outbox,
+    ):
+        await check_lines_and_removal(outbox, look)
