@@ -84,7 +84,8 @@ FIND_RELEASED = f"""
 SELECT n.id FROM {_BY_EVENT} WHERE n.event_id IN ({{ids}}) AND IF(n.state = 'BLOCKED', {_PRECEDED}, 1) IS NULL
 """
 RELEASE = f"""
-UPDATE {_BY_ID} SET n.state = 'PENDING', n.updated_date = %(now)s WHERE n.id IN ({{ids}}) AND n.state = 'BLOCKED'
+UPDATE {_BY_ID} SET n.state = 'PENDING', n.retention_from = %(now)s, n.updated_date = %(now)s
+WHERE n.id IN ({{ids}}) AND n.state = 'BLOCKED'
 """
 
 # Put together with UNION ALL, one for each handler name.
