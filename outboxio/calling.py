@@ -457,15 +457,15 @@ async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run
     name = run.queue.handler.name
     by_envelope = {id(envelope): row for row, envelope in envelopes.items()}
     failed: dict[Run, BaseException] = {}
-    for item in returned:
-        envelope, error = item if isinstance(item, tuple) else (item, ReturnedAsFailed(name))
-        row = by_envelope.get(id(envelope))
-        if row is None or not isinstance(error, BaseException):
+    for item in cast(Iterable[Any], returned):
+        pair: tuple[Any, ...] = item if isinstance(item, tuple) else (item, ReturnedAsFailed(name))
+        row = by_envelope.get(id(pair[0])) if len(pair) == 2 else None
+        if row is None or not isinstance(pair[1], BaseException):
             raise TypeError(
-                f"batch handler {name!r} returned {shown(item)} among what failed; expected envelopes of this call, "
-                "or pairs of (envelope, error)"
+                f"batch handler {name!r} returned {repr(item)[:200]} among what failed; expected envelopes of this call, or "
+                "pairs of (envelope, error)"
             )
-        failed[row] = error
+        failed[row] = pair[1]
     return failed
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import msgspec
 from msgspec import Struct
@@ -278,7 +278,7 @@ def _parts_of(message: object) -> dict[str, Any]:
     if message is None:
         return {}
     if isinstance(message, Mapping):
-        given = {str(key): value for key, value in message.items()}
+        given = {str(key): value for key, value in cast(Mapping[object, Any], message).items()}
         unknown = sorted(given.keys() - MessageParts.__annotations__.keys())
         if unknown:
             parts = ", ".join(MessageParts.__annotations__)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from msgspec import Struct
 
@@ -171,7 +171,7 @@ def _policy(retry: Any, refuse: _Refuse) -> RetryPolicy:
         return retry or RetryPolicy()
     if not callable(retry):
         refuse(f"has retry={retry!r}; expected a RetryPolicy or a callable of (attempts, exception)")
-    return RetryPolicy(backoff=retry)
+    return RetryPolicy(backoff=cast(Backoff, retry))
 
 
 def _timeout(timeout: Any, refuse: _Refuse) -> timedelta | None:
