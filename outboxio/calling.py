@@ -462,8 +462,8 @@ async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run
         row = by_envelope.get(id(pair[0])) if len(pair) == 2 else None
         if row is None or not isinstance(pair[1], BaseException):
             raise TypeError(
-                f"batch handler {name!r} returned {repr(item)[:200]} among what failed; expected envelopes of this call, or "
-                "pairs of (envelope, error)"
+                f"batch handler {name!r} returned {repr(item)[:200]} among what failed; expected envelopes of this "
+                "call, or pairs of (envelope, error)"
             )
         failed[row] = pair[1]
     return failed
