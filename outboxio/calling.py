@@ -457,15 +457,17 @@ async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run
     name = run.queue.handler.name
     by_envelope = {id(envelope): row for row, envelope in envelopes.items()}
     failed: dict[Run, BaseException] = {}
-    for item in cast(Iterable[Any], returned):
-        pair: tuple[Any, ...] = item if isinstance(item, tuple) else (item, ReturnedAsFailed(name))
+    for item in cast(Iterable[object], returned):
+        is_pair = isinstance(item, tuple)
+        pair = cast(tuple[object, ...], item) if is_pair else (item, ReturnedAsFailed(name))
         row = by_envelope.get(id(pair[0])) if len(pair) == 2 else None
-        if row is None or not isinstance(pair[1], BaseException):
+        error = pair[-1]
+        if row is None or not isinstance(error, BaseException):
             raise TypeError(
                 f"batch handler {name!r} returned {repr(item)[:200]} among what failed; expected envelopes of this "
                 "call, or pairs of (envelope, error)"
             )
-        failed[row] = pair[1]
+        failed[row] = error
     return failed
 
 
