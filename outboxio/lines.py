@@ -234,7 +234,8 @@ class Lines:
                     started += await self._advance(queue, keys)
                 else:
                     for key in keys:
-                        self._lines.pop((id(queue), key), None)
+                        if (line := self._lines.pop((id(queue), key), None)) is not None:
+                            self._give_back(line.waiting)
             except BaseException:
                 self._moved.update({(id(queue), key): queue for key in keys})
                 raise

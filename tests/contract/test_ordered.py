@@ -434,3 +434,29 @@ async def test_a_key_waits_while_another_process_has_its_head_in_a_transaction(o
 
 async def _are_pending(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts())["PENDING"] == number
+
+
+async def test_rows_that_were_lining_up_when_the_lock_was_lost_are_handled(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox()
+    ledger = Ledger()
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
+    shard = outbox._shards["default"]
+    lines, asked = shard.database.lines, 0
+    find_heads = lines.find_heads
+
+    async def find_and_lose(*args: Any, **options: Any) -> Any:
+        nonlocal asked
+        heads = await find_heads(*args, **options)
+        asked += 1
+        if asked == 1:
+            assert shard.work is not None
+            shard.work.keeper.doubt(shard.work.dispatcher._sources["ledger"].lease)
+        return heads
+
+    lines.find_heads = find_and_lose  # type: ignore[method-assign]
+    await post(outbox, *(("a", number) for number in range(5)))
+    async with outbox.running():
+        await ledger.calls(5)
+        await outbox.drain()
+
+    assert by_key(ledger) == {"a": [0, 1, 2, 3, 4]}
