@@ -86,6 +86,7 @@ class Caller:
         counters: Counters,
         *,
         emitted: Callable[[], None],
+        transactions: asyncio.Semaphore | None = None,
     ) -> None:
         self.home: asyncio.Task[Any] | None = None
         """The task that everything here belongs to: when it is cancelled, so is everything."""
@@ -96,7 +97,7 @@ class Caller:
         self._context = context
         self._counters = counters
         self._emitted = emitted
-        self._transactions = asyncio.Semaphore(database.handler_transactions)
+        self._transactions = transactions or asyncio.Semaphore(database.handler_transactions)
 
     async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
         """Call the handler, or the hooks that are owed, for one row; ``None`` if there is nothing to write."""

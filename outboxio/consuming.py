@@ -34,6 +34,8 @@ from outboxio.storage.protocols import CommitLost, Consumed, Database, Owed, Ses
 from outboxio.transaction import roll_back
 from outboxio.waiting import to_the_end
 
+PAUSES_ARE_OLD = 1.0  # seconds
+
 
 class Received(StrEnum):
     """What became of a delivery. It can be acknowledged in each case."""
@@ -100,6 +102,10 @@ class InlineShard:
         self._committed = committed
         self._became_due = became_due
         self._queues: dict[str, HandlerQueue] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._pauses: set[str] = set()
+        self._asked_at = float("-inf")
+        self._transactions = asyncio.Semaphore(database.handler_transactions)
 
     def interested(self, event: EventRecord) -> list[Handler]:
         """The handlers for an event, in the order of their priority; none that would send it out again."""
@@ -122,7 +128,8 @@ class InlineShard:
         queue = self._queue(handler)
         run = Run(self._notification(message, handler), queue, Lease("", handler.name, 0))
         caller = _InlineCaller(self, message)
-        outcome = await self._watched(caller, run)
+        async with self._slots.setdefault(handler.name, asyncio.Semaphore(queue.limit)):
+            outcome = await self._watched(caller, run)
         if caller.error is not None:
             return caller.error
         if outcome is not None and not run.is_settled:
@@ -130,6 +137,21 @@ class InlineShard:
         if run.is_settled or (outcome is not None and outcome.emitted):
             self._committed()
         return None
+
+    async def runs_now(self, message: Message, handler: Handler) -> bool:
+        """Whether a handler is run for a message at once, rather than given a notification."""
+        if message.event.available_at is not None and message.event.available_at > self._clock():
+            return False
+        return runs_inline(handler) and not handler.names & await self._paused()
+
+    async def _paused(self) -> set[str]:
+        """The handlers that an operator has paused, as of a second ago at most."""
+        now = asyncio.get_running_loop().time()
+        if now - self._asked_at > PAUSES_ARE_OLD:
+            pauses = await self._database.subscriptions.pauses(self._namespace)
+            self._pauses = {pause.handler_name for pause in pauses if pause.ended_date is None}
+            self._asked_at = now
+        return self._pauses
 
     async def store(self, message: Message, waiting: Iterable[Handler], failed: Mapping[str, BaseException]) -> None:
         """Make an event of the message, and notifications for these handlers, to be handled as all others are."""
@@ -275,6 +297,11 @@ class InlineShard:
         """What a caller is made of."""
         return self._namespace, self._database, self._handlers, self._clock, self._context, Counters()
 
+    @property
+    def transactions(self) -> asyncio.Semaphore:
+        """The slots of transactional handlers, so that actions find a connection as well."""
+        return self._transactions
+
 
 def runs_inline(handler: Handler) -> bool:
     """Whether a handler can be run outside of dispatch.
@@ -289,7 +316,7 @@ class _InlineCaller(Caller):
     """Calls a handler for a message: what it claims is the mark that it has handled it."""
 
     def __init__(self, shard: InlineShard, message: Message) -> None:
-        super().__init__(*shard.parts, emitted=lambda: None)
+        super().__init__(*shard.parts, emitted=lambda: None, transactions=shard.transactions)
         self._shard = shard
         self._message = message
         self.error: BaseException | None = None

@@ -115,7 +115,7 @@ class ActionExecutor:
         source: str | None = None,
     ) -> T:
         """Run ``perform`` in one transaction, again if it may be tried again; what it returned."""
-        self._refuse_nesting(name)
+        self.refuse_nesting(name)
         target = self.shard(shard)
         action_id = uuid7()
         retries = RetryCounter(retry, retried_by_default(target.database))
@@ -149,7 +149,7 @@ class ActionExecutor:
         source: str | None = None,
     ) -> AsyncGenerator[Transaction]:
         """Open a transaction, and commit it with its events when the block ends; roll back if it raises."""
-        self._refuse_nesting(action_name)
+        self.refuse_nesting(action_name)
         target = self.shard(shard)
         cause = current_cause()
         begun = target.clock()
@@ -239,7 +239,8 @@ class ActionExecutor:
             raise ConfigurationError(f"there is no shard {name!r}; the shards are {', '.join(map(repr, self._shards))}")
         return found
 
-    def _refuse_nesting(self, action_name: str) -> None:
+    def refuse_nesting(self, action_name: str) -> None:
+        """Raise :class:`NestedExecute` inside another transaction of this outbox."""
         enclosing = open_transaction.get()
         if enclosing is not None and enclosing[0] is self._owner and not enclosing[1].is_closed:
             raise NestedExecute(enclosing[1].action_name, action_name, in_handler=enclosing[1].in_handler)

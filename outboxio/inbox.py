@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from outboxio.calling import TakenByAnother
 from outboxio.codec import encode_object
-from outboxio.consuming import Consumption, InlineShard, Message, Received, runs_inline
+from outboxio.consuming import Consumption, InlineShard, Message, Received
 from outboxio.emission import Emitter
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.event import RECEIVED_ACTION, Event, EventRecord, checked_name
@@ -117,9 +117,12 @@ class Inbox:
         delivers the message again; then only those that failed are run. With ``on_error="store"`` each failure becomes
         a notification that is retried like any other, so the message can be acknowledged.
 
-        Ordered handlers, batch handlers and those that run at most once are not run here: their notifications are
-        stored, and handled in their turn. Raises :class:`ConfigurationError` if no handler here wants the event (use
-        :meth:`receive`, which keeps it until somebody does).
+        Ordered handlers, batch handlers and those that run at most once are not run here, nor those that are paused,
+        stored, and handled in their turn.
+
+        Raises :class:`ConfigurationError` if no handler here wants the event (use :meth:`receive`, which keeps it until
+        somebody does), :class:`InvalidEvent` for what cannot be stored, and :class:`NestedExecute` inside a
+        transaction of this outbox.
 
         Example::
 
@@ -131,6 +134,7 @@ class Inbox:
         """
         if on_error not in ("raise", "store"):
             raise ConfigurationError(f"on_error is {on_error!r}; expected 'raise' or 'store'")
+        self._executor.refuse_nesting(RECEIVED_ACTION)
         given: dict[str, Any] = {**_parts_of(message), **parts}
         inbound = self._message(shard=shard, **given)
         inline = self._inline(self._executor.shard(shard).database.name)
@@ -162,7 +166,7 @@ class Inbox:
         for handler in handlers:
             if handler.name in seen:
                 done.append(handler.name)
-            elif not runs_inline(handler):
+            elif not await inline.runs_now(message, handler):
                 waiting.append(handler)
             elif (error := await inline.run(message, handler)) is None:
                 succeeded.append(handler.name)

@@ -18,6 +18,7 @@ from outboxio import (
     EventEnvelope,
     HandlerFailed,
     InvalidEvent,
+    NestedExecute,
     Outbox,
     Received,
     RetryPolicy,
@@ -25,8 +26,9 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.probes import add_wallet, balances
+from tests.spies import Gate
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -386,3 +388,67 @@ async def test_a_renamed_handler_knows_what_it_has_handled(make_outbox: MakeOutb
     done = await new.inbox.consume(**message())
 
     assert (done.status, len(journal)) == (Received.DUPLICATE, 1)
+
+
+# --- what dispatch heeds as well ---------------------------------------------------------------------
+
+
+async def test_a_paused_handler_is_not_run_for_a_message_either(outbox: Outbox) -> None:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="receipt")(journal)
+    await outbox.admin.pause("receipt")
+    done = await outbox.inbox.consume(**message())
+    assert (len(journal), done.stored) == (0, ("receipt",))
+    await outbox.admin.unpause("receipt")
+    await outbox.drain()
+    assert len(journal) == 1
+
+
+async def test_a_message_that_is_for_later_is_not_handled_now(outbox: Outbox, clock: MovableClock) -> None:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="receipt")(journal)
+    done = await outbox.inbox.consume(**message(available_at=clock.now() + timedelta(days=30)))
+    assert (len(journal), done.stored) == (0, ("receipt",))
+
+    clock.advance("30d")
+    assert (await outbox.drain()).succeeded == 1
+
+
+async def test_consuming_inside_a_transaction_is_refused_as_receiving_is(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="receipt")(Journal())
+    async with outbox.transaction("Outer"):
+        with pytest.raises(NestedExecute):
+            await outbox.inbox.receive(**message())
+        with pytest.raises(NestedExecute):
+            await outbox.inbox.consume(**message())
+
+
+async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="receipt", concurrency=1)(gate)
+    tasks = [asyncio.create_task(outbox.inbox.consume(**message(external_id=f"m-{n}"))) for n in range(5)]
+    await gate.calls(1)
+    await asyncio.sleep(0.2)
+    gate.open()
+    await asyncio.gather(*tasks)
+    assert gate.most == 1
+
+
+async def test_transactional_handlers_of_messages_leave_connections_to_actions(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    outbox, gate = await make_outbox(), Gate()
+    outbox.handler(MoneyDeposited, name="books", delivery="transactional")(gate)
+    tasks = [asyncio.create_task(outbox.inbox.consume(**message(external_id=f"m-{n}"))) for n in range(25)]
+    await gate.calls(10)
+    await asyncio.sleep(0.5)
+    inside = gate.inside
+    try:
+        async with asyncio.timeout(3):
+            await outbox.executor.execute(Emit((1,)))
+    finally:
+        gate.open()
+        await asyncio.gather(*tasks)
+    assert inside <= 10

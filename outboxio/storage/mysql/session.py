@@ -66,7 +66,7 @@ INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace,
 SELECT o.id, e.id, o.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date,
   e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, o.state, o.attempts,
   o.next_retry_at, %(now)s, %(now)s, e.sequence, o.ordering_key, o.priority, o.errors, e.correlation_id,
-  e.causation_id, e.headers, e.hops, %(now)s
+  e.causation_id, e.headers, e.hops, GREATEST(COALESCE(e.available_at, %(now)s), %(now)s)
 FROM JSON_TABLE(%(owed)s, '$[*]' COLUMNS (
   id {id} PATH '$[0]', handler_name {text} PATH '$[1]', state {text} PATH '$[2]', attempts INT PATH '$[3]',
   next_retry_at DATETIME(6) PATH '$[4]', errors {document} PATH '$[5]',

@@ -56,7 +56,7 @@ INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace,
 SELECT o.id, e.id, o.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date,
   e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, o.state, o.attempts,
   o.next_retry_at, $2, $2, e.sequence, o.ordering_key, o.priority, o.errors::jsonb, e.correlation_id, e.causation_id,
-  e.headers, e.hops, $2
+  e.headers, e.hops, greatest(e.available_at, $2)
 FROM delivered e CROSS JOIN unnest($3::uuid[], $4::text[], $5::text[], $6::int[], $7::timestamp[], $8::text[],
   $9::text[], $10::int[]) AS o(id, handler_name, state, attempts, next_retry_at, errors, ordering_key, priority)
 """

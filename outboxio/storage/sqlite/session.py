@@ -54,7 +54,7 @@ SELECT json_extract(o.value, '$[0]'), e.id, json_extract(o.value, '$[1]'), e.nam
   e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date,
   json_extract(o.value, '$[2]'), json_extract(o.value, '$[3]'), json_extract(o.value, '$[4]'), :now, :now, e.sequence,
   json_extract(o.value, '$[6]'), json_extract(o.value, '$[7]'), json_extract(o.value, '$[5]'), e.correlation_id,
-  e.causation_id, e.headers, e.hops, :now
+  e.causation_id, e.headers, e.hops, max(coalesce(e.available_at, :now), :now)
 FROM json_each(:owed) o CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1
 WHERE e.id = :event_id
 """
