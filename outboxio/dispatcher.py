@@ -451,11 +451,11 @@ class Dispatcher:
             cause=envelope.cause, in_handler=True,
         )  # fmt: skip
         try:
-            errors = (await session.claim([notification.id], states)).get(notification.id)
-            if errors is None:
+            claimed = await session.claim([notification.id], states)
+            if notification.id not in claimed:
                 raise _TakenByAnother
             if notification.state == State.DYING:
-                run.verdict = verdict_of(errors)
+                run.verdict = verdict_of(claimed[notification.id])
             state, attempts = await self._call_within(tx, run, envelope, work)
             if tx.events:
                 await tx.write(record.completed(self._clock()), tx.events)

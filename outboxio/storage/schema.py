@@ -29,6 +29,8 @@ class Table(Struct, frozen=True):
     file: str
     columns: tuple[str, ...]
     indexes: tuple[str, ...] = ()
+    partial_indexes: tuple[str, ...] = ()
+    """Those that exist where an index can be of some rows only; elsewhere the others do their work."""
 
 
 TABLES = (
@@ -47,6 +49,7 @@ TABLES = (
          "updated_date", "sequence", "ordering_key", "priority", "errors", "correlation_id", "causation_id", "headers",
          "hops", "retention_from"),
         ("event_notifications_due", "event_notifications_line"),
+        ("event_notifications_parked",),
     ),
     Table(
         "subscriptions",
@@ -70,6 +73,8 @@ class Found(Struct):
     columns: Mapping[str, Collection[str]]
     indexes: Collection[str]
     version: int
+    has_partial_indexes: bool = False
+    """Whether the database has such at all."""
 
 
 class SqlFile(Struct, frozen=True):
@@ -129,6 +134,6 @@ def missing_parts(found: Found) -> Iterator[tuple[str, str]]:
         for column in table.columns:
             if column not in columns:
                 yield f"column {table.name}.{column}", table.file
-        for index in table.indexes:
+        for index in (*table.indexes, *(table.partial_indexes if found.has_partial_indexes else ())):
             if index not in found.indexes:
                 yield f"index {index}", table.file
