@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 
 from outboxio.storage.mysql.connection import Dedicated, execute, fetch, id_list
 from outboxio.storage.mysql.flavour import Statement, in_both
@@ -36,17 +37,18 @@ FROM JSON_TABLE(%(lines)s, '$[*]' COLUMNS (
 """
 
 
-def _find_heads(*parts: int) -> Statement:
+def _find_first(*parts: int) -> Statement:
     firsts = "UNION ALL".join(_FIRST_OF_PART.replace("{part}", str(part)) for part in parts)
     return in_both(f"""
-SELECT JSON_ARRAY(f.place, n.sequence, n.id, n.state COLLATE utf8mb4_bin)
+SELECT JSON_ARRAY(n.sequence, n.id, n.state COLLATE utf8mb4_bin, f.place - 1)
 FROM ({firsts}) f STRAIGHT_JOIN {_BY_ID} ON n.id = f.id
 """)
 
 
 PARTS = {True: (ACTIVE, BLOCKED, ENDED), False: (ACTIVE, BLOCKED)}
 """Where heads are: whether rows that ended park their key, and then the parts of a line."""
-FIND_HEADS = {parks: _find_heads(*parts) for parks, parts in PARTS.items()}
+FIND_HEADS = {parks: _find_first(*parts) for parks, parts in PARTS.items()}
+FIND_FIRST_BLOCKED = _find_first(BLOCKED)
 
 # One jump along the index to the next key that has rows in any part of its line. Each jump needs the key before it, so
 # many go in one message, from variable to variable. As one recursive statement they would read every row between, and
@@ -58,9 +60,9 @@ _NEXT_IN_PART = f"""IFNULL((SELECT n.ordering_key FROM {_BY_LINE}
 _LAST_KEY = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
 FEWEST_JUMPS, MOST_JUMPS = 8, 128  # in one message
 
-# Put together with UNION ALL, one for each line.
-FIND_BLOCKED_OF_KEY = f"""
-(SELECT JSON_ARRAY(%s, n.sequence, n.id) FROM {_BY_LINE}
+# Put together with UNION ALL, one for each line: several times as much as a probe for its first row.
+FIND_BLOCKED_OF_LINE = f"""
+(SELECT JSON_ARRAY(n.sequence, n.id, 'BLOCKED', %s) FROM {_BY_LINE}
 WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s AND n.ordering_key = %s
 ORDER BY n.sequence LIMIT %s)
 """
@@ -101,8 +103,18 @@ UPDATE {_BY_ID} SET n.next_retry_at = %(until)s, n.retention_from = %(until)s, n
 WHERE n.id IN ({{ids}}) AND n.state = 'PENDING'
 """
 
-_first = msgspec.json.Decoder(tuple[int, int, UUID, str]).decode
-_blocked = msgspec.json.Decoder(tuple[int, int, UUID]).decode
+
+class _Row(Struct, frozen=True, array_like=True, order=True):
+    """A row in line, as statements write it."""
+
+    sequence: int
+    id: UUID
+    state: str
+    place: int
+    """Which of the lines that were asked for it stands in."""
+
+
+_row = msgspec.json.Decoder(_Row).decode
 _keys = msgspec.json.Decoder(list[str | None]).decode
 
 
@@ -115,17 +127,11 @@ class MysqlLines:
     async def find_heads(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], *, parks: bool
     ) -> dict[str, Head]:
-        lines = [(name, key) for key in keys for name in names]
-        if not lines:
-            return {}
-        args = {"namespace": namespace, "lines": as_json(lines)}
-        first: dict[str, tuple[int, UUID, str]] = {}
-        for place, sequence, notification_id, state in (
-            _first(row[0]) for row in await self._find.fetch(FIND_HEADS[parks], args)
-        ):
-            key, found = lines[place - 1][1], (sequence, notification_id, state)
-            first[key] = min(first.get(key, found), found)
-        return {key: Head(*first[key][1:]) for key in keys if key in first}
+        lines = _lines(names, keys)
+        first: dict[str, _Row] = {}
+        for row in await self._find_first(FIND_HEADS[parks], namespace, lines):
+            first.setdefault(lines[row.place][1], row)
+        return {key: Head(first[key].id, first[key].state) for key in keys if key in first}
 
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
@@ -148,15 +154,14 @@ class MysqlLines:
     async def unblock(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, now: datetime
     ) -> int:
-        lines = [(name, key) for key in keys for name in names]
-        blocked: dict[str, list[tuple[int, UUID]]] = defaultdict(list)
-        for start in range(0, len(lines), MOST_LINES):
-            some = list(enumerate(lines[start : start + MOST_LINES], start))
-            args = tuple(arg for place, line in some for arg in (place, namespace, *line, limit))
-            for (text,) in await self._find.fetch_all(FIND_BLOCKED_OF_KEY, len(some), args):
-                place, sequence, notification_id = _blocked(text)
-                blocked[lines[place][1]].append((sequence, notification_id))
-        ids = [notification_id for rows in blocked.values() for _, notification_id in sorted(rows)[:limit]]
+        lines = _lines(names, keys)
+        found = await self._find_first(FIND_FIRST_BLOCKED, namespace, lines)
+        if limit > 1:
+            found = await self._find_more_blocked(namespace, lines, [row.place for row in found], limit)
+        blocked: dict[str, list[UUID]] = defaultdict(list)
+        for row in found:
+            blocked[lines[row.place][1]].append(row.id)
+        ids = [notification_id for some in blocked.values() for notification_id in some[:limit]]
         return await self._write(UNBLOCK, ids, {"now": now})
 
     async def find_preceded(self, ids: Sequence[UUID]) -> set[UUID]:
@@ -176,6 +181,25 @@ class MysqlLines:
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
         return await self._write(POSTPONE, ids, {"until": until, "now": now})
+
+    async def _find_first(self, statement: Statement, namespace: str, lines: Sequence[tuple[str, str]]) -> list[_Row]:
+        """The first row of each part of each line, of the lowest sequence first."""
+        if not lines:
+            return []
+        rows = await self._find.fetch(statement, {"namespace": namespace, "lines": as_json(lines)})
+        return sorted(_row(row[0]) for row in rows)
+
+    async def _find_more_blocked(
+        self, namespace: str, lines: Sequence[tuple[str, str]], places: Sequence[int], limit: int
+    ) -> list[_Row]:
+        """So many BLOCKED rows of each of these lines, of the lowest sequence first."""
+        found: list[_Row] = []
+        for start in range(0, len(places), MOST_LINES):
+            some = places[start : start + MOST_LINES]
+            args = tuple(arg for place in some for arg in (place, namespace, *lines[place], limit))
+            rows = await self._find.fetch_all(FIND_BLOCKED_OF_LINE, len(some), args)
+            found += [_row(row[0]) for row in rows]
+        return sorted(found)
 
     async def _next_keys(self, namespace: str, name: str, after: str | None, jumps: int, *, parks: bool) -> list[str]:
         """The next so many keys behind ``after`` that have rows in line, fewer at the end."""
@@ -205,3 +229,8 @@ class MysqlLines:
             return 0
         written = statement.format(ids=id_list(sorted(ids)))
         return int(await self._find.use(lambda connection: execute(connection, written, args)))
+
+
+def _lines(names: Sequence[str], keys: Sequence[str]) -> list[tuple[str, str]]:
+    """The lines of a handler, each by one of its names and a key; each once."""
+    return [(name, key) for key in dict.fromkeys(keys) for name in dict.fromkeys(names)]
