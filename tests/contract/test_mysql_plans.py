@@ -304,8 +304,9 @@ async def fill_much(tables: Tables) -> None:
     await tables.notifications(20_000, "quick", namespace="another")
     await tables.events(20_000, namespace="ordered")
     await tables.events(20_000, kind="Unsubscribed", namespace="ordered")
-    for handler in ("ledger", "unblocked", "waiting"):
-        await tables.notifications(100_000, handler, State.BLOCKED, keys=2)
+    await tables.notifications(100_000, "ledger", State.BLOCKED, keys=2)
+    await tables.notifications(20_000, "unblocked", State.BLOCKED, keys=2)
+    await tables.notifications(20_000, "waiting", State.BLOCKED, keys=2)
     await tables.notifications(20_000, "dying", State.DEAD, keys=2)
     await tables.notifications(20_000, "ledger", State.SUCCEEDED, keys=5_000)
     await tables.notifications(20_000, "keyed", State.BLOCKED, keys=20)
