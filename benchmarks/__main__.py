@@ -21,7 +21,7 @@ from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT = Path("benchmarks.json")
-WIDTH = 132
+WIDTH = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = msgspec.json.decode(options.read.read_bytes(), type=Results)
     else:
         results = measure(options, console)
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+        keep(results, options.json)
     report.show(results, console)
     if not options.read:
         console.print(f"[dim]Everything that was measured is in {options.json}[/]")
@@ -76,11 +76,19 @@ def measure(options: argparse.Namespace, console: Console) -> Results:
                     status.update(f"{database.id}  {place} of {len(planned)}, round {number}  {contest.label}")
                     run = rounds.run(contest, number, server, database, options.size)
                     results.runs.append(run)
+                    keep(results, options.json)
                     if run.error:
                         console.print(f"[red]{database.id}  {contest.label} failed:[/] {run.error}")
+    except KeyboardInterrupt:
+        console.print("[yellow]Stopped; what was measured until now:[/]")
     finally:
         servers.close()
     return results
+
+
+def keep(results: Results, path: Path) -> None:
+    """Write everything down; after each run, for all of them together may take hours."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contestant]:

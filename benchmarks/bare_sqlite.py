@@ -45,9 +45,8 @@ CREATE INDEX bare_due ON bare_event_notifications (next_retry_at, id) WHERE stat
 """  # fmt: skip
 
 CLAIM = """
-SELECT json_group_array(e.id) FROM json_each(:types) t JOIN bare_events e ON e.id IN (
-  SELECT id FROM bare_events INDEXED BY bare_undelivered
-  WHERE delivered = FALSE AND event_type = t.value ORDER BY event_date LIMIT :share)
+SELECT json_group_array(id) FROM (SELECT id FROM bare_events INDEXED BY bare_undelivered
+  WHERE delivered = FALSE AND event_type = ? ORDER BY event_date LIMIT ?)
 """
 _COPIED = (
     "namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
@@ -90,6 +89,7 @@ class _Due(Struct, array_like=True, gc=False):
 
 
 _due = msgspec.json.Decoder(list[_Due]).decode
+_ids = msgspec.json.Decoder(list[str]).decode
 
 
 class _Thread:
@@ -129,18 +129,16 @@ class Tables:
         for statement in (*EVENTS, *NOTIFICATIONS):
             await run(self._url, statement)
         await fill(self._url, "sqlite", "bare_events", events, types)
-        share = max(1, BATCH // types)
-        self._scope = {
-            "types": json.dumps([f"E{t}" for t in range(types)]),
-            "handlers": json.dumps([f"h{h}" for h in range(handlers)]),
-            "share": share,
-        }
+        self._types = [f"E{t}" for t in range(types)]
+        self._handlers = json.dumps([f"h{h}" for h in range(handlers)])
 
     async def fan_out(self) -> int:
         def claim_and_notify(connection: sqlite3.Connection) -> int:
+            share, ids = max(1, BATCH // len(self._types)), list[str]()
             connection.execute("BEGIN IMMEDIATE")
-            [ids] = connection.execute(CLAIM, self._scope).fetchone()
-            scope = {**self._scope, "ids": ids, "now": _text()}
+            for event_type in self._types:
+                ids += _ids(connection.execute(CLAIM, (event_type, share)).fetchone()[0])
+            scope = {"ids": json.dumps(ids), "handlers": self._handlers, "now": _text()}
             connection.execute(NOTIFY, scope)
             done = connection.execute(MARK_DELIVERED, scope).rowcount
             connection.execute("COMMIT")

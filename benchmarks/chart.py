@@ -88,9 +88,9 @@ def _windows(panel: Any, results: Results) -> None:
         if run.scenario == "backlog" and run.round == 1 and run.figures.get("windows"):
             windows = run.figures["windows"]
             each = run.options["events"] / (len(windows) + 1)
-            done = list(accumulate(each for _ in windows))
+            done = list(accumulate(100 / (len(windows) + 1) for _ in windows))
             panel.plot(done, [each / w for w in windows], label=f"{run.database}, {run.setting}", linewidth=1)
-    panel.set_title("a long backlog: events/s as it is worked off", loc="left")
+    panel.set_title("a long backlog: events/s over the percentage that is worked off", loc="left")
     panel.set_ylim(bottom=0)
     if panel.lines:
         panel.legend(frameon=False, fontsize=7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.aims import judged
 from benchmarks.chart import draw
 from benchmarks.databases import Database
 from benchmarks.report import spread
@@ -43,6 +44,7 @@ def _page(results: Results, chart: str) -> Iterator[str]:
     for name, reason in results.missing.items():
         yield f"{name} was not measured: {reason}"
         yield ""
+    yield from _aims(results)
     yield from _conditions(results)
 
 
@@ -78,6 +80,23 @@ def _scenario(results: Results, database: Database, scenario: Scenario) -> Itera
                 found = results.ratio(headline, lines, line)
                 cells.append("" if found is None else f"{found:.2f} x")
             yield from _row([*cells, *(metric.shown(line.median(metric)) for metric in others)])
+    yield ""
+    for note in results.notes(database.id, scenario):
+        yield f"- {note}"
+    yield ""
+
+
+def _aims(results: Results) -> Iterator[str]:
+    found = list(judged(results))
+    if not found:
+        return
+    yield "## What was aimed at"
+    yield ""
+    yield from _row(["", "aim", "database", "wanted", "found"])
+    yield from _row(["---", "---", "---", "---:", "---:"])
+    for verdict in found:
+        mark = "ok" if verdict.holds else "**no**"
+        yield from _row([mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found])
     yield ""
 
 

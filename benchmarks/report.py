@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.aims import judged
 from benchmarks.databases import Database
 from benchmarks.results import OURS, Line, Results
 from benchmarks.scenarios import Metric, Scenario
@@ -31,7 +32,23 @@ def show(results: Results, console: Console) -> None:
         if taker.why_not:
             console.print()
             console.print(Text.assemble((f"{taker.label}  ", "bold"), (f"takes no part: {taker.why_not}", "yellow")))
+    _show_aims(results, console)
     console.print()
+
+
+def _show_aims(results: Results, console: Console) -> None:
+    found = list(judged(results))
+    if not found:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    for header in ("", "aim", "database", "wanted", "found"):
+        table.add_column(header, justify="right" if header in ("wanted", "found") else "left")
+    for verdict in found:
+        mark = Text("ok", "green") if verdict.holds else Text("NO", "bold red")
+        table.add_row(mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found)
+    console.print()
+    console.print(Padding(Text("What was aimed at", "bold"), (0, 0, 1, 0)))
+    console.print(table)
 
 
 def _show_scenario(results: Results, database: Database, scenario: Scenario, console: Console) -> None:
@@ -39,6 +56,8 @@ def _show_scenario(results: Results, database: Database, scenario: Scenario, con
     console.print(Padding(Text(scenario.title, "bold"), (0, 0, 0, 2)))
     console.print(Padding(Text(scenario.question, "dim"), (0, 0, 1, 2)), width=min(console.width, 110))
     console.print(Padding(_table(results, database, scenario), (0, 0, 0, 2), expand=False))
+    for note in results.notes(database.id, scenario):
+        console.print(Padding(Text(note, "dim"), (0, 0, 0, 2)))
 
 
 def _table(results: Results, database: Database, scenario: Scenario) -> Table:

@@ -102,6 +102,25 @@ class Results(Struct):
             return None
         return ours / theirs if metric.more_is_better else theirs / ours
 
+    def notes(self, database: str, scenario: Scenario) -> Iterator[str]:
+        """How outboxio's own settings compare, in words."""
+        metric = next((m for m in scenario.metrics if m.key == "rate"), scenario.headline)
+        for setting in scenario.settings:
+            ratio = self.beside(database, scenario.name, setting.name, metric)
+            if ratio is not None:
+                yield f"outboxio, {setting.name}: {ratio:.2f} x the {metric.label} of {setting.beside}"
+
+    def ours(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
+        """Our median."""
+        lines = self.lines(database, scenario, setting)
+        return next((line.median(metric) for line in lines if line.taker.name == OURS), None)
+
+    def beside(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
+        """Our median over our median in the setting that this one is compared with."""
+        [other] = [s.beside for s in BY_NAME[scenario].settings if s.name == setting]
+        here, there = (self.ours(database, scenario, name, metric) for name in (setting, other))
+        return here / there if here and there else None
+
     def failures(self) -> Iterator[Run]:
         return (run for run in self.runs if run.error)
 

@@ -66,7 +66,7 @@ SELECT {id}, 'bench', {action_id}, 'DepositMoney', JSON_OBJECT('wallet_id', CONC
   {start}, {start}, i, 'Wallet', CONCAT('E', i % {types}),
   JSON_OBJECT('model_id', CONCAT(i, ''), 'amount', i, 'currency', 'EUR'), {start} + INTERVAL i MICROSECOND, {delivered}
 FROM (SELECT {first} + a.n * 1000 + b.n AS i FROM d a STRAIGHT_JOIN d b
-      WHERE a.n * 1000 + b.n < {number} ORDER BY i LIMIT {number}) AS numbers
+      WHERE a.n * 1000 < {number} AND a.n * 1000 + b.n < {number} ORDER BY i LIMIT {number}) AS numbers
 """,
     "sqlite": """
 INSERT INTO {table} ({columns})

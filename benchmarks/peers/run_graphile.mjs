@@ -15,6 +15,7 @@ await pool.query(
   [events],
 );
 await pool.query("VACUUM ANALYZE graphile_worker._private_jobs");
+await pool.query("CHECKPOINT");
 
 let handled = 0;
 let allHandled;

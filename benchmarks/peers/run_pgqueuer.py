@@ -25,6 +25,7 @@ async def main(url, events):
         number = min(5000, events - start)
         await queries.enqueue(["deposited"] * number, [payload] * number, [0] * number)
     await connection.execute("VACUUM ANALYZE pgqueuer")
+    await connection.execute("CHECKPOINT")
     handled, done = 0, asyncio.Event()
     pgq = PgQueuer(AsyncpgDriver(connection))
 

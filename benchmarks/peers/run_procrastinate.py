@@ -25,6 +25,7 @@ async def main(url, events):
     async with app.open_async():
         await app.schema_manager.apply_schema_async()
         await deposited.batch_defer_async(*[{"model_id": "1", "amount": 1, "currency": "EUR"}] * events)
+        await connector.execute_query_async("CHECKPOINT")
         begun, cpu = time.perf_counter(), time.process_time()
         running = asyncio.create_task(
             app.run_worker_async(concurrency=10, wait=False, install_signal_handlers=False, listen_notify=False)

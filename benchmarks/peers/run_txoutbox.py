@@ -21,6 +21,7 @@ async def main(url, events):
         "INSERT INTO outbox (topic, payload) SELECT 'deposited', $1 FROM generate_series(1, $2)", payload, events
     )
     await pool.execute("VACUUM ANALYZE outbox")
+    await pool.execute("CHECKPOINT")
     published, done = 0, asyncio.Event()
 
     async def publish(message):
