@@ -1,7 +1,7 @@
 # One word each: see it work, test it, judge it. `make` alone lists them.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format
+.PHONY: help demo test lint format bench bench-full
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -9,14 +9,17 @@ BIN := $(VENV)/bin
 # pip's own remarks (a newer pip, an index that is not there) are not ours to pass on; its errors are.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
+BENCH = $(BIN)/python -m benchmarks --database "$(DATABASE)" --only "$(ONLY)" --scenario "$(SCENARIO)"
+
 DATABASE ?=
 ONLY ?=
 ARGS ?=
+SCENARIO ?=
 
 help: ## list these words
 	@echo 'outboxio, a transactional outbox for asyncio'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-14s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-19s%s\n", $$1, $$2 }'
 
 demo: $(VENV)/.with-demo ## see it work; DATABASE=postgresql://... (or mysql, mariadb) on your own server
 	@$(BIN)/outboxio demo $(if $(DATABASE),--database "$(DATABASE)")
@@ -30,6 +33,12 @@ lint: $(VENV)/.with-dev ## judge format, style, types and who imports whom
 	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	@echo 'imports' && $(BIN)/lint-imports --no-logo
 	@echo 'All is well.'
+
+bench: $(VENV)/.with-bench ## how fast it is, beside bare SQL and its peers; DATABASE=<url>, SCENARIO=drain,execute
+	@$(BENCH) --size quick $(ARGS)
+
+bench-full: $(VENV)/.with-bench ## the same in the sizes of docs/performance.md, which ARGS=--write writes
+	@$(BENCH) --size full $(ARGS)
 
 format: $(VENV)/.with-dev ## write the code as the judges like it
 	@$(BIN)/ruff check --quiet --fix-only .
@@ -47,6 +56,12 @@ $(VENV)/.with-dev: pyproject.toml | $(VENV)/.made
 	@echo 'Installing outboxio and its tools into $(VENV), a minute the first time ...'
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.with-demo $@
+
+# The chart wants more than the tests do.
+$(VENV)/.with-bench: $(VENV)/.with-dev
+	@echo 'Installing what the benchmarks need ...'
+	@$(PIP) -e '.[bench]'
+	@touch $@
 
 # A python3.13 on the PATH need not be one (pyenv's stand-ins, an alias without venv), so each is asked.
 $(VENV)/.made:

@@ -1,0 +1,129 @@
+"""``python -m benchmarks``: measure, show, and keep what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from benchmarks import document, machine, report, rounds
+from benchmarks.contestants import Contestant, everybody
+from benchmarks.databases import NotHere, as_they_come, choose, take
+from benchmarks.results import OURS, Results, Taker
+from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
+
+DOCS = Path(__file__).parent.parent / "docs"
+KEPT = Path("benchmarks.json")
+WIDTH = 140
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    # In a file or a pipe nobody is there to make the window wider.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    options = _options(arguments)
+    if options.read:
+        results = msgspec.json.decode(options.read.read_bytes(), type=Results)
+    else:
+        results = measure(options, console)
+        keep(results, options.json)
+    report.show(results, console)
+    if not options.read:
+        console.print(f"[dim]Everything that was measured is in {options.json}[/]")
+    if options.write:
+        for path in document.write(results, options.write):
+            console.print(f"[dim]Written: {path}[/]")
+    return int(any(run.contestant == OURS for run in results.failures()))
+
+
+def measure(options: argparse.Namespace, console: Console) -> Results:
+    """Run everything that was asked for."""
+    as_they_come()
+    scenarios = _scenarios(options.scenario)
+    servers, slots = choose(options.database, options.only, os.environ)
+    wants_peers = options.peers and any(setting.peers for scenario in scenarios for setting in scenario.settings)
+    at_all = wants_peers and any(slot.dialect == "postgres" for slot in slots)
+    contestants = everybody(with_peers=at_all, say=lambda line: console.print(f"[dim]{line}[/]"))
+    results = Results(
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        size=options.size,
+        seed=options.seed,
+        hardware=machine.hardware(),
+        versions=machine.versions(),
+        takers=[Taker(c.name, c.label, c.kind, c.promises, c.why_not) for c in contestants],
+        databases=[],
+        missing={},
+        runs=[],
+    )
+    try:
+        for slot in slots:
+            try:
+                server, database = take(servers, slot)
+            except NotHere as reason:
+                results.missing[slot.id] = str(reason)
+                continue
+            results.databases.append(database)
+            contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant))
+            planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
+            with console.status("") as status:
+                for place, number, contest in rounds.progress(planned):
+                    status.update(f"{database.id}  {place} of {len(planned)}, round {number}  {contest.label}")
+                    run = rounds.run(contest, number, server, database, options.size)
+                    results.runs.append(run)
+                    keep(results, options.json)
+                    if run.error:
+                        console.print(f"[red]{database.id}  {contest.label} failed:[/] {run.error}")
+    except KeyboardInterrupt:
+        console.print("[yellow]Stopped; what was measured until now:[/]")
+    finally:
+        servers.close()
+    return results
+
+
+def keep(results: Results, path: Path) -> None:
+    """Write everything down; after each run, for all of them together may take hours."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+
+
+def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contestant]:
+    wanted = {name.strip() for name in (names or "").split(",") if name.strip()}
+    return [contestant for contestant in contestants if not wanted or contestant.name in wanted]
+
+
+def _scenarios(names: str | None) -> list[Scenario]:
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in BY_NAME]:
+        raise SystemExit(f"no scenario {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in wanted] or list(SCENARIOS)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How fast outboxio is, beside others.")
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="quick", help="how much is measured (default: quick)")
+    add("--database", metavar="URL", help="a server of your own; MySQL and MariaDB must have no database eventlog")
+    add("--only", metavar="NAMES", help="dialects or versions, as the tests call them: postgres18,mysql")
+    add("--scenario", metavar="NAMES", help=f"of {', '.join(BY_NAME)}")
+    add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, or a peer's name")
+    add("--rounds", type=int, help="instead of each scenario's own number")
+    add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")
+    add("--no-peers", dest="peers", action="store_false", help="without other projects")
+    add("--json", type=Path, default=KEPT, metavar="FILE", help=f"where all figures go (default: {KEPT})")
+    add("--read", type=Path, metavar="FILE", help="measure nothing, show what such a file holds")
+    add(
+        "--write", type=Path, nargs="?", const=DOCS, metavar="FOLDER",
+        help="write performance.md and its chart (default: into docs/)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    options.database, options.scenario = options.database or None, options.scenario or None
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

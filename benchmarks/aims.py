@@ -1,0 +1,124 @@
+"""What outboxio means to reach, and whether a session of measuring says that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from msgspec import Struct
+
+from benchmarks.results import Results
+from benchmarks.scenarios import BY_NAME, Metric
+
+SERVERS = ("postgres", "mysql", "mariadb")
+ALL = (*SERVERS, "sqlite")
+ONE, TYPES, MANY, HANDLERS = "1 type, 1 handler", "20 types", "200 types", "3 handlers"
+
+Find = Callable[[Results, str], float | None]
+"""The figure in question on one database, if it was measured there."""
+
+
+class Aim(Struct, frozen=True):
+    """A figure and its bound."""
+
+    says: str
+    find: Find
+    bound: float
+    is_least: bool = True
+    dialects: tuple[str, ...] = ALL
+
+    @property
+    def wanted(self) -> str:
+        return f"{'at least' if self.is_least else 'at most'} {self.bound:g}"
+
+    def holds(self, found: float) -> bool:
+        return found >= self.bound if self.is_least else found <= self.bound
+
+
+class Verdict(Struct, frozen=True):
+    """An aim, and what was found on a database."""
+
+    aim: Aim
+    database: str
+    value: float
+
+    @property
+    def holds(self) -> bool:
+        return self.aim.holds(self.value)
+
+    @property
+    def found(self) -> str:
+        return f"{self.value:.3g}"
+
+
+def judged(results: Results) -> Iterator[Verdict]:
+    """Every aim on every database on which it was measured. A few hundred events prove nothing."""
+    if results.size == "tiny":
+        return
+    for aim in AIMS:
+        for database in results.databases:
+            if database.dialect in aim.dialects and (value := aim.find(results, database.id)) is not None:
+                yield Verdict(aim, database.id, value)
+
+
+def _beside(contestant: str, scenario: str, setting: str, results: Results, database: str) -> float | None:
+    """Our rate over somebody's."""
+    lines = results.lines(database, scenario, setting)
+    line = next((line for line in lines if line.taker.name == contestant), None)
+    return None if line is None else results.ratio(BY_NAME[scenario].headline, lines, line)
+
+
+def _own(scenario: str, setting: str, key: str, results: Results, database: str) -> float | None:
+    """A figure of ours."""
+    return results.ours(database, scenario, setting, Metric(key, key))
+
+
+def _compared(scenario: str, setting: str, key: str, results: Results, database: str) -> float | None:
+    """A figure of ours over the same one under better conditions."""
+    return results.beside(database, scenario, setting, Metric(key, key))
+
+
+def _slowed_down(scenario: str, setting: str, results: Results, database: str) -> float | None:
+    ratio = _compared(scenario, setting, "rate", results, database)
+    return None if ratio is None else 1 / ratio
+
+
+def _least(says: str, find: Callable[..., float | None], *where: str, bound: float, on: tuple[str, ...] = ALL) -> Aim:
+    return Aim(says, partial(find, *where), bound, True, on)
+
+
+def _most(says: str, find: Callable[..., float | None], *where: str, bound: float, on: tuple[str, ...] = ALL) -> Aim:
+    return Aim(says, partial(find, *where), bound, False, on)
+
+
+POSTGRES = ("postgres",)
+
+AIMS = (
+    *(
+        _least(f"draining, {setting}: beside the bare pipeline", _beside, "bare", "drain", setting, bound=0.75,
+               on=SERVERS)
+        for setting in (ONE, TYPES, HANDLERS)
+    ),
+    _least("20 types beside one of our own", _compared, "drain", TYPES, "rate", bound=0.8),
+    _least("200 types beside one of our own", _compared, "drain", MANY, "rate", bound=0.6),
+    _least("draining: beside txoutbox", _beside, "txoutbox", "drain", ONE, bound=1.4, on=POSTGRES),
+    _least("draining: beside graphile-worker", _beside, "graphile-worker", "drain", ONE, bound=1.6, on=POSTGRES),
+    _least("draining: beside pgqueuer", _beside, "pgqueuer", "drain", ONE, bound=2.3, on=POSTGRES),
+    _most("statements for an event", _own, "drain", ONE, "statements", bound=0.02),
+    _most("CPU µs of our process for an event", _own, "drain", ONE, "cpu_us", bound=15, on=SERVERS),
+    _least("executing: beside a transaction by hand", _beside, "by-hand", "execute", "32 callers", bound=0.95),
+    _most("1,000 handlers at once that sleep: times the ideal", _own, "concurrency", "1,000 at once", "times_ideal",
+          bound=1.3),
+    _most("fast handlers beside a slow one: times as long", _compared, "neighbour", "beside a slow one", "seconds",
+          bound=1.1),
+    _most("a long backlog: its end beside its beginning", _own, "backlog", "beside finished rows", "last_to_first",
+          bound=1.2),
+    _most("a snapshot held open: times as long", _slowed_down, "backlog", "with an old snapshot", bound=2,
+          on=SERVERS),
+    _most("steady load: p99 in ms", _own, "sustained", "half of the drain rate", "p99_ms", bound=50),
+    _most("idle, same process: p50 in ms", _own, "latency", "same process", "p50_ms", bound=2),
+    _most("idle, same process: p99 in ms", _own, "latency", "same process", "p99_ms", bound=6),
+    _most("idle, another process: p50 in ms", _own, "latency", "another process", "p50_ms", bound=3, on=POSTGRES),
+    _most("idle, another process: p99 in ms", _own, "latency", "another process", "p99_ms", bound=8, on=POSTGRES),
+    _most("a long backlog: resident MB", _own, "memory", "one type", "resident_mb", bound=200),
+)  # fmt: skip

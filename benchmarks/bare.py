@@ -1,0 +1,225 @@
+"""The bare pipeline: what SQL and asyncio alone can do with the same rows, without a framework.
+
+Two stages, with the full context in every row, as outboxio has them. Finding, running and settling overlap: three
+connections, a keyset cursor instead of a claim, long-lived workers, outcomes settled in the background. An exclusive
+dispatcher may do all that. What it lacks is everything else: no locks, no terms, no retries, no errors, no timeouts,
+no handlers that come and go, no rows that become due behind its cursor.
+
+``plain`` is what one writes first: one loop that finds, runs a task for each row, and settles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.meter import Meter, checkpoint, metered, percentiles
+from benchmarks.task import Figures, Task
+
+BATCH = 1000
+OUTCOMES = 500
+WORKERS = 100
+PAUSE = 0.002  # seconds between two looks at a table that had nothing
+
+Row = Sequence[Any]
+"""The row's id, its payload, and all that a handler might ask for."""
+
+
+class Payload(Struct):
+    model_id: str
+    amount: int
+    currency: str
+
+
+class Tables(Protocol):
+    """The tables on one database, and the three statements of the pipeline, each on a connection of its own."""
+
+    async def make(self, events: int, types: int, handlers: int) -> None:
+        """Empty tables, filled with undelivered events."""
+        ...
+
+    async def fan_out(self) -> int:
+        """Make the notifications of one batch; how many events that were."""
+        ...
+
+    async def find_due(self, limit: int) -> Sequence[Row]:
+        """The next rows behind those that were found before."""
+        ...
+
+    def start_over(self) -> None:
+        """Find from the beginning again."""
+        ...
+
+    async def settle(self, ids: Sequence[Any]) -> None: ...
+
+    async def count(self) -> tuple[int, int]:
+        """How many events are delivered, and how many notifications have succeeded."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def now() -> datetime:
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+async def drain(tables: Tables, task: Task, stages: Sequence[str] = ("fanout", "dispatch")) -> Figures:
+    """Fan out and dispatch so many committed events; or one of the two, with the other done before or not at all."""
+    events, types, handlers = task["events"], task["types"], task["handlers"]
+    dispatch = _plain if task.options.get("plain") else _pipelined
+    async with metered(task.url, task.dialect) as meter:
+        await tables.make(events, types, handlers)
+        await checkpoint(task.url, task.dialect)
+        if "fanout" not in stages:
+            await _fan_out(tables, events)
+        await meter.start()
+        async with asyncio.TaskGroup() as group:
+            if "fanout" in stages:
+                group.create_task(_fan_out(tables, events))
+            if "dispatch" in stages:
+                group.create_task(dispatch(tables, events * handlers))
+        meter.stop()
+        expected = events, events * handlers if "dispatch" in stages else 0
+        found = await tables.count()
+        assert found == expected, f"{found} delivered and succeeded of {expected}"
+        await tables.close()
+    return meter.per(events)
+
+
+async def _handler(payload: Payload) -> None:
+    return None
+
+
+async def _fan_out(tables: Tables, events: int) -> None:
+    done = 0
+    while done < events:
+        done += await tables.fan_out()
+
+
+async def _plain(tables: Tables, total: int) -> None:
+    decode, done = msgspec.json.Decoder(Payload).decode, 0
+    while done < total:
+        tables.start_over()
+        due = await tables.find_due(BATCH)
+        if not due:
+            await asyncio.sleep(PAUSE)
+            continue
+        async with asyncio.TaskGroup() as group:
+            for row in due:
+                group.create_task(_handler(decode(row[1])))
+        await tables.settle([row[0] for row in due])
+        done += len(due)
+
+
+async def _pipelined(tables: Tables, total: int) -> None:
+    decode = msgspec.json.Decoder(Payload).decode
+    queue: deque[Row] = deque()
+    finished: list[Any] = []
+    found, room, flush = (asyncio.Event() for _ in range(3))
+    room.set()
+
+    async def find() -> None:
+        got = 0
+        while got < total:
+            await room.wait()
+            due = await tables.find_due(BATCH)
+            if not due:
+                await asyncio.sleep(PAUSE)
+                continue
+            got += len(due)
+            queue.extend(due)
+            found.set()
+            if len(queue) > 2 * BATCH:
+                room.clear()
+
+    async def work() -> None:
+        while True:
+            while not queue:
+                found.clear()
+                await found.wait()
+            row = queue.popleft()
+            if len(queue) < BATCH:
+                room.set()
+            await _handler(decode(row[1]))
+            finished.append(row[0])
+            if len(finished) >= OUTCOMES:
+                flush.set()
+
+    async def settle() -> None:
+        settled = 0
+        while settled < total:
+            if len(finished) < OUTCOMES:
+                flush.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(flush.wait(), 0.02)
+            if finished:
+                ids = finished[:]
+                finished.clear()
+                await tables.settle(ids)
+                settled += len(ids)
+
+    workers = [asyncio.create_task(work()) for _ in range(WORKERS)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(find())
+        group.create_task(settle())
+    for worker in workers:
+        worker.cancel()
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """A hand-written transaction: it changes a wallet, and inserts the row that says so."""
+
+    async def open(self, callers: int) -> None: ...
+
+    async def deposit(self, wallet: int) -> None: ...
+
+    async def count(self) -> int:
+        """How many rows say so."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def execute(writer: Writer, task: Task) -> Figures:
+    """So many callers, each with one transaction after the other."""
+    async with metered(task.url, task.dialect) as meter:
+        await writer.open(task["callers"])
+        await asyncio.gather(*(writer.deposit(wallet) for wallet in range(task["callers"])))  # statements are prepared
+        await checkpoint(task.url, task.dialect)
+        spent = await called(meter, task["actions"], task["callers"], writer.deposit)
+        found, expected = await writer.count(), task["actions"] + task["callers"]
+        assert found == expected, f"{found} rows of {expected} actions"
+        await writer.close()
+    return meter.per(task["actions"]) | percentiles(spent)
+
+
+async def called(meter: Meter, actions: int, callers: int, act: Any) -> list[float]:
+    """Have ``act`` called with the number of a wallet, so often, by so many at once; how long each call took."""
+    loop = asyncio.get_running_loop()
+    left, spent = iter(range(actions)), list[float]()
+
+    async def caller() -> None:
+        for number in left:
+            begun = loop.time()
+            await act(number % WALLETS)
+            spent.append(loop.time() - begun)
+
+    await meter.start()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(callers):
+            group.create_task(caller())
+    meter.stop()
+    return spent
+
+
+WALLETS = 1000

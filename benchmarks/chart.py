@@ -1,0 +1,96 @@
+"""The results as a picture: draining beside everybody else, and how it goes on over time."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import OURS, Results
+from benchmarks.scenarios import BY_NAME
+
+COLOURS = {"ours": "#0e7490", "bare": "#94a3b8", "peer": "#c026d3"}
+INK = "#334155"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Write the chart as a PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("the chart needs matplotlib: pip install 'outboxio[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {
+        "font.size": 9, "axes.edgecolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    databases = [d.id for d in results.databases if results.settings(d.id, "drain")] or [
+        d.id for d in results.databases
+    ]
+    figure, panels = plt.subplots(
+        len(databases) + 1, 2, figsize=(11, 2.6 * (len(databases) + 1)), squeeze=False, layout="constrained"
+    )
+    figure.suptitle("outboxio: events per second, median and spread of all rounds", fontsize=12)
+    for row, database in enumerate(databases):
+        settings = results.settings(database, "drain")
+        _bars(panels[row][0], results, database, settings[0] if settings else None)
+        _settings(panels[row][1], results, database, settings)
+    _backlogs(panels[-1][0], results)
+    _windows(panels[-1][1], results)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _bars(panel: Any, results: Results, database: str, setting: str | None) -> None:
+    """Everybody, draining one type for one handler."""
+    if setting is None:
+        panel.axis("off")
+        return
+    headline = BY_NAME["drain"].headline
+    lines = [line for line in results.lines(database, "drain", setting) if line.values(headline)][::-1]
+    for place, line in enumerate(lines):
+        value, (least, most) = line.median(headline) or 0, line.spread(headline) or (0, 0)
+        panel.barh(place, value, color=COLOURS[line.taker.kind], height=0.7)
+        panel.plot([least, most], [place, place], color=INK, linewidth=1)
+        panel.text(most, place, f"  {value:,.0f}", va="center")
+    panel.set_yticks(range(len(lines)), [line.taker.label for line in lines])
+    panel.set_title(f"{database}: {setting}", loc="left")
+    panel.margins(x=0.15)
+
+
+def _settings(panel: Any, results: Results, database: str, settings: list[str]) -> None:
+    """Us beside the bare pipeline, in every setting."""
+    headline = BY_NAME["drain"].headline
+    for place, setting in enumerate(settings):
+        for line in results.lines(database, "drain", setting):
+            if line.taker.name in (OURS, "bare") and line.values(headline):
+                left = place - 0.2 if line.taker.name == OURS else place + 0.2
+                panel.bar(left, line.median(headline) or 0, width=0.38, color=COLOURS[line.taker.kind])
+    panel.set_xticks(range(len(settings)), settings)
+    panel.set_title(f"{database}: outboxio and the bare pipeline", loc="left")
+
+
+def _backlogs(panel: Any, results: Results) -> None:
+    """What waits while producers and handlers are at work."""
+    for run in results.runs:
+        if run.scenario == "sustained" and run.round == 1 and "backlog" in run.figures:
+            panel.plot(*zip(*run.figures["backlog"], strict=True), label=run.database, linewidth=1)
+    panel.set_title("steady load: events committed and not settled yet, over seconds", loc="left")
+    if panel.lines:
+        panel.legend(frameon=False)
+
+
+def _windows(panel: Any, results: Results) -> None:
+    """How fast a long backlog goes on as it is worked off."""
+    for run in results.runs:
+        if run.scenario == "backlog" and run.round == 1 and run.figures.get("windows"):
+            windows = run.figures["windows"]
+            each = run.options["events"] / (len(windows) + 1)
+            done = list(accumulate(100 / (len(windows) + 1) for _ in windows))
+            panel.plot(done, [each / w for w in windows], label=f"{run.database}, {run.setting}", linewidth=1)
+    panel.set_title("a long backlog: events/s over the percentage that is worked off", loc="left")
+    panel.set_ylim(bottom=0)
+    if panel.lines:
+        panel.legend(frameon=False, fontsize=7)

@@ -1,0 +1,128 @@
+"""The databases that are measured: from where the tests have theirs, but as durable as they come.
+
+The tests' own servers write nothing to be kept, for speed. Here a commit costs what it costs by default; only the place
+of the files, memory where there is plenty, and the size of the caches are chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from msgspec import Struct
+
+from tests import servers as of_tests
+from tests.app import Look
+from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
+
+POSTGRES_SETTINGS = ("shared_buffers=1GB", "max_wal_size=4GB", "max_connections=200")
+MYSQL_SETTINGS = ("--innodb-buffer-pool-size=1G", "--max-connections=200", "--skip-name-resolve",
+                  "--character-set-server=utf8mb4")  # fmt: skip
+# On a file system in memory there is no O_DIRECT.
+ONLY_MYSQL = ("--innodb-redo-log-capacity=1G", "--mysqlx=OFF", "--innodb-flush-method=fsync")
+ONLY_MARIADB = ("--innodb-log-file-size=1G",)
+DEFAULTS = "everything else, durability first of all, as the server comes"
+
+SCHEMES = {"postgresql": "postgres", "postgres": "postgres", "mysql": "mysql", "mariadb": "mariadb", "sqlite": "sqlite"}
+
+
+class Database(Struct, frozen=True):
+    """What is known of a database when it is there."""
+
+    id: str
+    dialect: str
+    version: str
+    source: str
+    settings: str
+
+
+class NotHere(Exception):
+    """A database cannot be measured; the message says why."""
+
+
+def as_they_come() -> None:
+    """Let servers that are started from now on be durable."""
+    of_tests.POSTGRES_SETTINGS[:] = [part for setting in POSTGRES_SETTINGS for part in ("-c", setting)]
+    of_tests.MYSQL_SETTINGS[:] = MYSQL_SETTINGS
+    Mysql.settings, Mariadb.settings = ONLY_MYSQL, ONLY_MARIADB
+
+
+def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> tuple[Servers, list[Slot]]:
+    """The servers to measure: one version of each dialect, or those that were asked for by their id, or by a URL."""
+    asked = dict(environ)
+    if url:
+        dialect = SCHEMES.get(urlsplit(url).scheme)
+        if dialect is None:
+            raise SystemExit(f"DATABASE={url}: give a URL that begins with one of {', '.join(SCHEMES)}")
+        asked["OUTBOXIO_TEST_ONLY"] = dialect
+        if dialect != "sqlite":
+            asked[f"OUTBOXIO_TEST_{dialect.upper()}_URL"] = url
+    servers = Servers.find(asked)
+    if only:
+        wanted = {name.strip() for name in only.split(",")}
+        found = [slot for slot in servers.slots if {slot.id, slot.dialect} & wanted]
+    else:
+        found = list(servers.slots)
+        if url:
+            given = [slot for slot in found if any(o.source.startswith("OUTBOXIO_TEST_") for o in slot.offers)]
+            found = given or found
+    by_id = {slot.id for slot in found if only and slot.id in only}
+    first: dict[str, Slot] = {}
+    for slot in found:
+        first.setdefault(slot.dialect, slot)
+    return servers, [slot for slot in found if slot.id in by_id or first[slot.dialect] is slot]
+
+
+def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:
+    """Start a server, if need be."""
+    try:
+        server = servers.take(slot)
+    except (pytest.skip.Exception, pytest.fail.Exception) as reason:
+        raise NotHere(str(reason)) from None
+    with empty(server) as url:
+        version = _version(url)
+    return server, Database(slot.id, slot.dialect, version, server.source, _settings(server))
+
+
+@contextmanager
+def empty(server: Server) -> Iterator[str]:
+    """The URL of an empty database, which is gone afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="outboxio-bench-", dir=of_tests._fast_directory()) as directory,
+        DIALECTS[server.dialect].fresh_database(server, Path(directory)) as url,
+    ):
+        yield url
+
+
+def _version(url: str) -> str:
+    look = Look(url)
+    ask = {
+        "asyncpg": "SELECT current_setting('server_version') AS version",
+        "aiomysql": "SELECT VERSION() AS version",
+        "sqlite3": "SELECT sqlite_version() AS version",
+    }
+    return str(of_tests._run_apart(look.value(ask[look.driver])))
+
+
+def _settings(server: Server) -> str:
+    if server.source.startswith("OUTBOXIO_TEST_"):
+        return "a server that was given, as it is"
+    match server.dialect:
+        case "postgres":
+            return f"{', '.join(POSTGRES_SETTINGS)}; {DEFAULTS}"
+        case "mysql":
+            return f"{' '.join((*MYSQL_SETTINGS, *ONLY_MYSQL))}; {DEFAULTS}"
+        case "mariadb":
+            return f"{' '.join((*MYSQL_SETTINGS, *ONLY_MARIADB))}; {DEFAULTS}"
+        case _:
+            return f"journal_mode=WAL, which outboxio sets; {DEFAULTS}"
+
+
+def place_of_files() -> str:
+    """Where the files of servers that are started here are."""
+    return of_tests._fast_directory() or os.path.realpath(tempfile.gettempdir())

@@ -1,0 +1,151 @@
+"""The results as a page of the documentation: ``performance.md``, with every row that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.aims import judged
+from benchmarks.chart import draw
+from benchmarks.databases import Database
+from benchmarks.report import spread
+from benchmarks.results import OURS, Line, Results
+from benchmarks.scenarios import Scenario
+
+REPEAT = {"full": "make bench-full ARGS=--write", "quick": "make bench ARGS=--write", "tiny": "make bench"}
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Write the page and its chart; where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page, chart = folder / "performance.md", folder / "performance.png"
+    draw(results, chart)
+    page.write_text("\n".join(_page(results, chart.name)) + "\n", "utf-8")
+    return [page, chart]
+
+
+def _page(results: Results, chart: str) -> Iterator[str]:
+    yield "# Performance"
+    yield ""
+    yield (
+        "Measured beside bare pipelines, which are the same SQL without a framework, and beside the peers, all in one "
+        "run: in each round every contestant runs once in a random order, each run in a process and on an empty "
+        "database of its own. Figures are medians of the rounds; the spread is from the least to the most. A ratio "
+        "says how outboxio does beside a row: more than 1 is faster. Whoever loses stays in."
+    )
+    yield ""
+    yield f"![Events per second, outboxio and others]({chart})"
+    yield ""
+    for database in results.databases:
+        yield f"## {_heading(database)}"
+        yield ""
+        for scenario in results.scenarios(database.id):
+            yield from _scenario(results, database, scenario)
+    for name, reason in results.missing.items():
+        yield f"{name} was not measured: {reason}"
+        yield ""
+    yield from _aims(results)
+    yield from _conditions(results)
+
+
+def _heading(database: Database) -> str:
+    names = {"postgres": "PostgreSQL", "mysql": "MySQL", "mariadb": "MariaDB", "sqlite": "SQLite"}
+    return f"{names[database.dialect]} {database.version.partition('-')[0].partition(' ')[0]}"
+
+
+def _scenario(results: Results, database: Database, scenario: Scenario) -> Iterator[str]:
+    metrics = results.metrics(database.id, scenario)
+    headline, others = scenario.headline, [metric for metric in metrics if metric is not scenario.headline]
+    yield f"### {scenario.title}"
+    yield ""
+    yield scenario.question
+    yield ""
+    compared = len(scenario.contestants) > 1
+    ratio = ["outboxio is"] if compared else []
+    yield from _row(["", *([""] if compared else []), headline.label, "spread", *ratio, *(m.label for m in others)])
+    width = 3 + compared + len(ratio) + len(others)
+    yield from _row(["---"] * (1 + compared) + ["---:"] * (width - 1 - compared))
+    for setting in results.settings(database.id, scenario.name):
+        lines = results.lines(database.id, scenario.name, setting)
+        for place, line in enumerate(lines):
+            cells = [setting if not place else ""] if compared else [setting]
+            if compared:
+                cells.append(_name(line))
+            if line.error:
+                yield from _row([*cells, f"failed: {line.error.replace('|', '/')}"] + [""] * (width - len(cells) - 1))
+                continue
+            value = headline.shown(line.median(headline))
+            cells += [f"**{value}**" if line.taker.name == OURS else value, spread(line, headline)]
+            if compared:
+                found = results.ratio(headline, lines, line)
+                cells.append("" if found is None else f"{found:.2f} x")
+            yield from _row([*cells, *(metric.shown(line.median(metric)) for metric in others)])
+    yield ""
+    for note in results.notes(database.id, scenario):
+        yield f"- {note}"
+    yield ""
+
+
+def _aims(results: Results) -> Iterator[str]:
+    found = list(judged(results))
+    if not found:
+        return
+    yield "## What was aimed at"
+    yield ""
+    yield from _row(["", "aim", "database", "wanted", "found"])
+    yield from _row(["---", "---", "---", "---:", "---:"])
+    for verdict in found:
+        mark = "ok" if verdict.holds else "**no**"
+        yield from _row([mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found])
+    yield ""
+
+
+def _name(line: Line) -> str:
+    return f"**{line.taker.label}**" if line.taker.name == OURS else line.taker.label
+
+
+def _conditions(results: Results) -> Iterator[str]:
+    yield "## Who is compared"
+    yield ""
+    yield (
+        "A run ends when its last outcome is committed; a peer's clock stops when its last row is durably done. Per "
+        "event: `CPU µs` is the processor time of the measured process, statements and round trips are counted on its "
+        "sockets, WAL is what the whole server wrote meanwhile, full pages after the checkpoint before each run "
+        "included. Peers get the same payload; where one would take too long, it gets fewer events."
+    )
+    yield ""
+    yield from _row(["", "what it promises, and how it was set"])
+    yield from _row(["---", "---"])
+    for taker in results.takers:
+        note = f"; took no part: {taker.why_not}" if taker.why_not else ""
+        yield from _row([taker.label, taker.promises + note])
+    yield ""
+    yield "## Where, and with what"
+    yield ""
+    yield from _row(["", ""])
+    yield from _row(["---", "---"])
+    for name, value in (*results.hardware.items(), *results.versions.items()):
+        yield from _row([name, value])
+    for database in results.databases:
+        yield from _row([_heading(database), f"{_source(database)}; {database.settings}"])
+    yield from _row(["measured", f"{results.made}, size {results.size}, seed {results.seed}"])
+    yield ""
+    yield "## How to repeat it"
+    yield ""
+    yield "```sh"
+    yield "make bench                                        # small sizes, a minute or two for each database"
+    yield "make bench-full                                   # the sizes of this page"
+    yield "make bench DATABASE=postgresql://... SCENARIO=drain,execute"
+    yield f"{REPEAT[results.size]:49} # this page"
+    yield "```"
+
+
+def _source(database: Database) -> str:
+    """What kind of server it was; where it lies is nobody's business."""
+    kinds = {"programs": "programs of this machine", "program": "programs of this machine"}
+    first = database.source.split()[0]
+    return kinds.get(first, "a given server" if first.startswith("OUTBOXIO") else database.source)
+
+
+def _row(cells: Iterable[str] | Sequence[str]) -> Iterator[str]:
+    yield f"| {' | '.join(cells)} |"

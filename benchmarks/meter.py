@@ -1,0 +1,115 @@
+"""What a stretch of work costs this process and its database: time, CPU, messages, statements, WAL."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import asyncpg
+
+from benchmarks.task import Figures
+from tests.app import Look
+from tests.wire import Wire, watched
+
+STATISTICS_ARE_WRITTEN_WITHIN = 2.0  # seconds after a session has ended
+_PAGE = 4096
+
+
+class Meter:
+    """Runs from :meth:`start` to :meth:`stop`; the figures are in full when the ``metered`` block is over."""
+
+    def __init__(self, wire: Wire, url: str, dialect: str) -> None:
+        self._wire = wire
+        self._look = Look(url)
+        self._has_wire = dialect != "sqlite"
+        self._has_wal = dialect == "postgres"
+        self._before: tuple[float, float, int, int] | None = None
+        self._wal_before: Sequence[int] = ()
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.statements = 0
+        self.round_trips = 0
+        self.wal_bytes: int | None = None
+        self.wal_records: int | None = None
+
+    async def start(self) -> None:
+        if self._has_wal:
+            self._wal_before = await _wal_written(self._look)
+        self._before = time.perf_counter(), time.process_time(), self._wire.statements, self._wire.round_trips
+
+    def stop(self) -> None:
+        assert self._before is not None, "stopped before it was started"
+        elapsed, cpu, statements, round_trips = self._before
+        self.seconds, self.cpu_seconds = time.perf_counter() - elapsed, time.process_time() - cpu
+        self.statements = self._wire.statements - statements
+        self.round_trips = self._wire.round_trips - round_trips
+
+    async def read_wal(self) -> None:
+        """After the sessions that have written it are closed."""
+        if self._wal_before:
+            now = await _wal_written(self._look)
+            self.wal_bytes, self.wal_records = now[0] - self._wal_before[0], now[1] - self._wal_before[1]
+
+    def per(self, units: int) -> Figures:
+        """The figures for so many events, or actions."""
+        figures = {
+            "units": units,
+            "seconds": self.seconds,
+            "rate": units / self.seconds,
+            "cpu_us": self.cpu_seconds / units * 1e6,
+            "statements": self.statements / units,
+        }
+        if self._has_wire:
+            figures["round_trips"] = self.round_trips / units
+        if self.wal_bytes is not None and self.wal_records is not None:
+            figures |= {"wal_bytes": self.wal_bytes / units, "wal_records": self.wal_records / units}
+        return figures
+
+
+@asynccontextmanager
+async def metered(url: str, dialect: str) -> AsyncIterator[Meter]:
+    """A meter for what is done on a database; connections that are to be watched are opened and closed within."""
+    with watched() as wire:
+        meter = Meter(wire, url, dialect)
+        yield meter
+    await meter.read_wal()
+
+
+async def _wal_written(look: Look) -> Sequence[int]:
+    """Bytes and records of WAL, of the whole server; sessions write their share down when they are idle or end."""
+    found, deadline = (-1, -1), time.monotonic() + STATISTICS_ARE_WRITTEN_WITHIN
+    while time.monotonic() < deadline:
+        last = found
+        [row] = await look.fetch(
+            "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint AS bytes, wal_records::bigint AS records "
+            "FROM pg_stat_wal"
+        )
+        found = row["bytes"], row["records"]
+        if found == last:
+            break
+        await asyncio.sleep(0.2)
+    return found
+
+
+async def checkpoint(url: str, dialect: str) -> None:
+    """Let every run begin with the same debts: the first change of a page after a checkpoint writes all of it."""
+    if dialect == "postgres":
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            await Look(url).fetch("CHECKPOINT")
+
+
+def resident_bytes() -> int:
+    """The memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def percentiles(seconds: Sequence[float]) -> Figures:
+    """The median and the 99th percentile, in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        "p50_ms": ordered[len(ordered) // 2] * 1e3,
+        "p99_ms": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e3,
+    }

@@ -1,0 +1,156 @@
+"""What outboxio does, at its default settings unless a scenario is about a setting: draining, fanning out, writing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from benchmarks import bare, bare_mysql, bare_postgres, bare_sqlite
+from benchmarks.meter import checkpoint, metered, percentiles
+from benchmarks.task import Figures, Task
+from benchmarks.workload import NAMESPACE, event_types, fill, run
+from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
+from tests.app import Look
+from tests.spies import counters
+
+SETTLED_AT_MOST_AFTER = 600.0  # seconds
+
+
+@asynccontextmanager
+async def empty_outbox(url: str, **options: Any) -> AsyncIterator[Outbox]:
+    """An outbox with its tables made."""
+    async with Outbox(url, namespace=NAMESPACE, **options) as outbox:
+        await outbox.migrate()
+        yield outbox
+
+
+async def commit_events(task: Task, events: int, types: int, **options: Any) -> None:
+    """The backlog, as the actions of an application would have left it."""
+    await fill(task.url, task.dialect, Look(task.url).table("events"), events, types, **options)
+    await checkpoint(task.url, task.dialect)
+
+
+async def settled(outbox: Outbox, number: int) -> None:
+    """Wait until so many outcomes are committed."""
+    async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
+        while counters(outbox).succeeded < number:  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.001)
+
+
+async def fanned_out(outbox: Outbox, events: int) -> None:
+    """Fan out so many events, and handle none."""
+    async with outbox.running(handling=False):
+        await delivered(outbox, events)
+
+
+async def delivered(outbox: Outbox, events: int) -> None:
+    """Wait until so many events are fanned out."""
+    work: Any = outbox._shards["default"].work
+    async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
+        while work.fanout.events < events:  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.001)
+
+
+# --- draining --------------------------------------------------------------------------------------
+
+
+async def drain(task: Task) -> Figures:
+    """Committed events, fanned out and handled by handlers that do nothing, until the last outcome is committed."""
+    total = task["events"] * task["handlers"]
+    async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
+        await meter.start()
+        async with outbox.running():
+            await settled(outbox, total)
+            meter.stop()
+        await require(outbox, SUCCEEDED=total, undelivered=0)
+    return meter.per(task["events"])
+
+
+async def fanout(task: Task) -> Figures:
+    """The first stage alone."""
+    async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
+        await meter.start()
+        async with outbox.running(handling=False):
+            await delivered(outbox, task["events"])
+            meter.stop()
+        await require(outbox, PENDING=task["events"] * task["handlers"], undelivered=0)
+    return meter.per(task["events"])
+
+
+async def dispatch(task: Task) -> Figures:
+    """The second stage alone."""
+    total = task["events"] * task["handlers"]
+    async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
+        await fanned_out(outbox, task["events"])
+        await meter.start()
+        async with outbox.running(fanout=False):
+            await settled(outbox, total)
+            meter.stop()
+        await require(outbox, SUCCEEDED=total, undelivered=0)
+    return meter.per(task["events"])
+
+
+@asynccontextmanager
+async def prepared(task: Task) -> AsyncIterator[Outbox]:
+    """An outbox with handlers that do nothing, and the events for them."""
+    async with empty_outbox(task.url) as outbox:
+        await commit_events(task, task["events"], task["types"])
+        subscribe(outbox, task["types"], task["handlers"])
+        yield outbox
+
+
+def subscribe(outbox: Outbox, types: int, handlers: int) -> None:
+    async def handle(envelope: EventEnvelope[Any]) -> None:
+        return None
+
+    classes = event_types(types)
+    for number in range(handlers):
+        outbox.handler(*classes, name=f"h{number}")(handle)
+
+
+async def require(outbox: Outbox, **counts: int) -> None:
+    """A run that lost something, or was not done, measured nothing."""
+    found = await outbox.admin.counts()
+    assert {name: found[name] for name in counts} == counts, f"{counts} expected, found {dict(found)}"
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+class Deposited(Event):
+    model_id: str
+    amount: int
+    currency: str
+
+
+class Deposit(Action):
+    """Changes a wallet and emits what happened: the same two rows as the hand-written transaction."""
+
+    wallet: int
+
+    async def perform(self, tx: Transaction) -> None:
+        balance = await _deposit(tx, self.wallet)
+        tx.emit(Deposited(str(self.wallet), balance, "EUR"), model_id=self.wallet, model_type="Wallet")
+
+
+async def _deposit(tx: Transaction, wallet: int) -> int:
+    if type(tx.connection).__module__.startswith("aiomysql"):
+        await tx.execute(bare_mysql.DEPOSIT, wallet)
+        return int(await tx.fetchval(bare_mysql.BALANCE, wallet))
+    return int(await tx.fetchval(bare_postgres.DEPOSIT, wallet))
+
+
+async def execute(task: Task) -> Figures:
+    """Actions by so many callers at once."""
+    async with metered(task.url, task.dialect) as meter, empty_outbox(task.url) as outbox:
+        writing = {"postgres": bare_postgres, "sqlite": bare_sqlite}.get(task.dialect, bare_mysql)
+        for statement in (writing.WALLETS, writing.FILL_WALLETS):
+            await run(task.url, statement)
+        execute = outbox.executor.execute
+        await asyncio.gather(*(execute(Deposit(number)) for number in range(task["callers"])))  # the pool opens
+        await checkpoint(task.url, task.dialect)
+        spent = await bare.called(meter, task["actions"], task["callers"], lambda w: execute(Deposit(w)))
+        await require(outbox, undelivered=task["actions"] + task["callers"])
+    return meter.per(task["actions"]) | percentiles(spent)

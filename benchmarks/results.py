@@ -1,0 +1,130 @@
+"""Everything that was measured, and what follows from it: medians, spreads, ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+
+from benchmarks.databases import Database
+from benchmarks.scenarios import BY_NAME, SCENARIOS, Metric, Scenario
+from benchmarks.task import Figures
+
+OURS = "outboxio"
+
+
+class Taker(Struct, frozen=True):
+    """A contestant, as the results know it."""
+
+    name: str
+    label: str
+    kind: str
+    promises: str
+    why_not: str
+
+
+class Run(Struct, frozen=True):
+    """One run of one contestant: its figures, or why there are none."""
+
+    database: str
+    scenario: str
+    setting: str
+    contestant: str
+    round: int
+    options: dict[str, Any]
+    figures: Figures = {}
+    error: str = ""
+
+
+class Line(Struct, frozen=True):
+    """One contestant in one setting, over all rounds."""
+
+    taker: Taker
+    runs: Sequence[Run]
+
+    @property
+    def error(self) -> str:
+        return next((run.error for run in self.runs if run.error), "")
+
+    def values(self, metric: Metric) -> list[float]:
+        return [run.figures[metric.key] for run in self.runs if metric.key in run.figures]
+
+    def median(self, metric: Metric) -> float | None:
+        values = self.values(metric)
+        return median(values) if values else None
+
+    def spread(self, metric: Metric) -> tuple[float, float] | None:
+        values = self.values(metric)
+        return (min(values), max(values)) if values else None
+
+
+class Results(Struct):
+    """One session of measuring, as it is kept in a file."""
+
+    made: str
+    size: str
+    seed: int
+    hardware: dict[str, str]
+    versions: dict[str, str]
+    takers: list[Taker]
+    databases: list[Database]
+    missing: dict[str, str]
+    runs: list[Run]
+
+    def scenarios(self, database: str) -> list[Scenario]:
+        """What was measured on a database, in the usual order."""
+        names = {run.scenario for run in self.runs if run.database == database}
+        return [scenario for scenario in SCENARIOS if scenario.name in names]
+
+    def settings(self, database: str, scenario: str) -> list[str]:
+        names = {run.setting for run in self.runs if (run.database, run.scenario) == (database, scenario)}
+        return [setting.name for setting in BY_NAME[scenario].settings if setting.name in names]
+
+    def lines(self, database: str, scenario: str, setting: str) -> list[Line]:
+        """Who took part: outboxio first, then the bare ones, then the peers, the best of them first."""
+        there = [r for r in self.runs if (r.database, r.scenario, r.setting) == (database, scenario, setting)]
+        lines = [
+            Line(taker, sorted(runs, key=lambda run: run.round))
+            for taker in self.takers
+            if (runs := [run for run in there if run.contestant == taker.name])
+        ]
+        kinds, headline = ("ours", "bare", "peer"), BY_NAME[scenario].headline
+        sign = -1 if headline.more_is_better else 1
+        return sorted(lines, key=lambda line: (kinds.index(line.taker.kind), sign * (line.median(headline) or 0)))
+
+    def ratio(self, metric: Metric, lines: Sequence[Line], line: Line) -> float | None:
+        """How outboxio does beside a line: more than 1 is better."""
+        ours = next((other.median(metric) for other in lines if other.taker.name == OURS), None)
+        theirs = line.median(metric)
+        if line.taker.name == OURS or not ours or not theirs:
+            return None
+        return ours / theirs if metric.more_is_better else theirs / ours
+
+    def notes(self, database: str, scenario: Scenario) -> Iterator[str]:
+        """How outboxio's own settings compare, in words."""
+        metric = next((m for m in scenario.metrics if m.key == "rate"), scenario.headline)
+        for setting in scenario.settings:
+            ratio = self.beside(database, scenario.name, setting.name, metric)
+            if ratio is not None:
+                yield f"outboxio, {setting.name}: {ratio:.2f} x the {metric.label} of {setting.beside}"
+
+    def ours(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
+        """Our median."""
+        lines = self.lines(database, scenario, setting)
+        return next((line.median(metric) for line in lines if line.taker.name == OURS), None)
+
+    def beside(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
+        """Our median over our median in the setting that this one is compared with."""
+        [other] = [s.beside for s in BY_NAME[scenario].settings if s.name == setting]
+        here, there = (self.ours(database, scenario, name, metric) for name in (setting, other))
+        return here / there if here and there else None
+
+    def failures(self) -> Iterator[Run]:
+        return (run for run in self.runs if run.error)
+
+    def metrics(self, database: str, scenario: Scenario) -> list[Metric]:
+        """The figures of a scenario that anybody has here."""
+        there = [run for run in self.runs if (run.database, run.scenario) == (database, scenario.name)]
+        return [metric for metric in scenario.metrics if any(metric.key in run.figures for run in there)]

@@ -1,0 +1,115 @@
+"""Interleaved rounds: in each of them every contestant runs once in every setting, in a new random order.
+
+So whatever the machine does meanwhile, another guest, a hot processor, befalls all of them alike. Each run is a process
+of its own on an empty database of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.contestants import Contestant
+from benchmarks.databases import Database, empty
+from benchmarks.peers import PEERS
+from benchmarks.results import Run
+from benchmarks.scenarios import Scenario, Setting
+from benchmarks.task import Figures, Task
+from tests.servers import Server
+
+TAKES_AT_MOST = {"full": 1800.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
+PROJECT = Path(__file__).parent.parent
+
+_FEWER = {peer.name: peer.events for peer in PEERS if peer.events}
+
+
+class Contest(Struct, frozen=True):
+    """One contestant in one setting."""
+
+    scenario: Scenario
+    setting: Setting
+    contestant: Contestant
+
+    @property
+    def label(self) -> str:
+        return f"{self.scenario.name}, {self.setting.name}: {self.contestant.label}"
+
+
+def contests(dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant]) -> list[Contest]:
+    """All that there is to run on a database of a dialect."""
+    return [
+        Contest(scenario, setting, contestant)
+        for scenario in scenarios
+        if dialect in scenario.dialects
+        for setting in scenario.settings
+        for contestant in contestants
+        if dialect in contestant.dialects and not contestant.why_not and contestant.takes_part(scenario, setting)
+    ]
+
+
+def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: int) -> list[tuple[int, Contest]]:
+    """The contests of every round, shuffled within each."""
+    random, planned = Random(seed), list[tuple[int, Contest]]()
+    most = max((rounds or contest.scenario.rounds[size] for contest in contests), default=0)
+    for number in range(1, most + 1):
+        of_round = [c for c in contests if number <= (rounds or c.scenario.rounds[size])]
+        random.shuffle(of_round)
+        planned += [(number, contest) for contest in of_round]
+    return planned
+
+
+def run(contest: Contest, number: int, server: Server, database: Database, size: str) -> Run:
+    """One run; an error is a result, too."""
+    options = contest.setting.options(size)
+    if fewer := _FEWER.get(contest.contestant.name):
+        options["events"] = fewer[size]
+    told = Run(
+        database.id, contest.scenario.name, contest.setting.name, contest.contestant.name, number, options
+    )  # fmt: skip
+    try:
+        with empty(server) as url:
+            task = Task(contest.scenario.name, contest.contestant.name, database.dialect, url, options)
+            figures = _figures(contest.contestant.command(task), TAKES_AT_MOST[size])
+    except _Failed as error:
+        return msgspec.structs.replace(told, error=str(error))
+    return msgspec.structs.replace(told, figures=figures)
+
+
+class _Failed(Exception):
+    pass
+
+
+def _figures(command: Sequence[str], longest: float) -> Figures:
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT,
+        start_new_session=True,  # so that what it has started ends with it
+    )
+    try:
+        output, errors = process.communicate(timeout=longest)
+    except subprocess.TimeoutExpired:
+        raise _Failed(f"not done after {longest:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode != 0:
+        lines = [line.strip(" |+-") for line in errors.strip().splitlines()]
+        raise _Failed(next((line for line in reversed(lines) if line), f"it ended with {process.returncode}"))
+    figures: Figures = msgspec.json.decode(output.strip().splitlines()[-1])
+    return figures
+
+
+def progress(planned: Sequence[tuple[int, Contest]]) -> Iterator[tuple[int, int, Contest]]:
+    """The plan with the number of each run."""
+    return ((place, number, contest) for place, (number, contest) in enumerate(planned, 1))

@@ -1,0 +1,66 @@
+"""One run of outboxio or of a bare pipeline, in a process of its own: ``python -m benchmarks.run TASK``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from benchmarks import bare, bare_mysql, bare_postgres, bare_sqlite, ours, under_load
+from benchmarks.task import Figures, Task, answer
+
+Run = Callable[[Task], Awaitable[Figures]]
+
+OURS: dict[str, Run] = {
+    "drain": ours.drain,
+    "fanout": ours.fanout,
+    "dispatch": ours.dispatch,
+    "execute": ours.execute,
+    "latency": under_load.latency,
+    "sustained": under_load.sustained,
+    "concurrency": under_load.concurrency,
+    "neighbour": under_load.neighbour,
+    "backlog": under_load.backlog,
+    "memory": under_load.memory,
+    "produce": under_load.produce_for_another,
+}
+
+
+async def _bare(task: Task) -> Figures:
+    if task.scenario == "execute":
+        same_rows = task.contestant == "by-hand"
+        if same_rows:
+            async with ours.empty_outbox(task.url):
+                pass
+        return await bare.execute(_writer(task, same_rows=same_rows), task)
+    stages = {"drain": ("fanout", "dispatch")}.get(task.scenario, (task.scenario,))
+    return await bare.drain(_tables(task), task, stages)
+
+
+def _tables(task: Task) -> bare.Tables:
+    match task.dialect:
+        case "postgres":
+            return bare_postgres.Tables(task.url)
+        case "sqlite":
+            return bare_sqlite.Tables(task.url)
+        case _:
+            return bare_mysql.Tables(task.url, task.dialect)
+
+
+def _writer(task: Task, **options: Any) -> bare.Writer:
+    module: Any = {"postgres": bare_postgres, "sqlite": bare_sqlite}.get(task.dialect, bare_mysql)
+    writer: bare.Writer = module.Writer(task.url, **options)
+    return writer
+
+
+def main() -> None:
+    task = Task.from_arguments()
+    logging.getLogger("outboxio").addHandler(logging.NullHandler())  # its warnings go nowhere, its errors are raised
+    run = partial(OURS[task.scenario], task) if task.contestant == "outboxio" else partial(_bare, task)
+    answer(asyncio.run(run()))  # type: ignore[arg-type]  # each is a coroutine function
+
+
+if __name__ == "__main__":
+    main()

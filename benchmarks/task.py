@@ -1,0 +1,37 @@
+"""One run of one contestant: what it is told, and how it answers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+Figures = dict[str, Any]
+"""What a run measured: numbers by name, and series of numbers for charts."""
+
+
+class Task(Struct, frozen=True):
+    """What a contestant is to do, on an empty database of its own."""
+
+    scenario: str
+    contestant: str
+    dialect: str
+    url: str
+    options: dict[str, Any]
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+    @classmethod
+    def from_arguments(cls) -> Task:
+        return msgspec.json.decode(sys.argv[1], type=cls)
+
+    def as_argument(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def answer(figures: Figures) -> None:
+    """Tell the figures; they are the last line that a run prints."""
+    print(msgspec.json.encode(figures).decode(), flush=True)

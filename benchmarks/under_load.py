@@ -1,0 +1,283 @@
+"""What outboxio does in an application's day: idle, under steady load, beside slow handlers, behind a long backlog."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from array import array
+from asyncio.subprocess import PIPE
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from benchmarks.meter import metered, percentiles, resident_bytes
+from benchmarks.ours import commit_events, empty_outbox, fanned_out, require, settled, subscribe
+from benchmarks.task import Figures, Task
+from benchmarks.workload import event_types, finish_events, old_snapshot
+from outboxio import Event, EventEnvelope, Outbox, Settings
+from tests.spies import counters
+
+PRODUCERS = 4
+WARM_UP = 2000  # events that tell how fast this machine drains
+WINDOWS = 20  # stretches of a backlog whose times are compared
+
+
+class Stamped(Event):
+    """An event that says which commit it came with."""
+
+    commit: int
+
+
+class Arrivals:
+    """A handler that writes down which commit an event came with, and when."""
+
+    def __init__(self) -> None:
+        self.commits = array("q")
+        self.moments = array("d")
+
+    async def __call__(self, envelope: EventEnvelope[Stamped]) -> None:
+        self.moments.append(time.monotonic())
+        self.commits.append(envelope.event.commit)
+
+    async def number(self, wanted: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.moments) < wanted:  # noqa: ASYNC110  # it is not to wake anybody
+                await asyncio.sleep(0.005)
+
+    def waits(self, committed: Sequence[float]) -> list[float]:
+        """The seconds from each event's commit to its handler; a handler may be faster than the news of the commit."""
+        return [max(0.0, moment - committed[commit]) for commit, moment in zip(self.commits, self.moments, strict=True)]
+
+
+# --- latency ---------------------------------------------------------------------------------------
+
+
+async def latency(task: Task) -> Figures:
+    """One event at a time on an idle system, from its commit to its handler, here or from another process."""
+    arrivals = Arrivals()
+    async with empty_outbox(task.url) as outbox:
+        outbox.handler(Stamped, name="arrivals")(arrivals)
+        async with outbox.running():
+            await asyncio.sleep(0.3)  # until it is idle
+            if task["producer"] == "here":
+                committed = await produce(outbox, task.options)
+            else:
+                committed = await _produced_elsewhere(task)
+            await arrivals.number(task["events"])
+    return {"units": task["events"], **percentiles(arrivals.waits(committed))}
+
+
+# --- sustained -------------------------------------------------------------------------------------
+
+
+async def sustained(task: Task) -> Figures:
+    """Producers in another process at a share of what was drained before, and handlers here, for so many seconds."""
+    arrivals = Arrivals()
+    async with empty_outbox(task.url) as outbox:
+        outbox.handler(Stamped, name="arrivals")(arrivals)
+        subscribe(outbox, 1, 1)
+        rate = task["share"] * await _drained_per_second(task, outbox)
+        seconds, together = task["seconds"], task["events_per_commit"]
+        commits = max(1, round(rate * seconds / together))
+        async with metered(task.url, task.dialect) as meter, outbox.running():
+            await meter.start()
+            options = {"events": commits * together, "together": together, "seconds": seconds}
+            producing = asyncio.create_task(_produced_elsewhere(task, options))
+            settlements = await _watch_settling(outbox, producing)
+            committed = await producing
+            await arrivals.number(options["events"])
+            meter.stop()
+    backlog = _backlog(committed, together, settlements)
+    return {
+        **meter.per(options["events"]),
+        **percentiles(arrivals.waits(committed)),
+        "rate": options["events"] / (max(committed) - min(committed) or seconds),
+        "wanted_rate": rate,
+        "most_waiting": max(waiting for _, waiting in backlog),
+        "waiting_at_end": backlog[-1][1],
+        "backlog": backlog,
+    }
+
+
+async def _drained_per_second(task: Task, outbox: Outbox) -> float:
+    """How fast this machine drains, now."""
+    events = task.options.get("warm_up", WARM_UP)
+    await commit_events(task, events, 1)
+    async with outbox.running():
+        begun = time.monotonic()
+        await settled(outbox, events)
+        return events / (time.monotonic() - begun)
+
+
+async def _watch_settling(outbox: Outbox, producing: asyncio.Task[list[float]]) -> list[tuple[float, int]]:
+    """While events are produced: how many are settled, over time. Counting rows would cost the database too much."""
+    settlements = list[tuple[float, int]]()
+    while not producing.done():
+        await asyncio.sleep(0.1)
+        settlements.append((time.monotonic(), counters(outbox).succeeded))
+    return settlements
+
+
+def _backlog(
+    committed: Sequence[float], together: int, settlements: Sequence[tuple[float, int]]
+) -> list[tuple[float, int]]:
+    """How many events were committed and not settled yet, over the seconds from the first commit to the last."""
+    committed = sorted(committed)
+    first, last = committed[0], committed[-1]
+    return [
+        (moment - first, max(0, together * bisect_right(committed, moment) - settled))
+        for moment, settled in settlements
+        if first <= moment <= last
+    ] or [(0.0, 0)]
+
+
+# --- producing, here or in another process -----------------------------------------------------------
+
+
+async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
+    """Commit events, some together, at a steady or a random pace; when each commit was done."""
+    together, random = options.get("together", 1), Random(7)
+    commits = options["events"] // together
+    committed, numbers, begun = [0.0] * commits, iter(range(commits)), time.monotonic()
+
+    async def producer() -> None:
+        for number in numbers:
+            if "pause" in options:
+                await asyncio.sleep(random.uniform(0.5, 1.5) * options["pause"])
+            else:
+                await asyncio.sleep(max(0.0, begun + number * options["seconds"] / commits - time.monotonic()))
+            async with outbox.transaction("Produce", {"number": number}) as tx:
+                for _ in range(together):
+                    tx.emit(Stamped(number), model_id=number)
+            committed[number] = time.monotonic()
+
+    # One after the other cannot be faster than a commit; one at a time is what an idle system is.
+    await asyncio.gather(*(producer() for _ in range(1 if "pause" in options else PRODUCERS)))
+    return committed
+
+
+async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None) -> list[float]:
+    """The same in another process, whose monotonic clock is this machine's, too."""
+    there = msgspec.structs.replace(task, scenario="produce", options=task.options | (options or {}))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.run", there.as_argument(), stdout=PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, "the producers failed"
+    committed: list[float] = msgspec.json.decode(output.splitlines()[-1])["committed"]
+    return committed
+
+
+async def produce_for_another(task: Task) -> Figures:
+    """What the other process does."""
+    async with Outbox(task.url, namespace="bench") as outbox:
+        return {"committed": await produce(outbox, task.options)}
+
+
+# --- handlers that take their time -------------------------------------------------------------------
+
+
+async def concurrency(task: Task) -> Figures:
+    """Notifications whose handler sleeps, many at once; the ideal is their number over the concurrency, in sleeps."""
+    number, at_once, sleep = task["notifications"], task["concurrency"], task["sleep"]
+    async with empty_outbox(task.url, settings=Settings(concurrency=at_once)) as outbox:
+        await commit_events(task, number, 1)
+
+        @outbox.handler(*event_types(1), name="sleeper")
+        async def sleeper(envelope: EventEnvelope[Any]) -> None:
+            await asyncio.sleep(sleep)
+
+        await fanned_out(outbox, number)
+        async with metered(task.url, task.dialect) as meter:
+            await meter.start()
+            async with outbox.running(fanout=False):
+                await settled(outbox, number)
+                meter.stop()
+        await require(outbox, SUCCEEDED=number)
+    ideal = number / at_once * sleep
+    return {**meter.per(number), "ideal_seconds": ideal, "times_ideal": meter.seconds / ideal}
+
+
+async def neighbour(task: Task) -> Figures:
+    """Fast notifications beside as many of a handler that sleeps, or without them; until the last fast one ran."""
+    fast, ran, done = task["fast"], 0, asyncio.Event()
+    settings = Settings(shutdown_timeout=0)  # the sleepers are not waited for
+    async with empty_outbox(task.url, settings=settings) as outbox:
+        fast_type, slow_type = event_types(2)
+        await commit_events(task, 2 * fast, 2)
+
+        @outbox.handler(fast_type, name="fast")
+        async def quick(envelope: EventEnvelope[Any]) -> None:
+            nonlocal ran
+            ran += 1
+            if ran == fast:
+                done.set()
+
+        if task["beside"]:
+
+            @outbox.handler(slow_type, name="slow")
+            async def sleeper(envelope: EventEnvelope[Any]) -> None:
+                await asyncio.sleep(task["sleep"])
+
+        await fanned_out(outbox, fast + fast * task["beside"])
+        async with metered(task.url, task.dialect) as meter:
+            await meter.start()
+            async with outbox.running(fanout=False):
+                await done.wait()
+                meter.stop()
+    return meter.per(fast)
+
+
+# --- long backlogs -----------------------------------------------------------------------------------
+
+
+async def backlog(task: Task) -> Figures:
+    """A long backlog beside as many finished rows: what the last of it takes beside the first."""
+    events, types = task["events"], task["types"]
+    marks, most = array("d"), 0
+    every = max(1, events // WINDOWS)
+    seen = 0
+    async with AsyncExitStack() as stack:
+        outbox = await stack.enter_async_context(empty_outbox(task.url))
+        if task["finished"]:
+            await finish_events(task.url, task.dialect, "h0", task["finished"], types)
+        await commit_events(task, events, types, first=task["finished"])
+
+        async def handle(envelope: EventEnvelope[Any]) -> None:
+            nonlocal seen, most
+            seen += 1
+            if seen % every == 0:
+                marks.append(time.perf_counter())
+                most = max(most, resident_bytes())
+
+        outbox.handler(*event_types(types), name="h0")(handle)
+        if task["held"]:
+            await stack.enter_async_context(old_snapshot(task.url))
+        meter = await stack.enter_async_context(metered(task.url, task.dialect))
+        await meter.start()
+        async with outbox.running():
+            await settled(outbox, events)
+            meter.stop()
+        await require(outbox, SUCCEEDED=events + task["finished"], undelivered=0)
+    windows = [after - before for before, after in pairwise(marks)]
+    edge = max(1, len(windows) // 10)
+    return {
+        **meter.per(events),
+        "last_to_first": median(windows[-edge:]) / median(windows[:edge]),
+        "resident_mb": most / 1e6,
+        "windows": windows,
+    }
+
+
+async def memory(task: Task) -> Figures:
+    """The most memory that this process has while it drains a long backlog."""
+    figures = await backlog(msgspec.structs.replace(task, options={"finished": 0, "held": False, **task.options}))
+    del figures["windows"], figures["last_to_first"]
+    return figures

@@ -1,0 +1,296 @@
+"""What an event costs, to the statement: a change that makes it dearer fails here, whatever the clock says.
+
+Everything is read off the wire (``tests/wire.py``), so that what a driver does by itself counts as well. Which rows a
+statement reads is in ``test_plans.py`` and ``test_mysql_plans.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox, Settings, Transaction
+from outboxio.names import LockName
+from outboxio.notification import State, Wanted
+from outboxio.outcome import Bucket, Lease, Outcome
+from outboxio.storage.postgres.connection import LOOP_SETTINGS
+from outboxio.storage.postgres.events import FAN_OUT, id_head
+from outboxio.storage.postgres.notifications import SETTLE
+from outboxio.storage.postgres.session import INSERT_EVENTS
+from tests.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.probes import MakeOutbox, add_wallet, doing
+from tests.spies import counters, deposits
+from tests.storage import LONG_AGO, NOW, Store
+from tests.wire import Wire, watched
+
+BATCH = 1000
+OUTCOMES = 500
+ALONE = Settings(notify=False)  # wake-ups for other processes go out when nobody is looking
+
+
+@pytest.fixture
+def wire(database_url: str) -> Iterator[Wire]:
+    """Sees everything that the test sends; made before any connection is."""
+    with watched(keeps_texts=True) as wire:
+        yield wire
+
+
+class Spent:
+    """What was sent within a block."""
+
+    statements = round_trips = 0
+    texts: Sequence[str] = ()
+
+
+@contextmanager
+def counted(wire: Wire) -> Iterator[Spent]:
+    spent = Spent()
+    statements, round_trips, texts = wire.statements, wire.round_trips, len(wire.texts)
+    yield spent
+    spent.statements, spent.round_trips = wire.statements - statements, wire.round_trips - round_trips
+    spent.texts = wire.texts[texts:]
+
+
+# --- one batch -------------------------------------------------------------------------------------
+
+# (statements, round trips) of a batch, however large it is. SQLite has no wire.
+PER_BATCH: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "fan-out": {"postgres": (1, 1), "mysql": (6, 6), "mariadb": (6, 6), "sqlite": (9, 0)},
+    "finding": {"postgres": (1, 1), "mysql": (1, 1), "mariadb": (1, 1), "sqlite": (2, 0)},
+    "settling": {"postgres": (1, 1), "mysql": (1, 1), "mariadb": (1, 1), "sqlite": (1, 0)},
+}
+
+
+@pytest.mark.parametrize("size", [1, BATCH])
+async def test_a_batch_costs_a_fixed_number_of_statements_and_round_trips(
+    wire: Wire, make_outbox: MakeOutbox, look: Look, size: int
+) -> None:
+    store = Store(await make_outbox(settings=ALONE), look)
+    await store.subscribe("h")
+    lease = await lease_of(store, "h")
+    stages: dict[str, Callable[[], Awaitable[Any]]] = {
+        "fan-out": lambda: store.database.events.fan_out("app", NOW, LONG_AGO, {}, BATCH),
+        "finding": lambda: store.database.notifications.find_due("app", NOW, [Wanted("h", BATCH)]),
+        "settling": lambda: store.database.notifications.settle(succeeded(found, lease), NOW),
+    }
+    for warm in (True, False):  # connections are opened, and statements prepared, when they are first used
+        found: Any = []
+        await deposits(store.outbox, size)
+        for stage, run in stages.items():
+            with counted(wire) as spent:
+                result = await run()
+            if stage == "finding":
+                found = result
+            if not warm:
+                assert (spent.statements, spent.round_trips) == PER_BATCH[stage][look.dialect], (stage, spent.texts)
+        assert len(found) == size
+
+
+async def lease_of(store: Store, name: str) -> Lease:
+    lock = LockName("app", "dispatch", name)
+    table = store.look.table("leases")
+    await store.look.fetch(f"INSERT INTO {table} VALUES ('{lock.lease}', 1, 'me', '2030-01-01 12:00:00')")
+    return Lease(lock.lease, name, 1)
+
+
+def succeeded(rows: Sequence[Any], lease: Lease) -> Bucket:
+    outcomes = [Outcome(row.id, lease, State.SUCCEEDED, 1) for row in rows]
+    return Bucket(State.SUCCEEDED, 1, sorted(outcomes, key=lambda outcome: outcome.notification_id.int))
+
+
+async def test_a_drain_takes_few_batches(wire: Wire, make_outbox: MakeOutbox) -> None:
+    """Outcomes wait for others here, not for a clock; how often due rows are looked for is a matter of time, a bit."""
+    events = 5 * BATCH
+    outbox = await make_outbox(settings=Settings(outcome_delay="20s", notify=False))
+    outbox.handler(MoneyDeposited, name="h")(Journal())
+    await deposits(outbox, events)
+
+    with counted(wire) as spent:
+        async with outbox.running():
+            await eventually(lambda: counters(outbox).succeeded == events)
+
+    kinds = Counter(kind_of(text) for text in spent.texts)
+    assert kinds["notify"] <= events / BATCH + 3, kinds
+    assert kinds["settle"] <= events / OUTCOMES + 5, kinds
+    assert kinds["find"] <= 60, kinds
+
+
+KINDS = {
+    "notify": r"INSERT INTO eventlog[._]event_notifications",
+    "settle": r"UPDATE eventlog[._]event_notifications\b.*SET (n\.)?state",
+    "fan-out": r"eventlog[._]events\b|UNION ALL|subscribed|eventlog[._]subscriptions",
+    "find": r"FROM eventlog[._]event_notifications|json_array|JSON_ARRAY",
+    "pauses": r"eventlog[._]pauses",
+    "locks": r"pg_notify|clock_timestamp|UTC_TIMESTAMP|leases|LOCK",
+}
+
+
+def kind_of(text: str) -> str:
+    """What a statement is for, in a word."""
+    flat = " ".join(text.split())
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, flat)), flat[:60])
+
+
+# --- rows ------------------------------------------------------------------------------------------
+
+TALLY = "CREATE TABLE tally (what VARCHAR(40) NOT NULL)"
+NOTE = {
+    "postgres": """
+CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $f$
+BEGIN INSERT INTO tally VALUES (lower(TG_OP) || ' ' || TG_TABLE_NAME); RETURN NULL; END $f$
+""",
+}
+TRIGGER = {
+    "postgres": "CREATE TRIGGER {name} AFTER {act} ON {on} FOR EACH ROW EXECUTE FUNCTION note()",
+    "sqlite": "CREATE TRIGGER {name} AFTER {act} ON {on} BEGIN INSERT INTO tally VALUES ('{what}'); END",
+    "aiomysql": """
+CREATE TRIGGER eventlog.{name} AFTER {act} ON {on} FOR EACH ROW INSERT INTO {db}.tally VALUES ('{what}')
+""",
+}
+
+
+async def test_an_event_is_written_twice_and_a_notification_twice(outbox: Outbox, look: Look) -> None:
+    """Each as a row, and once more when it is delivered, or settled; nothing is claimed, nothing is marked."""
+    for name in ("first", "second"):
+        outbox.handler(MoneyDeposited, name=name)(Journal())
+    await tally(look)
+
+    await deposits(outbox, 300)
+    await outbox.drain()
+
+    rows = await look.fetch("SELECT what, count(*) AS n FROM tally GROUP BY what")
+    assert {row["what"]: row["n"] for row in rows} == {
+        "insert events": 300,
+        "update events": 300,
+        "insert event_notifications": 600,
+        "update event_notifications": 600,
+    }
+
+
+async def tally(look: Look) -> None:
+    """Have the database count the rows that are written from now on."""
+    await look.fetch(TALLY)
+    if look.dialect in NOTE:
+        await look.fetch(NOTE[look.dialect])
+    trigger = TRIGGER.get(look.dialect) or TRIGGER[look.driver]
+    for table in ("events", "event_notifications"):
+        for act in ("insert", "update", "delete"):
+            named = {"name": f"{act}_{table}", "act": act, "on": look.table(table), "what": f"{act} {table}"}
+            await look.fetch(trigger.format(**named, db=look.url.rpartition("/")[2]))
+
+
+# WAL records of a row, from and to: a row with one index entry fewer or more is outside. Where a page is full, its
+# split is a few records more.
+WAL_RECORDS = {"an event": (4.0, 4.5), "fanning out": (10.0, 10.6), "settling": (4.0, 4.5)}
+
+
+async def test_the_wal_records_of_an_event(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        await require_wal_records(outbox, postgres_url)
+
+
+async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
+    store = Store(outbox, Look(postgres_url))
+    await store.subscribe("h")
+    lease = await lease_of(store, "h")
+    connection = await asyncpg.connect(postgres_url)
+    for name, value in LOOP_SETTINGS.items():
+        await connection.execute(f"SET {name} = '{value}'")
+    ids, nothing = [uuid4() for _ in range(BATCH)], [None] * BATCH
+    shared = ("app", uuid4(), "Deposit", "{}", NOW, NOW, None, None, None, None, 0)
+    models, payloads = [str(i) for i in range(BATCH)], ['{"amount": 1}'] * BATCH
+    each = (ids, models, ["Wallet"] * BATCH, ["MoneyDeposited"] * BATCH, payloads, nothing, nothing, nothing)
+    try:
+        found = {"an event": await wal_records(connection, INSERT_EVENTS, *shared, *each) / BATCH}
+        fan_out = ("app", NOW, LONG_AGO, [], [], BATCH, id_head())
+        found["fanning out"] = await wal_records(connection, FAN_OUT, *fan_out) / BATCH
+        rows = [row["id"] for row in await connection.fetch("SELECT id FROM eventlog.event_notifications ORDER BY id")]
+        assert len(rows) == BATCH
+        leases = ([lease.name], [lease.handler_name], [lease.term])
+        settle = (rows[:OUTCOMES], "SUCCEEDED", 1, *leases, NOW)
+        found["settling"] = await wal_records(connection, SETTLE, *settle) / OUTCOMES
+    finally:
+        await connection.close()
+
+    for what, (least, most) in WAL_RECORDS.items():
+        assert least <= found[what] <= most, found
+
+
+async def wal_records(connection: Any, sql: str, *args: Any) -> int:
+    """Run a statement, and have the server say what it wrote for it."""
+    text = await connection.fetchval(f"EXPLAIN (ANALYZE, WAL, FORMAT JSON) {sql}", *args)
+    plan = json.loads(text)[0]["Plan"]
+    parts = list(nodes(plan))
+    read = {f"CTE {part['CTE Name']}" for part in parts if "CTE Name" in part}
+    # A part that nobody reads is run when the rest is done, and is not in the sum of the whole.
+    unread = [
+        part for part in parts if part.get("Subplan Name", "").startswith("CTE") and part["Subplan Name"] not in read
+    ]
+    return sum(int(part["WAL Records"]) for part in (plan, *unread))
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for part in plan.get("Plans", ()):
+        yield from nodes(part)
+
+
+# --- an action -------------------------------------------------------------------------------------
+
+# One statement of the action's own, and its events: (statements, round trips). On PostgreSQL the pool resets a
+# connection that is given back, with four statements in one message; on MySQL a message begins with making sure that
+# the transaction is still there.
+PER_ACTION = {"postgres": (8, 5), "mysql": (8, 4), "mariadb": (8, 4), "sqlite": (4, 0)}
+
+
+@pytest.mark.parametrize("events", [1, 10, 100])
+async def test_the_events_of_an_action_cost_one_round_trip_in_all(
+    wire: Wire, make_outbox: MakeOutbox, look: Look, events: int
+) -> None:
+    outbox = await make_outbox(settings=ALONE)
+    await look.fetch("CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL)")
+    names = (f"w{number}" for number in count())
+
+    async def act(tx: Transaction) -> None:
+        await add_wallet(tx, next(names))
+        for number in range(events):
+            tx.emit(WalletOpened(uuid4()), model_id=number)
+
+    for _ in range(2):
+        with counted(wire) as spent:
+            await outbox.executor.execute(doing(act))
+
+    assert (spent.statements, spent.round_trips) == PER_ACTION[look.dialect], spent.texts
+
+
+# --- idleness --------------------------------------------------------------------------------------
+
+IDLE = 2.0  # seconds
+
+
+async def test_an_idle_second_costs_a_look_at_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
+    """Fan-out and finding look once a second, as does whoever asks for pauses; the locks are proved every 5 s."""
+    outbox = await make_outbox()
+    outbox.handler(MoneyDeposited, name="h")(Journal())
+    async with outbox.running():
+        await asyncio.sleep(0.7)  # until what it does at the start is done
+        with counted(wire) as spent:
+            await asyncio.sleep(IDLE)
+
+    kinds = Counter(kind_of(text) for text in spent.texts)
+    assert set(kinds) <= {"notify", "fan-out", "find", "pauses", "locks"}, kinds
+    assert 3 <= spent.statements <= MOST_IN_IDLENESS[look.dialect], kinds
+
+
+MOST_IN_IDLENESS = {"postgres": 11, "mysql": 11, "mariadb": 11, "sqlite": 18}

@@ -1,0 +1,113 @@
+"""The arithmetic of the benchmarks: who runs when, what medians and ratios are, and the page that comes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import aims, document, report, rounds
+from benchmarks.contestants import OURS as BUILT_IN
+from benchmarks.databases import Database
+from benchmarks.results import Results, Run, Taker
+from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES
+
+DRAIN, ONE = BY_NAME["drain"], "1 type, 1 handler"
+TAKERS = [
+    Taker("outboxio", "outboxio", "ours", "everything", ""),
+    Taker("bare", "bare", "bare", "nothing", ""),
+    Taker("rival", "rival 1.0", "peer", "something", ""),
+    Taker("absent", "absent 2.0", "peer", "something", "it needs a newer moon"),
+]
+
+
+def results(*rates: tuple[str, int, float], errors: dict[str, str] | None = None) -> Results:
+    """A session on one database: (contestant, round, rate) of draining one type."""
+    runs = [Run("postgres15", "drain", ONE, name, number, {}, figures(rate)) for name, number, rate in rates]
+    runs += [Run("postgres15", "drain", ONE, name, 1, {}, {}, why) for name, why in (errors or {}).items()]
+    database = Database("postgres15", "postgres", "15.1", "programs in /somewhere", "as they come")
+    return Results(
+        "today", "full", 1, {"memory": "2 GiB"}, {"Python": "3.14"}, TAKERS, [database], {"mysql": "no"}, runs
+    )
+
+
+def figures(rate: float) -> dict[str, Any]:
+    return {"units": 100, "seconds": 100 / rate, "rate": rate, "cpu_us": 9.0, "statements": 0.01}
+
+
+THREE_ROUNDS = [("outboxio", 1, 900.0), ("outboxio", 2, 1000.0), ("outboxio", 3, 1100.0), ("bare", 1, 2000.0)]
+
+
+def test_every_setting_has_options_for_every_size() -> None:
+    for scenario in SCENARIOS:
+        assert set(SIZES) == set(scenario.rounds)
+        for setting in scenario.settings:
+            assert all(setting.options(size) for size in SIZES), setting.name
+            assert not setting.beside or setting.beside in [other.name for other in scenario.settings]
+
+
+def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
+    contests = rounds.contests("sqlite", [DRAIN], BUILT_IN)
+    planned = rounds.schedule(contests, "full", None, seed=7)
+
+    by_round = [[contest.label for number, contest in planned if number == n] for n in (1, 2, 3)]
+    assert [len(labels) for labels in by_round] == [len(contests)] * 3
+    assert len({tuple(sorted(labels)) for labels in by_round}) == 1
+    assert len({tuple(labels) for labels in by_round}) == 3
+    assert planned == rounds.schedule(contests, "full", None, seed=7)
+
+
+def test_peers_run_only_where_they_can() -> None:
+    contests = rounds.contests("mysql", SCENARIOS, BUILT_IN)
+    assert {contest.contestant.name for contest in contests if contest.scenario.name == "latency"} == {"outboxio"}
+    assert {contest.contestant.name for contest in contests if contest.scenario.name == "execute"} == {
+        "outboxio",
+        "bare",
+        "by-hand",
+    }
+
+
+def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
+    ours, bare = results(*THREE_ROUNDS).lines("postgres15", "drain", ONE)
+    assert (ours.taker.name, bare.taker.name) == ("outboxio", "bare")
+    assert ours.median(DRAIN.headline) == 1000
+    assert report.spread(ours, DRAIN.headline) == "900 .. 1,100"
+    assert report.spread(bare, DRAIN.headline) == ""
+
+
+def test_a_ratio_says_how_much_better_outboxio_is() -> None:
+    found = results(*THREE_ROUNDS, ("rival", 1, 250.0))
+    lines = found.lines("postgres15", "drain", ONE)
+    assert [found.ratio(DRAIN.headline, lines, line) for line in lines] == [None, 0.5, 4.0]
+
+
+def test_an_aim_is_judged_where_it_was_measured() -> None:
+    verdicts = {verdict.aim.says: verdict for verdict in aims.judged(results(*THREE_ROUNDS))}
+    beside = verdicts["draining, 1 type, 1 handler: beside the bare pipeline"]
+    assert (beside.value, beside.holds) == (0.5, False)
+    assert verdicts["statements for an event"].holds
+    assert "steady load: p99 in ms" not in verdicts
+
+
+@pytest.mark.parametrize(("value", "largest", "shown"), [(0, 10, ""), (10, 10, "█" * report.BAR), (0.01, 10, "▏")])
+def test_a_bar_is_as_long_as_its_share(value: float, largest: float, shown: str) -> None:
+    assert report.bar(value, largest) == shown
+
+
+def test_the_page_has_every_row_those_that_lose_and_those_that_failed_too() -> None:
+    found = results(*THREE_ROUNDS, errors={"rival": "it fell | over"})
+    page = "\n".join(document._page(found, "chart.png"))
+    assert "| 1 type, 1 handler | **outboxio** | **1,000** | 900 .. 1,100 |" in page
+    assert "| bare | 2,000 |  | 0.50 x |" in page
+    assert "failed: it fell / over" in page
+    assert "took no part: it needs a newer moon" in page
+    assert "/somewhere" not in page
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is for the benchmarks only")
+def test_the_page_is_written_with_its_chart(tmp_path: Path) -> None:
+    page, chart = document.write(results(*THREE_ROUNDS), tmp_path)
+    assert f"]({chart.name})" in page.read_text("utf-8")
+    assert chart.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,109 @@
+"""What a process really sends to its databases: every message that waits for an answer, and every statement in it.
+
+Read off the sockets, so that nothing a driver does by itself is missed: preparing a statement, resetting a connection,
+asking for warnings. SQLite has no wire; there, statements are counted where they are run.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import struct
+from asyncio import selector_events
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`")
+_ASKS = frozenset(b"QSH")  # a simple query, the end of an extended one, a flush: the client waits after each
+_COM_QUERY = 3
+
+
+class Wire:
+    """Counts what is sent while it watches; with ``keeps_texts`` it also keeps the statements."""
+
+    def __init__(self, *, keeps_texts: bool = False) -> None:
+        self.round_trips = 0
+        self.statements = 0
+        self.texts: list[str] = []
+        self._keeps_texts = keeps_texts
+        self._prepared: dict[tuple[int, bytes], str] = {}
+
+    def sent(self, transport: Any, data: bytes | bytearray | memoryview) -> None:
+        """A driver has written to a socket."""
+        if type(transport.get_protocol()).__module__.startswith("asyncpg"):
+            self._sent_to_postgres(id(transport), bytes(data))
+        else:
+            self._sent_to_mysql(bytes(data))
+
+    def ran(self, text: str) -> None:
+        """A statement was run."""
+        self.statements += 1
+        if self._keeps_texts:
+            self.texts.append(text.strip())
+
+    def _sent_to_postgres(self, connection: int, data: bytes) -> None:
+        place, asks = 0, False
+        while place + 5 <= len(data) and data[place]:  # what opens a session has no kind, and begins with its length
+            kind, (length,) = data[place], struct.unpack_from(">I", data, place + 1)
+            body = data[place + 5 : place + 1 + length] if kind in b"QPB" else b""
+            asks = asks or kind in _ASKS
+            if kind == ord("Q"):
+                for text in statements_in(body[:-1].decode()):
+                    self.ran(text)
+            elif kind == ord("P"):
+                name, text, _ = body.split(b"\0", 2)
+                self._prepared[connection, name] = text.decode()
+            elif kind == ord("B"):
+                self.ran(self._prepared.get((connection, body.split(b"\0", 2)[1]), "?"))
+            place += 1 + length
+        self.round_trips += asks
+
+    def _sent_to_mysql(self, data: bytes) -> None:
+        if len(data) > 4 and data[3] == 0:  # packet 0 of a command, not the rest of a long one or of the handshake
+            self.round_trips += 1
+            if data[4] == _COM_QUERY:
+                for text in statements_in(data[5:].decode("utf8", "replace")):
+                    self.ran(text)
+
+
+def statements_in(message: str) -> list[str]:
+    """The statements of a message that may hold several."""
+    if ";" not in message:
+        return [message]
+    parts = _QUOTED.sub(lambda found: found[0].replace(";", ":"), message).split(";")
+    return [part for part in parts if part.strip()]
+
+
+@contextmanager
+def watched(*, keeps_texts: bool = False) -> Iterator[Wire]:
+    """Watch everything that this process sends. SQLite connections are watched if they are opened within."""
+    wire = Wire(keeps_texts=keeps_texts)
+    transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+    write, connect = transport.write, sqlite3.connect
+
+    def watched_write(self: Any, data: Any) -> None:
+        wire.sent(self, data)
+        write(self, data)
+
+    class Cursor(sqlite3.Cursor):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            wire.ran(sql)
+            return super().execute(sql, *parameters)
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            wire.ran(sql)
+            return super().execute(sql, *parameters)
+
+        def cursor(self, factory: Any = Cursor) -> Any:
+            return super().cursor(factory)
+
+    def watched_connect(*args: Any, **options: Any) -> Any:
+        return connect(*args, **{"factory": Connection, **options})
+
+    transport.write, sqlite3.connect = watched_write, watched_connect  # type: ignore[assignment]
+    try:
+        yield wire
+    finally:
+        transport.write, sqlite3.connect = write, connect
