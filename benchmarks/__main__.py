@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.contestants import Contestant, everybody
 from benchmarks.databases import NotHere, as_they_come, choose, take
 from benchmarks.results import OURS, Results, Taker
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
+from tests.servers import Servers, Slot
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT = Path("benchmarks.json")
@@ -46,9 +48,9 @@ def measure(options: argparse.Namespace, console: Console) -> Results:
     """Run everything that was asked for."""
     as_they_come()
     scenarios = _scenarios(options.scenario)
-    servers, slots = choose(options.database, options.only, os.environ)
+    chosen = choose(options.database, options.only, os.environ)
     wants_peers = options.peers and any(setting.peers for scenario in scenarios for setting in scenario.settings)
-    at_all = wants_peers and any(slot.dialect == "postgres" for slot in slots)
+    at_all = wants_peers and any(slot.dialect == "postgres" for slot, _ in chosen)
     contestants = everybody(with_peers=at_all, say=lambda line: console.print(f"[dim]{line}[/]"))
     results = Results(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -62,28 +64,39 @@ def measure(options: argparse.Namespace, console: Console) -> Results:
         runs=[],
     )
     try:
-        for slot in slots:
-            try:
-                server, database = take(servers, slot)
-            except NotHere as reason:
-                results.missing[slot.id] = str(reason)
-                continue
-            results.databases.append(database)
-            contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant))
-            planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
-            with console.status("") as status:
-                for place, number, contest in rounds.progress(planned):
-                    status.update(f"{database.id}  {place} of {len(planned)}, round {number}  {contest.label}")
-                    run = rounds.run(contest, number, server, database, options.size)
-                    results.runs.append(run)
-                    keep(results, options.json)
-                    if run.error:
-                        console.print(f"[red]{database.id}  {contest.label} failed:[/] {run.error}")
+        for slot, servers in chosen:
+            with closing(servers):
+                _measure_on(slot, servers, results, scenarios, contestants, options, console)
     except KeyboardInterrupt:
         console.print("[yellow]Stopped; what was measured until now:[/]")
-    finally:
-        servers.close()
     return results
+
+
+def _measure_on(
+    slot: Slot,
+    servers: Servers,
+    results: Results,
+    scenarios: Sequence[Scenario],
+    contestants: Sequence[Contestant],
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    try:
+        server, database = take(servers, slot)
+    except NotHere as reason:
+        results.missing[slot.id] = str(reason)
+        return
+    results.databases.append(database)
+    contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant), options.size)
+    planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
+    with console.status("") as status:
+        for place, (number, contest) in enumerate(planned, 1):
+            status.update(f"{database.id}  {place} of {len(planned)}, round {number}  {contest.label}")
+            run = rounds.run(contest, number, server, database, options.size)
+            results.runs.append(run)
+            keep(results, options.json)
+            if run.error:
+                console.print(f"[red]{database.id}  {contest.label} failed:[/] {run.error}")
 
 
 def keep(results: Results, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -29,6 +30,10 @@ class Contestant(Struct, frozen=True):
 
 def _here(task: Task) -> Sequence[str]:
     return [sys.executable, "-m", "benchmarks.run", task.as_argument()]
+
+
+def _elsewhere(command: Sequence[str], task: Task) -> Sequence[str]:
+    return [*command, task.as_argument()]
 
 
 _EVERYWHERE = frozenset({"postgres", "mysql", "mariadb", "sqlite"})
@@ -85,7 +90,7 @@ def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestan
                 "peer",
                 f"{peer.promises}; {peer.settings}",
                 frozenset({"postgres"}),
-                lambda task, command=installed.command: [*command, task.as_argument()],
+                partial(_elsewhere, installed.command),
                 lambda scenario, setting: setting.peers,
                 installed.why_not,
             )

@@ -23,8 +23,8 @@ from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 POSTGRES_SETTINGS = ("shared_buffers=1GB", "max_wal_size=4GB", "max_connections=200")
 MYSQL_SETTINGS = ("--innodb-buffer-pool-size=1G", "--max-connections=200", "--skip-name-resolve",
                   "--character-set-server=utf8mb4")  # fmt: skip
-# On a file system in memory there is no O_DIRECT.
-ONLY_MYSQL = ("--innodb-redo-log-capacity=1G", "--mysqlx=OFF", "--innodb-flush-method=fsync")
+# The binary log is for replicas, and would fill the memory that the files are in. There, there is no O_DIRECT either.
+ONLY_MYSQL = ("--skip-log-bin", "--innodb-redo-log-capacity=1G", "--mysqlx=OFF", "--innodb-flush-method=fsync")
 ONLY_MARIADB = ("--innodb-log-file-size=1G",)
 DEFAULTS = "everything else, durability first of all, as the server comes"
 
@@ -52,8 +52,11 @@ def as_they_come() -> None:
     Mysql.settings, Mariadb.settings = ONLY_MYSQL, ONLY_MARIADB
 
 
-def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> tuple[Servers, list[Slot]]:
-    """The servers to measure: one version of each dialect, or those that were asked for by their id, or by a URL."""
+def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> list[tuple[Slot, Servers]]:
+    """The servers to measure: one version of each dialect, or those that were asked for by their id, or by a URL.
+
+    Each can be ended by itself, so that no two of them need memory at once.
+    """
     asked = dict(environ)
     if url:
         dialect = SCHEMES.get(urlsplit(url).scheme)
@@ -75,7 +78,8 @@ def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> tup
     first: dict[str, Slot] = {}
     for slot in found:
         first.setdefault(slot.dialect, slot)
-    return servers, [slot for slot in found if slot.id in by_id or first[slot.dialect] is slot]
+    chosen = [slot for slot in found if slot.id in by_id or first[slot.dialect] is slot]
+    return [(slot, Servers([slot], servers.selection)) for slot in chosen]
 
 
 def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:

@@ -12,7 +12,11 @@ from benchmarks.report import spread
 from benchmarks.results import OURS, Line, Results
 from benchmarks.scenarios import Scenario
 
-REPEAT = {"full": "make bench-full ARGS=--write", "quick": "make bench ARGS=--write", "tiny": "make bench"}
+REPEAT = {
+    "full": "make bench-full ARGS=--write",
+    "quick": "make bench ARGS=--write",
+    "tiny": "make bench ARGS='--size tiny --write'",
+}
 
 
 def write(results: Results, folder: Path) -> list[Path]:

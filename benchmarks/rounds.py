@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -42,13 +42,16 @@ class Contest(Struct, frozen=True):
         return f"{self.scenario.name}, {self.setting.name}: {self.contestant.label}"
 
 
-def contests(dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant]) -> list[Contest]:
-    """All that there is to run on a database of a dialect."""
+def contests(
+    dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant], size: str
+) -> list[Contest]:
+    """All that there is to run on a database of a dialect, in a size."""
     return [
         Contest(scenario, setting, contestant)
         for scenario in scenarios
         if dialect in scenario.dialects
         for setting in scenario.settings
+        if size in setting.sizes
         for contestant in contestants
         if dialect in contestant.dialects and not contestant.why_not and contestant.takes_part(scenario, setting)
     ]
@@ -108,8 +111,3 @@ def _figures(command: Sequence[str], longest: float) -> Figures:
         raise _Failed(next((line for line in reversed(lines) if line), f"it ended with {process.returncode}"))
     figures: Figures = msgspec.json.decode(output.strip().splitlines()[-1])
     return figures
-
-
-def progress(planned: Sequence[tuple[int, Contest]]) -> Iterator[tuple[int, int, Contest]]:
-    """The plan with the number of each run."""
-    return ((place, number, contest) for place, (number, contest) in enumerate(planned, 1))

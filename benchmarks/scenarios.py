@@ -25,7 +25,7 @@ class Metric(Struct, frozen=True):
 
 
 class Setting(Struct, frozen=True):
-    """One line of conditions under which the contestants of a scenario meet; the options of each size."""
+    """Conditions under which the contestants of a scenario meet, with the options of each size that has them."""
 
     name: str
     sizes: Mapping[str, Mapping[str, Any]]
@@ -63,6 +63,11 @@ def _events(**common: Any) -> dict[str, Any]:
     return _sized({"events": 50_000}, {"events": 20_000}, {"events": 300}, **common)
 
 
+def _only_full(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a quick look can do without."""
+    return {size: options for size, options in sizes.items() if size != "quick"}
+
+
 EVENTS_PER_SECOND = Metric("rate", "events/s")
 CPU = Metric("cpu_us", "CPU µs", ".1f", more_is_better=False)
 STATEMENTS = Metric("statements", "statements", ".4f", more_is_better=False, short="stmts")
@@ -83,11 +88,11 @@ SCENARIOS = (
         (
             Setting("1 type, 1 handler", _events(types=1, handlers=1), peers=True),
             Setting("20 types", _events(types=20, handlers=1), beside="1 type, 1 handler"),
-            Setting("200 types", _events(types=200, handlers=1), beside="1 type, 1 handler"),
+            Setting("200 types", _only_full(_events(types=200, handlers=1)), beside="1 type, 1 handler"),
             Setting("3 handlers", _events(types=1, handlers=3)),
         ),
         ("outboxio", "bare", "bare-plain"),
-        rounds={"full": 3, "quick": 3, "tiny": 2},
+        rounds={"full": 3, "quick": 2, "tiny": 2},
     ),
     Scenario(
         "fanout",
@@ -117,7 +122,7 @@ SCENARIOS = (
             ),
         ),
         ("outboxio", "by-hand", "bare"),
-        rounds={"full": 3, "quick": 3, "tiny": 2},
+        rounds={"full": 3, "quick": 2, "tiny": 2},
     ),
     Scenario(
         "sustained",

@@ -52,8 +52,8 @@ class Wire:
                 for text in statements_in(body[:-1].decode()):
                     self.ran(text)
             elif kind == ord("P"):
-                name, text, _ = body.split(b"\0", 2)
-                self._prepared[connection, name] = text.decode()
+                name, prepared, _ = body.split(b"\0", 2)
+                self._prepared[connection, name] = prepared.decode()
             elif kind == ord("B"):
                 self.ran(self._prepared.get((connection, body.split(b"\0", 2)[1]), "?"))
             place += 1 + length
@@ -102,7 +102,7 @@ def watched(*, keeps_texts: bool = False) -> Iterator[Wire]:
     def watched_connect(*args: Any, **options: Any) -> Any:
         return connect(*args, **{"factory": Connection, **options})
 
-    transport.write, sqlite3.connect = watched_write, watched_connect  # type: ignore[assignment]
+    transport.write, sqlite3.connect = watched_write, watched_connect
     try:
         yield wire
     finally:

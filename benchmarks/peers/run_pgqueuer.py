@@ -10,12 +10,13 @@ import asyncpg
 import uvloop
 from pgqueuer import PgQueuer
 from pgqueuer.db import AsyncpgDriver
+from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
 BATCH = 1000
 
 
-async def main(url, events):
+async def main(url: str, events: int) -> None:
     logging.disable(logging.WARNING)
     connection, observer = await asyncpg.connect(url), await asyncpg.connect(url)
     queries = Queries(AsyncpgDriver(connection))
@@ -30,7 +31,7 @@ async def main(url, events):
     pgq = PgQueuer(AsyncpgDriver(connection))
 
     @pgq.entrypoint("deposited")
-    async def deposited(job):
+    async def deposited(job: Job) -> None:
         nonlocal handled
         json.loads(job.payload)
         handled += 1

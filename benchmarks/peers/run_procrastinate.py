@@ -9,14 +9,14 @@ import time
 import procrastinate
 
 
-async def main(url, events):
+async def main(url: str, events: int) -> None:
     logging.disable(logging.WARNING)
     connector = procrastinate.PsycopgConnector(conninfo=url, min_size=10, max_size=10)
     app = procrastinate.App(connector=connector)
     handled, done = 0, asyncio.Event()
 
     @app.task(name="deposited")
-    async def deposited(model_id, amount, currency):
+    async def deposited(model_id: str, amount: int, currency: str) -> None:
         nonlocal handled
         handled += 1
         if handled == events:

@@ -7,11 +7,11 @@ import sys
 import time
 
 import asyncpg
-from txoutbox import Relay, RelayConfig
+from txoutbox import OutboxMessage, Relay, RelayConfig
 from txoutbox.adapters.postgres import PostgresStorage
 
 
-async def main(url, events):
+async def main(url: str, events: int) -> None:
     logging.disable(logging.WARNING)  # a round of so many might outlast its lease, it says, if each took 5 s
     pool = await asyncpg.create_pool(url, min_size=4, max_size=4)
     storage = PostgresStorage(pool, strict_ordering=False)
@@ -24,7 +24,7 @@ async def main(url, events):
     await pool.execute("CHECKPOINT")
     published, done = 0, asyncio.Event()
 
-    async def publish(message):
+    async def publish(message: OutboxMessage) -> None:
         nonlocal published
         json.loads(message.payload)
         published += 1

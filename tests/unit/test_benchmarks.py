@@ -40,16 +40,16 @@ def figures(rate: float) -> dict[str, Any]:
 THREE_ROUNDS = [("outboxio", 1, 900.0), ("outboxio", 2, 1000.0), ("outboxio", 3, 1100.0), ("bare", 1, 2000.0)]
 
 
-def test_every_setting_has_options_for_every_size() -> None:
+def test_every_setting_is_measured_in_full() -> None:
     for scenario in SCENARIOS:
         assert set(SIZES) == set(scenario.rounds)
         for setting in scenario.settings:
-            assert all(setting.options(size) for size in SIZES), setting.name
+            assert {"full", "tiny"} <= set(setting.sizes) <= set(SIZES)
             assert not setting.beside or setting.beside in [other.name for other in scenario.settings]
 
 
 def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
-    contests = rounds.contests("sqlite", [DRAIN], BUILT_IN)
+    contests = rounds.contests("sqlite", [DRAIN], BUILT_IN, "full")
     planned = rounds.schedule(contests, "full", None, seed=7)
 
     by_round = [[contest.label for number, contest in planned if number == n] for n in (1, 2, 3)]
@@ -60,7 +60,7 @@ def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
 
 
 def test_peers_run_only_where_they_can() -> None:
-    contests = rounds.contests("mysql", SCENARIOS, BUILT_IN)
+    contests = rounds.contests("mysql", SCENARIOS, BUILT_IN, "quick")
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "latency"} == {"outboxio"}
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "execute"} == {
         "outboxio",
