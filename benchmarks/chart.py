@@ -84,13 +84,14 @@ def _backlogs(panel: Any, results: Results) -> None:
 
 def _windows(panel: Any, results: Results) -> None:
     """How fast a long backlog goes on as it is worked off."""
+    longest = BY_NAME["backlog"].settings[0].name
     for run in results.runs:
-        if run.scenario == "backlog" and run.round == 1 and run.figures.get("windows"):
+        if (run.scenario, run.setting, run.round) == ("backlog", longest, 1) and run.figures.get("windows"):
             windows = run.figures["windows"]
             each = run.options["events"] / (len(windows) + 1)
             done = list(accumulate(100 / (len(windows) + 1) for _ in windows))
-            panel.plot(done, [each / w for w in windows], label=f"{run.database}, {run.setting}", linewidth=1)
-    panel.set_title("a long backlog: events/s over the percentage that is worked off", loc="left")
+            panel.plot(done, [each / w for w in windows], label=run.database, linewidth=1)
+    panel.set_title("a long backlog: events/s over % of it done", loc="left")
     panel.set_ylim(bottom=0)
     if panel.lines:
-        panel.legend(frameon=False, fontsize=7)
+        panel.legend(frameon=False)
