@@ -17,7 +17,7 @@ from .domain import TABLES, MoneyDeposited
 from .journal import Journal
 from .portable import change_schema, sql
 
-OURS = ("events", "event_notifications", "subscriptions", "schema_versions", "leases", "consumed_events")
+OURS = ("events", "event_notifications", "subscriptions", "pauses", "schema_versions", "leases", "consumed_events")
 
 
 class Check(Struct):

@@ -223,15 +223,17 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
     shard.committed = count_it  # type: ignore[method-assign]
     await outbox.executor.execute(Nothing())  # from here on a connection is open
     expected = unstruck = 0
-    for moment in count(1):
-        cancelling = Cancelling(outbox.executor.execute(Nothing()), moment)
-        task = asyncio.create_task(_await(cancelling))
-        await asyncio.wait([task], timeout=20)
-        expected = len(await written(look))
-        assert woken == expected
-        unstruck += not cancelling.has_struck
-        if unstruck == 5:  # an answer that is there already is not waited for, so some runs have fewer waits
-            break
+    # An answer that is there already is not waited for, so some runs have fewer waits, and it takes several.
+    while unstruck < 5 or (expected == 1 + unstruck and unstruck < 50):
+        for moment in count(1):
+            cancelling = Cancelling(outbox.executor.execute(Nothing()), moment)
+            task = asyncio.create_task(_await(cancelling))
+            await asyncio.wait([task], timeout=20)
+            expected = len(await written(look))
+            assert woken == expected
+            if not cancelling.has_struck:
+                unstruck += 1
+                break
     assert expected > 1 + unstruck, "no cancellation fell into COMMIT"
 
 

@@ -70,7 +70,7 @@ def freeze_in_mysql() -> None:
         statement = sql if isinstance(sql, str) else sql.decode()
         # Nothing else in this process writes events.
         has_events = has_events or "INSERT INTO eventlog.events" in statement
-        if has_events and statement == "COMMIT":
+        if has_events and statement.startswith("COMMIT"):
             aiomysql.Connection._execute_command = send
             report("freezing")
             os.kill(os.getpid(), signal.SIGSTOP)
