@@ -131,7 +131,7 @@ class Dispatcher:
     def lose(self, name: str) -> None:
         """It does no longer: nothing of this name is started any more. What runs goes on; the fence judges it."""
         if self._sources.pop(name, None) is not None:
-            self._drop_ready(lambda row: row.notification.handler_name == name)
+            self._drop_ready(_is_of(name))
             self._refused_runs = {i: r for i, r in self._refused_runs.items() if r.notification.handler_name != name}
 
     def trust_until(self, moment: float) -> None:
@@ -145,7 +145,7 @@ class Dispatcher:
             was_paused = source.is_paused
             self._heed_pauses_of(source)
             if source.is_paused and not was_paused:
-                self._drop_ready(lambda row, name=source.name: row.notification.handler_name == name)  # type: ignore[misc]
+                self._drop_ready(_is_of(source.name))
             elif was_paused and not source.is_paused:
                 self.wake_finding()
 
@@ -808,6 +808,11 @@ class Dispatcher:
                     raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
+
+
+def _is_of(name: str) -> Callable[[Run], bool]:
+    """Whether a row is stored under a handler name."""
+    return lambda row: row.notification.handler_name == name
 
 
 def _stack_of(worker: asyncio.Task[None]) -> str:
