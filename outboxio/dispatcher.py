@@ -149,6 +149,10 @@ class Dispatcher:
             elif was_paused and not source.is_paused:
                 self.wake_finding()
 
+    @property
+    def knows_pauses(self) -> bool:
+        return self._pauses is not None
+
     def _heed_pauses_of(self, source: Source) -> None:
         if self._pauses is None:
             return  # until they are known nothing starts

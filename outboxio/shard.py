@@ -445,7 +445,8 @@ class ShardWork:
         while not self._leave.is_set():
             if not beside_loops:
                 await self.keeper.run_once()
-                await self._announce()
+            if not beside_loops or not self.dispatcher.knows_pauses:
+                await self._announce()  # until the pauses are known nothing starts
             if await self._drain_pass():
                 continue
             if self.dispatcher.flush():
