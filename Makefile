@@ -1,7 +1,7 @@
 # One word each: see it work, test it, judge it. `make` alone lists them.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-full
+.PHONY: help demo test lint format bench bench-full chaos chaos-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -39,6 +39,12 @@ bench: $(VENV)/.with-bench ## how fast it is, beside bare SQL and its peers; DAT
 
 bench-full: $(VENV)/.with-bench ## the same in the sizes of docs/performance.md, which ARGS=--write writes
 	@$(BENCH) --size full $(ARGS)
+
+chaos: $(VENV)/.with-dev ## processes are killed and servers stopped, and what happened is judged; ARGS='--seed 7 --seconds 20'
+	@$(BIN)/python -m tests.chaos --database $(or $(ONLY),all) --runs 2 --seconds 15 $(ARGS)
+
+chaos-mutants: $(VENV)/.with-dev ## whether it would be noticed if a promise were broken
+	@$(BIN)/python -m tests.chaos.mutation $(ARGS)
 
 format: $(VENV)/.with-dev ## write the code as the judges like it
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -148,7 +148,7 @@ class Writer:
             if self._same_rows:
                 await connection.execute(
                     INSERT_EVENTS, "bench", uuid7(), "Deposit", params, moment, moment, None, None, None, None, 0,
-                    [uuid7()], [str(wallet)], ["Wallet"], ["Deposited"], [payload], [None], [None], [None],
+                    [str(uuid7())], [str(wallet)], ["Wallet"], ["Deposited"], [payload], [None], [None], [None],
                 )  # fmt: skip
             else:
                 await connection.execute(INSERT, uuid7(), uuid7(), params, moment, str(wallet), payload)

@@ -11,6 +11,7 @@ from outboxio.errors import (
     CommitUnknown,
     ConcurrentUse,
     ConfigurationError,
+    CrashedProcess,
     DatabaseError,
     DatabaseUnavailable,
     DrainTimeout,
@@ -47,6 +48,7 @@ from outboxio.inbox import Inbox
 from outboxio.notification import NotificationRecord, State
 from outboxio.options import Delivery, OnDeadKey
 from outboxio.outbox import Drained, Outbox
+from outboxio.redaction import Redact
 from outboxio.retention import Removed
 from outboxio.settings import Settings
 from outboxio.storage import Shard
@@ -63,6 +65,7 @@ __all__ = [
     "ConcurrentUse",
     "ConfigurationError",
     "Consumption",
+    "CrashedProcess",
     "DatabaseError",
     "DatabaseUnavailable",
     "Delivery",
@@ -86,6 +89,7 @@ __all__ = [
     "PoolTooSmall",
     "PooledConnection",
     "Received",
+    "Redact",
     "RegistrationError",
     "Removed",
     "Retry",

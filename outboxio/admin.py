@@ -14,6 +14,7 @@ from outboxio.errors import ConfigurationError
 from outboxio.event import Event, type_names
 from outboxio.handler import HandlerRegistry
 from outboxio.notification import TERMINAL, NotificationRecord, State
+from outboxio.redaction import Redact, redacted_record
 from outboxio.retention import Removed, Retention
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database
@@ -37,12 +38,18 @@ class Admin:
     """
 
     def __init__(
-        self, namespace: str, shards: Mapping[str, AdminShard], settings: Settings, handlers: HandlerRegistry
+        self,
+        namespace: str,
+        shards: Mapping[str, AdminShard],
+        settings: Settings,
+        handlers: HandlerRegistry,
+        redact: Redact,
     ) -> None:
         self._namespace = namespace
         self._shards = shards
         self._settings = settings
         self._handlers = handlers
+        self._redact = redact
 
     async def counts(self, *, shard: str | None = None) -> dict[str, int]:
         """How many notifications there are in each state, beside ``undelivered`` and ``unroutable``.
@@ -73,6 +80,8 @@ class Admin:
     ) -> Sequence[NotificationRecord]:
         """The oldest notifications, narrowed down by state, handler name and event type; at most ``limit``.
 
+        Payloads, parameters, headers and errors are as ``Outbox(redact=...)`` lets them be seen.
+
         Raises :class:`ConfigurationError` for a state that does not exist.
 
         Example::
@@ -84,7 +93,7 @@ class Admin:
         records: list[NotificationRecord] = []
         for one in self._chosen(shard):
             records += await one.database.notifications.select(self._namespace, wanted, handler, event_type, limit)
-        return sorted(records, key=lambda record: record.created_date)[:limit]
+        return self._redacted(sorted(records, key=lambda record: record.created_date)[:limit])
 
     async def inspect(self, id: UUID, *, shard: str | None = None) -> Sequence[NotificationRecord]:
         """The notification with this id, or all notifications of the event with this id; empty if there is none.
@@ -95,16 +104,17 @@ class Admin:
             print(record.state, record.attempts, record.errors)
         """
         records: list[NotificationRecord] = []
+        chosen = _ids([id])
         for one in self._chosen(shard):
-            records += await one.database.notifications.select_by_id(self._namespace, [id])
-        return sorted(records, key=lambda record: (record.handler_name, record.created_date))
+            records += await one.database.notifications.select_by_id(self._namespace, chosen)
+        return self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date)))
 
     async def retry(self, ids: Iterable[UUID], *, shard: str | None = None) -> int:
         """Make these notifications due now, with attempts and retention from the start; how many there were.
 
         One that parks its ordering key runs again, and the key goes on behind it when it succeeds.
         """
-        chosen = tuple(ids)
+        chosen = _ids(ids)
         return await self._change(shard, lambda one: one.notifications.retry, chosen)
 
     async def skip(self, ids: Iterable[UUID], *, shard: str | None = None) -> int:
@@ -112,7 +122,7 @@ class Admin:
 
         Behind one that parks its ordering key, the key goes on.
         """
-        chosen = tuple(ids)
+        chosen = _ids(ids)
         return await self._change(shard, lambda one: one.notifications.skip, chosen)
 
     async def resume(self, handler: str, ordering_key: object, *, shard: str | None = None) -> int:
@@ -238,11 +248,17 @@ class Admin:
         return sum([await one.database.subscriptions.forget(self._namespace, handler) for one in self._chosen(shard)])
 
     async def payloads(self, event_types: Sequence[str], *, shard: str | None = None) -> Sequence[str]:
-        """The stored payloads of events of these types, as JSON text, in the order of their sequence."""
+        """The stored payloads of events of these types, as JSON text, in the order of their sequence.
+
+        For programs, which need them as they are: ``redact`` is not asked.
+        """
         found: list[str] = []
         for one in self._chosen(shard):
             found += await one.database.events.payloads(self._namespace, event_types)
         return found
+
+    def _redacted(self, records: Iterable[NotificationRecord]) -> Sequence[NotificationRecord]:
+        return [redacted_record(record, self._redact) for record in records]
 
     async def _change(self, shard: str | None, change: Callable[[Database], _Change], ids: Sequence[UUID]) -> int:
         changed = 0
@@ -280,6 +296,22 @@ class Admin:
 
 def _type_names(types: Iterable[type[Event] | str] | None) -> Sequence[str]:
     return sorted({name for t in types or () for name in ([t] if isinstance(t, str) else type_names(t))})
+
+
+def _ids(ids: Iterable[object]) -> Sequence[UUID]:
+    """Ids, or the texts of ids, as UUIDs; :class:`ConfigurationError` for anything else.
+
+    They come from command lines and web pages, and on some databases they become a part of a statement.
+    """
+    return tuple(id if isinstance(id, UUID) else _id(id) for id in ids)
+
+
+def _id(given: object) -> UUID:
+    try:
+        return UUID(given if isinstance(given, str) else "")
+    except ValueError:
+        told = f"{given!r} is no id of a notification or an event; expected a UUID"
+        raise ConfigurationError(told) from None
 
 
 def _state(state: State | str) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ from outboxio.errors import SettingsError
 Backoff = Callable[[int, BaseException], timedelta]
 """Answers how long to wait after the given number of failed attempts, the last of which raised the exception."""
 
-_LARGEST_EXPONENT = 30  # beyond it every cap is reached, and the float stays finite
+_LARGEST_EXPONENT = 30  # beyond it every cap is reached
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -48,10 +49,10 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
-            if field.name in ("base", "cap", "retention") and given is not None:
+            if field.name == "base" or (field.name in ("cap", "retention") and given is not None):
                 force_setattr(self, field.name, parse_duration(given, key=f"RetryPolicy.{field.name}"))
         _expect(self, "max_attempts", self.max_attempts is None or self.max_attempts >= 1, "1 or more, or None")
-        _expect(self, "factor", self.factor >= 1, "1 or more")
+        _expect(self, "factor", 1 <= self.factor < math.inf, "1 or more")
         _expect(self, "jitter", 0 <= self.jitter <= 1, "between 0 and 1")
         _expect(self, "backoff", self.backoff is None or callable(self.backoff), "a callable of (attempts, exception)")
 
@@ -60,9 +61,14 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
         if self.backoff is not None:
             return self.backoff(attempts, error)
         cap = self.cap if self.cap is not None else default_cap
-        longest = cap.total_seconds()
-        exponent = min(attempts - 1, _LARGEST_EXPONENT)
-        return timedelta(seconds=jittered(min(self.base.total_seconds() * self.factor**exponent, longest), self.jitter))
+        seconds = min(self._before_cap(attempts), cap.total_seconds())
+        return timedelta(seconds=jittered(seconds, self.jitter))
+
+    def _before_cap(self, attempts: int) -> float:
+        try:
+            return self.base.total_seconds() * self.factor ** min(attempts - 1, _LARGEST_EXPONENT)
+        except OverflowError:  # longer than any cap, unless it is nothing many times over
+            return math.inf if self.base else 0.0
 
 
 def jittered(seconds: float, jitter: float = 0.1) -> float:

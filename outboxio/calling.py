@@ -13,27 +13,38 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
 from outboxio.clock import Clock
+from outboxio.crashes import Crashes
 from outboxio.emission import encode_params
 from outboxio.envelope import EventEnvelope, HandlerContext, current_envelope
-from outboxio.errors import CommitUnknown, InterruptedRun, InvalidEvent, NotBegun, RetryAfter, ReturnedAsFailed
+from outboxio.errors import (
+    CommitUnknown,
+    CrashedProcess,
+    InterruptedRun,
+    InvalidEvent,
+    NotBegun,
+    RetryAfter,
+    ReturnedAsFailed,
+)
 from outboxio.event import ActionRecord, Event
 from outboxio.handler import Handler, HandlerRegistry
 from outboxio.ids import uuid7
 from outboxio.notification import State
 from outboxio.options import Delivery
-from outboxio.outcome import Bucket, Outcome, failure, hook_failure, shown, success, verdict_of
+from outboxio.outcome import Bucket, Outcome, failure, hook_crash, hook_failure, shown, success, verdict_of
 from outboxio.queues import BatchRun, Run
 from outboxio.storage.protocols import Database, Session
 from outboxio.transaction import Transaction, commit, open_transaction, roll_back
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _STARTABLE = (State.PENDING, State.FAILED)
 _NULL = (None, msgspec.Raw(b"null"))
@@ -87,9 +98,11 @@ class Caller:
         *,
         emitted: Callable[[], None],
         transactions: asyncio.Semaphore | None = None,
+        crashes: Crashes | None = None,
     ) -> None:
         self.home: asyncio.Task[Any] | None = None
         """The task that everything here belongs to: when it is cancelled, so is everything."""
+        self.redact = context.redact
         self._namespace = namespace
         self._database = database
         self._handlers = handlers
@@ -98,6 +111,7 @@ class Caller:
         self._counters = counters
         self._emitted = emitted
         self._transactions = transactions or asyncio.Semaphore(database.handler_transactions)
+        self._crashes = crashes
 
     async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
         """Call the handler, or the hooks that are owed, for one row; ``None`` if there is nothing to write."""
@@ -108,6 +122,8 @@ class Caller:
             before = contextvars.copy_context()
             if queue.is_plain and run.notification.state != State.DYING:
                 await queue.function(cast(Any, envelope))
+            elif queue.is_watched:
+                await self._recorded(run, (run,), lambda: self._deliver(run, envelope))
             else:
                 await self._deliver(run, envelope)
             if run.is_settled or run.cancelled_at is None or run.interrupted:
@@ -130,10 +146,21 @@ class Caller:
             await self._in_transaction(run, {run: envelope}, (State.DYING,), self._bury)
         elif run.queue.delivery is Delivery.TRANSACTIONAL:
             await self._in_transaction(run, {run: envelope}, _STARTABLE, self._perform)
+        elif run.queue.delivery is Delivery.AT_LEAST_ONCE:
+            await run.queue.function(cast(Any, envelope))
         else:
             await self._mark(run)
             run.has_begun = True
             await run.queue.function(cast(Any, envelope))
+
+    async def _recorded(self, run: Run, rows: Iterable[Run], call: Callable[[], Awaitable[T]]) -> T:
+        """A call that the process may die of: that it begins is written before it does."""
+        assert self._crashes is not None
+        await self._crashes.begin(run, rows)
+        try:
+            return await call()
+        finally:
+            self._crashes.ended()
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -156,7 +183,9 @@ class Caller:
                 batch.cancelled_at = None
             if batch.parts:
                 batch.session, batch.is_settled = None, False
-                batch.queue.starts_now(batch, asyncio.get_running_loop().time())
+                # Waiting for a connection is not the handler's time.
+                now = 0.0 if batch.queue.needs_transaction else asyncio.get_running_loop().time()
+                batch.queue.starts_now(batch, now)
 
     async def _call_part(self, batch: BatchRun, rows: list[Run], done: Done) -> Mapping[Run, BaseException]:
         """One call; the rows that the handler says have failed, with why."""
@@ -167,10 +196,10 @@ class Caller:
         before = contextvars.copy_context()
         in_transaction = batch.queue.delivery is Delivery.TRANSACTIONAL
         try:
-            if in_transaction:
-                failed = (await self._in_transaction(batch, envelopes, _STARTABLE, self._perform_batch)).failed
+            if batch.queue.is_watched:
+                failed = await self._recorded(batch, envelopes, lambda: self._call_all(batch, envelopes))
             else:
-                failed = await _call_with(batch, envelopes)
+                failed = await self._call_all(batch, envelopes)
         finally:
             batch.is_clean = batch.is_clean and contextvars.copy_context() == before
         if batch.cancelled_at is not None and not batch.interrupted and not batch.is_settled:
@@ -180,6 +209,11 @@ class Caller:
                 # In a transaction it is settled already, or it was another's and is released.
                 done(run, None if in_transaction else self._succeeded(run, envelope))
         return failed
+
+    async def _call_all(self, batch: BatchRun, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
+        if batch.queue.delivery is Delivery.TRANSACTIONAL:
+            return (await self._in_transaction(batch, envelopes, _STARTABLE, self._perform_batch)).failed
+        return await _call_with(batch, envelopes)
 
     def _open_all(self, rows: Iterable[Run], done: Done) -> dict[Run, Envelope]:
         """The envelopes of a call; a row that cannot be decoded fails by itself."""
@@ -214,7 +248,8 @@ class Caller:
         else:
             logger.info(
                 "handler %r failed for %d events at once; trying halves of them: %s",
-                batch.queue.handler.name, len(left), shown(cause), extra={"handler_name": batch.queue.handler.name},
+                batch.queue.handler.name, len(left), shown(cause, self.redact),
+                extra={"handler_name": batch.queue.handler.name},
             )  # fmt: skip
             middle = len(left) // 2
             batch.parts += [left[middle:], left[:middle]]
@@ -411,21 +446,27 @@ class Caller:
     def judge(self, run: Run, error: BaseException) -> Outcome:
         """What a failure means for one row: another try, or the end."""
         queue, notification = run.queue, run.notification
+        if notification.state == State.DYING and isinstance(error, CrashedProcess):
+            logger.error("event %s is DEAD without its hook: %s", notification.event_id, shown(error))
+            return hook_crash(notification, run.lease, error, self._clock())
         if notification.state == State.DYING:
             logger.error(
                 "a hook of handler %r failed for event %s, and is tried again: %s",
-                queue.handler.name, notification.event_id, shown(error),
+                queue.handler.name, notification.event_id, shown(error, self.redact),
             )  # fmt: skip
-            return hook_failure(notification, run.lease, error, self._clock(), run.verdict, queue.cap)
+            return hook_failure(
+                notification, run.lease, error, self._clock(), run.verdict, queue.cap, self.redact
+            )  # fmt: skip
         outcome = failure(
             notification, run.lease, error, self._clock(), queue.policy, retention=queue.retention, cap=queue.cap,
             is_final=queue.delivery is Delivery.AT_MOST_ONCE and not isinstance(error, NotBegun),
-            owes_hook=bool(queue.hooks),
+            owes_hook=bool(queue.hooks), redact=self.redact,
         )  # fmt: skip
         logger.log(
             logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
             "handler %r failed for event %s (attempt %d, now %s): %s",
-            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state, shown(error),
+            queue.handler.name, notification.event_id, notification.attempts + 1, outcome.state,
+            shown(error, self.redact),
             extra={
                 "handler_name": queue.handler.name, "event_id": str(notification.event_id),
                 "notification_id": str(notification.id), "attempt": notification.attempts + 1,

@@ -14,6 +14,20 @@ def utc_now() -> datetime:
     return datetime.now(UTC).replace(tzinfo=None)
 
 
+EPOCH = datetime(1970, 1, 1)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def as_micros(moment: datetime) -> int:
+    """A naive UTC moment as microseconds since 1970."""
+    return (moment - EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime:
+    """The naive UTC moment so many microseconds after 1970."""
+    return EPOCH + timedelta(microseconds=micros)
+
+
 def naive_utc(moment: datetime) -> datetime:
     """The same moment as naive UTC; a naive ``moment`` is taken to be UTC already."""
     return moment if moment.tzinfo is None else moment.astimezone(UTC).replace(tzinfo=None)

@@ -27,7 +27,7 @@ def encode_object(value: object, subject: str, *, stores_nul: bool) -> str:
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}") from error
     if not encoded.startswith(b"{"):
-        raise InvalidEvent(subject, f"encodes to {encoded[:40].decode()}, which is no JSON object")
+        raise InvalidEvent(subject, f"encodes to {encoded.decode()[:40]}, which is no JSON object")
     # msgspec writes NaN and infinities as null, so only a text with a null in it can hide one.
     if b"null" in encoded:
         _refuse(value, subject, _is_not_finite, "is {!r}, which JSON cannot hold; use None, or a string")

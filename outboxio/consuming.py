@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.calling import Caller, Counters, Envelope, TakenByAnother
-from outboxio.clock import Clock
+from outboxio.clock import Clock, as_micros
 from outboxio.envelope import HandlerContext
 from outboxio.errors import CommitUnknown
 from outboxio.event import ActionRecord, EventRecord
@@ -262,8 +262,9 @@ class InlineShard:
             ordering_key=event.ordering_key,
             created_date=now,
         )
+        moment = as_micros(now)
         return Notification(
-            uuid7(), handler.name, event.event_type or "", event.payload, State.PENDING, 0, now, now, 0, context
+            uuid7(), handler.name, event.event_type or "", event.payload, State.PENDING, 0, moment, moment, 0, context
         )
 
     def _owed(self, message: Message, handler: Handler, error: BaseException | None) -> Owed:

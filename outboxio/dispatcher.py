@@ -13,7 +13,8 @@ as soon as the backlog ends, and at least twice a second while it lasts. So a re
 operator put back is never missed, and a drain reads every row once.
 
 What is due may still have to wait, for its ordering key or for other handlers: ``lines.py`` decides that between
-finding and running. How a handler is called, and what its end means, is in ``calling.py``.
+finding and running. So does ``crashes.py``, after a process has died. How a handler is called, and what its end means,
+is in ``calling.py``.
 
 A worker is a task of its own kind: a handler that ignores its cancellation cannot be waited for, which a TaskGroup
 would do for ever. All tasks are kept here, and :meth:`stop` accounts for each.
@@ -33,14 +34,15 @@ from uuid import UUID
 
 from outboxio.backoff import pause_after
 from outboxio.calling import Caller, Counters
-from outboxio.clock import Clock
+from outboxio.clock import Clock, as_micros
+from outboxio.crashes import Crashes
 from outboxio.envelope import HandlerContext, current_envelope
 from outboxio.errors import ShutdownError
 from outboxio.handler import HandlerRegistry
 from outboxio.lines import Lines
 from outboxio.notification import BEGINNING, Notification, State, Wanted
 from outboxio.options import DeadHook
-from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown, too_old
+from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown
 from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, BatchRun, HandlerQueue, Run, Source, Turns
 from outboxio.quota import Quotas
 from outboxio.round import Round
@@ -50,6 +52,7 @@ from outboxio.storage.protocols import Database, Pause
 logger = logging.getLogger(__name__)
 
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
+MOST_CALLED = 8  # workers that are on their way at once
 TRIES_TO_SETTLE = 5  # of one drain, within about three seconds
 
 
@@ -71,7 +74,14 @@ class Dispatcher:
         left_behind: set[UUID],
     ) -> None:
         self.counters = Counters()
-        self.caller = Caller(namespace, database, handlers, clock, context, self.counters, emitted=emitted)
+        self._in_flight: dict[UUID, Run] = {}
+        self._crashes = Crashes(
+            namespace, database.starts, clock, settings.max_crashes, in_flight=self._in_flight,
+            left_behind=left_behind, wake=lambda: self.wake_finding(),
+        )  # fmt: skip
+        self.caller = Caller(
+            namespace, database, handlers, clock, context, self.counters, emitted=emitted, crashes=self._crashes
+        )
         self.wake_finding: Callable[[], None] = _nothing
         self.wake_settling: Callable[[], None] = _nothing
         self.doubt: Callable[[Lease], None] = lambda lease: None
@@ -84,15 +94,15 @@ class Dispatcher:
         strict = handlers.strict_types()
         self._queues = {id(h): HandlerQueue(h, settings, len(handlers), on_dead, strict) for h in handlers}
         self._lines = Lines(
-            namespace, database.lines, clock, release=self._release_run, skip=self._add, unblocked=unblocked
-        )
+            namespace, database.lines, clock, start=self._start, release=self._release_run, skip=self._add,
+            unblocked=unblocked,
+        )  # fmt: skip
         self._is_choosy = any(queue.is_choosy for queue in self._queues.values())
         self._unclaimed = sum(queue.share for queue in self._queues.values())
         self._held_back: list[HandlerQueue] = []
         self._sources: dict[str, Source] = {}
         self._pauses: dict[str, Pause] | None = None
         self._quotas = Quotas(settings.handling_batch_size)
-        self._in_flight: dict[UUID, Run] = {}
         has_priorities = len({queue.priority for queue in self._queues.values()}) > 1
         self._runnable: deque[HandlerQueue] | Turns = Turns() if has_priorities else deque()
         self._ready = 0
@@ -104,7 +114,10 @@ class Dispatcher:
         self._workers: set[asyncio.Task[None]] = set()
         self._stuck: dict[asyncio.Task[None], list[UUID]] = {}
         self._left_behind = left_behind
+        self._hired: set[asyncio.Task[None]] = set()
         self._idle: list[asyncio.Future[bool]] = []
+        self._called = 0
+        self._turn_ends: float | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._finding = asyncio.Lock()
@@ -112,7 +125,7 @@ class Dispatcher:
         self._settling = asyncio.Lock()
         self._refused_runs: dict[UUID, Run] = {}
         self._base_context = contextvars.copy_context()
-        self._now = datetime.min
+        self._now = 0
         self._proven_until = float("inf")
         self._stopping = False
 
@@ -125,6 +138,7 @@ class Dispatcher:
             source = self._sources[name] = Source(name, self._queues[id(handler)], lease)
             self._heed_pauses_of(source)
             source.in_flight = sum(run.notification.handler_name == name for run in self._in_flight.values())
+            self._crashes.taken(source)
             self._lines.look_along_soon()
             self.wake_finding()
 
@@ -159,7 +173,7 @@ class Dispatcher:
         names = source.queue.handler.names
         ends = [pause.ended_date for name, pause in self._pauses.items() if name in names]
         source.is_paused = None in ends
-        source.queue.retention_renewed = max((end for end in ends if end is not None), default=datetime.min)
+        source.queue.retention_renewed = max((as_micros(end) for end in ends if end is not None), default=0)
 
     # --- one round -----------------------------------------------------------------------------
 
@@ -206,18 +220,23 @@ class Dispatcher:
             asked = self._next_reads(now)
             if not asked:
                 return Round(moved)
-            self._now = self._clock()
             self._settled_meanwhile.clear()
             rows = await self._database.notifications.find_due(
-                self._namespace, self._now, [wanted for _, wanted in asked]
+                self._namespace, self._clock(), [wanted for _, wanted in asked]
             )
+            if self._crashes.is_wary:
+                rows = await self._crashes.sift(asked, rows)
             started, undecided = self._take_in(rows)
             more = self._learn(asked, rows, now)
-            if undecided:
-                started += await self._admit(undecided)
-            for queue in {id(source.queue): source.queue for source, _ in asked if source.queue.batch}.values():
-                self._make_batches(queue)
-            self._call_workers(started)
+            self._call_workers()
+            try:
+                if undecided:
+                    started += await self._admit(undecided)
+            finally:  # or what has gathered would wait for ever: a handler that has enough is not read for again
+                for queue in {id(source.queue): source.queue for source, _ in asked if source.queue.batch}.values():
+                    self._make_batches(queue, flush=queue is self._crashes.alone_in)
+        if self._waiting and self._nothing_follows:
+            self.wake_settling()  # outcomes have waited for others that were not found
         return Round(moved + started, more)
 
     async def _move_up(self, now: float) -> int:
@@ -226,13 +245,14 @@ class Dispatcher:
             return 0
         before = self._lines.unblocked
         moved = await self._lines.advance(self._sources.values(), now)
-        for run in moved:
-            self._make_ready(run)
-        self._call_workers(len(moved))
         unblocked = self._lines.unblocked - before
         if unblocked:
             self._sweep_soon()
-        return len(moved) + unblocked
+        return moved + unblocked
+
+    def _start(self, run: Run) -> None:
+        if self._make_ready(run):
+            self._call_workers()
 
     async def _admit(self, undecided: Mapping[HandlerQueue, list[Run]]) -> int:
         """Make ready what need not wait for anything; how many rows that were."""
@@ -241,7 +261,8 @@ class Dispatcher:
             while waiting:
                 queue, runs = waiting.popitem()
                 for run in await self._lines.admit(queue, runs):
-                    admitted += self._make_ready(run)
+                    self._start(run)
+                    admitted += 1
         finally:
             for runs in waiting.values():
                 for run in runs:
@@ -291,8 +312,8 @@ class Dispatcher:
             elif queue.batch is not None:
                 taken += self._make_ready(run)
             else:
-                if row.retention_from < queue.retention_renewed:
-                    row.retention_from = queue.retention_renewed
+                if row.retention_us < queue.retention_renewed:
+                    row.retention_us = queue.retention_renewed
                 queue.ready.append(run)
                 filled[queue] = None
                 self._ready += 1
@@ -309,8 +330,8 @@ class Dispatcher:
         if source is None or source.is_paused or self._stopping:
             self._release_run(run)
             return 0
-        if run.notification.retention_from < queue.retention_renewed:
-            run.notification.retention_from = queue.retention_renewed
+        if run.notification.retention_us < queue.retention_renewed:
+            run.notification.retention_us = queue.retention_renewed
         if queue.batch is not None and run.notification.state != State.DYING:
             queue.gathering.append(run)
             return 0
@@ -333,7 +354,7 @@ class Dispatcher:
             self._ready += made
             self._quiet.clear()
             self._list(queue)
-            self._call_workers(made)
+            self._call_workers()
         if queue.gather_timer is not None and (made or not queue.gathering):
             queue.gather_timer.cancel()
             queue.gather_timer = None
@@ -410,20 +431,28 @@ class Dispatcher:
             return run
         return None
 
-    def _call_workers(self, number: int) -> None:
-        """Wake so many idle workers, and hire what is lacking."""
-        while number and self._idle:
+    def _call_workers(self) -> None:
+        """Call workers for what is ready, and hire what is lacking.
+
+        Few at a time: each that finds something calls others before it begins. So handlers that never wait are run by
+        one worker, one after the other, and those that do soon have everybody.
+        """
+        number = min(max(1, self._running), MOST_CALLED) - self._called - len(self._hired)
+        while number > 0 and self._idle:
             waiter = self._idle.pop()
             if not waiter.done():
                 waiter.set_result(True)
+                self._called += 1
                 number -= 1
         for _ in range(min(number, self._settings.concurrency - len(self._workers))):
             worker = asyncio.create_task(self._work(), context=self._base_context.copy())
             self._workers.add(worker)
+            self._hired.add(worker)
             worker.add_done_callback(self._worker_ended)
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
+        self._hired.discard(worker)
         if (stuck := self._stuck.pop(worker, None)) is not None:
             self._left_behind.difference_update(stuck)
             self.wake_finding()
@@ -434,28 +463,40 @@ class Dispatcher:
             for row in run.undone:
                 self._row_over(row, None)  # nobody knows how it ended: its row is found again
         if self._runnable and not self._stopping:
-            self._call_workers(1)
+            self._call_workers()
 
     async def _work(self) -> None:
         """A worker's life: run after run, until it is sent home or a run leaves its mark on it."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        slice_ends = loop.time() + SLICE
+        self._hired.discard(task)
         while True:
             now = loop.time()
-            if now > slice_ends:
-                await asyncio.sleep(0)
-                now = loop.time()
-                self._now, slice_ends = self._clock(), now + SLICE
-                if now > self._proven_until:
-                    self._drop_ready(lambda run: True)
-            run = self._next_run()
+            run = self._next_run() if self._has_time(now, loop) else None
             if run is None:
                 if not await self._rest():
                     return
-            elif not await self._run(run, task, now):
+                continue
+            if self._runnable and not self._called:
+                self._call_workers()
+            if not await self._run(run, task, now):
                 return
+
+    def _has_time(self, now: float, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether workers may start something: all together have a slice of each turn of the event loop."""
+        if self._turn_ends is None:
+            self._turn_ends = now + SLICE
+            loop.call_soon(self._end_turn)
+            self._now = as_micros(self._clock())
+            if now > self._proven_until:
+                self._drop_ready(lambda run: True)
+        return now <= self._turn_ends
+
+    def _end_turn(self) -> None:
+        self._turn_ends = None
+        if self._runnable and not self._stopping:
+            self._call_workers()
 
     async def _rest(self) -> bool:
         """Wait to be called; whether there is work, rather than the end of it."""
@@ -464,7 +505,11 @@ class Dispatcher:
         self._idle.append(waiter)
         if self._stopping:
             return False
-        return await waiter
+        try:
+            return await waiter
+        finally:
+            if waiter.done() and not waiter.cancelled() and waiter.result():
+                self._called -= 1
 
     async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> bool:
         """Call the handler for one run; whether this worker may go on."""
@@ -472,7 +517,7 @@ class Dispatcher:
             return await self._run_batch(run, task, now)
         queue, notification = run.queue, run.notification
         is_dying = notification.state == State.DYING
-        if not is_dying and too_old(notification, self._now, queue.retention):
+        if not is_dying and queue.is_too_old(notification, self._now):
             self._finished(run, expired(notification, run.lease))
             return True
         # Whoever needs a transaction waits for it first, and that is not the handler's time.
@@ -504,7 +549,7 @@ class Dispatcher:
     def _expire_old(self, batch: BatchRun) -> None:
         """Rows that outlived their retention leave the batch before it is called."""
         rows = batch.parts[0]
-        old = [row for row in rows if too_old(row.notification, self._now, batch.queue.retention)]
+        old = [row for row in rows if batch.queue.is_too_old(row.notification, self._now)]
         for row in old:
             batch.remaining.pop(row)
             self._row_over(row, expired(row.notification, row.lease))
@@ -513,7 +558,10 @@ class Dispatcher:
     def _finished(self, run: Run, outcome: Outcome | None) -> None:
         """A run is over: free its slot, and hand its outcome to settling."""
         self._leave(run)
-        self._row_over(run, outcome)
+        if outcome is None or run.is_settled:
+            self._row_over(run, outcome)
+        else:
+            self._add(outcome)
 
     def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:
         """A row of a batch is over; the others may go on for long."""
@@ -534,7 +582,8 @@ class Dispatcher:
         self._running -= 1
         if len(queue.running) < queue.share:
             self._unclaimed += 1
-        self._list(queue)
+        if not queue.is_listed:
+            self._list(queue)
         while self._held_back:
             self._list(self._held_back.pop())
         if not self._running and not self._ready:
@@ -542,15 +591,18 @@ class Dispatcher:
 
     def _release_run(self, run: Run) -> None:
         """The row is no longer ours to remember: it may be found again."""
-        self._forget(run.notification.id, run.notification.handler_name)
+        self._forget((run.notification.id,))
 
-    def _forget(self, notification_id: UUID, handler_name: str) -> None:
-        run = self._in_flight.get(notification_id)
-        if run is not None:
-            del self._in_flight[notification_id]
-            if self._finding.locked():
-                self._settled_meanwhile.add(notification_id)
-            source = self._sources.get(handler_name)
+    def _forget(self, ids: Iterable[UUID]) -> None:
+        in_flight, sources = self._in_flight, self._sources
+        meanwhile = self._settled_meanwhile if self._finding.locked() else None
+        for notification_id in ids:
+            run = in_flight.pop(notification_id, None)
+            if run is None:
+                continue
+            if meanwhile is not None:
+                meanwhile.add(notification_id)
+            source = sources.get(run.notification.handler_name)
             if source is not None:
                 source.in_flight -= 1
             if run.queue.is_choosy:
@@ -633,7 +685,7 @@ class Dispatcher:
             self._row_over(row, self.caller.judge(row, error) if is_over else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
-        self._call_workers(1)
+        self._call_workers()
 
     def _leave_behind(self, run: Run) -> None:
         """While a stuck run lasts, its row is not started again in this process, in a later stay neither."""
@@ -650,9 +702,14 @@ class Dispatcher:
 
     # --- settling ------------------------------------------------------------------------------
 
+    @property
+    def _nothing_follows(self) -> bool:
+        """Whether no more outcomes are to be expected soon."""
+        return not (self._running or self._ready or self._finding.locked())
+
     def _add(self, outcome: Outcome) -> None:
         self._waiting.append(outcome)
-        if len(self._waiting) >= self._settings.outcome_batch or not (self._running or self._ready):
+        if len(self._waiting) == self._settings.outcome_batch or (not self._running and self._nothing_follows):
             self.wake_settling()
         elif self._flush_timer is None:
             delay = self._settings.outcome_delay.total_seconds()
@@ -685,6 +742,8 @@ class Dispatcher:
                 self._writing = []
             if problem is not None:
                 raise problem
+        if self._crashes.is_wary:
+            await self._crashes.clear()
         if batch:
             self.wake_finding_if_starved()
         if self._is_choosy and self._lines.has_moved:
@@ -709,7 +768,8 @@ class Dispatcher:
             if len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             refused = bucket.outcomes[0]
-            logger.error("the database refuses a value of notification %s: %s", refused.notification_id, shown(error))
+            told = shown(error, self.caller.redact)
+            logger.error("the database refuses a value of notification %s: %s", refused.notification_id, told)
             (bucket,) = in_buckets([self._storable(refused, error)])
             settled = await self._write(bucket)
         if settled < len(bucket.outcomes):
@@ -719,8 +779,7 @@ class Dispatcher:
         self.counters.count(bucket.state, settled)
         if bucket.state in (State.FAILED, State.DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
-        for outcome in bucket.outcomes:
-            self._forget(outcome.notification_id, outcome.lease.handler_name)
+        self._forget(outcome.notification_id for outcome in bucket.outcomes)
         return []
 
     def _wake_when_due(self, moment: datetime) -> None:
@@ -763,6 +822,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
         self._stopping = True
+        self._crashes.leave()
         self._drop_ready(lambda run: True)
         for waiter in self._idle:
             if not waiter.done():
@@ -771,7 +831,8 @@ class Dispatcher:
             await asyncio.wait(self._workers, timeout=grace)
         await self._interrupt()
         await self._settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)))
-        for timer in (self._flush_timer, self._watch_timer):
+        gathering = [queue.gather_timer for queue in self._queues.values()]
+        for timer in (self._flush_timer, self._watch_timer, *gathering):
             if timer is not None:
                 timer.cancel()
 

@@ -13,6 +13,7 @@ from outboxio.emission import Cause, Emitter
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.event import RECEIVED_ACTION, Event, EventRecord
 from outboxio.notification import Notification
+from outboxio.redaction import Redact, as_it_is
 
 if TYPE_CHECKING:
     from outboxio.action import Performs, Result_co
@@ -36,7 +37,7 @@ class Join(Protocol):
 class HandlerContext:
     """What all envelopes of one shard share."""
 
-    __slots__ = ("emitter", "execute", "join", "namespace", "outbox", "resources", "shard", "stopping")
+    __slots__ = ("emitter", "execute", "join", "namespace", "outbox", "redact", "resources", "shard", "stopping")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class HandlerContext:
         execute: Execute,
         join: Join,
         outbox: object,
+        redact: Redact = as_it_is,
     ) -> None:
         self.namespace = namespace
         self.shard = shard
@@ -58,6 +60,7 @@ class HandlerContext:
         self.execute = execute
         self.join = join
         self.outbox = outbox
+        self.redact = redact
 
 
 class EventEnvelope(Generic[E_co]):

@@ -12,6 +12,8 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from outboxio.passwords import without_passwords
+
 
 class OutboxError(Exception):
     """The root of everything that outboxio raises on its own account."""
@@ -31,7 +33,7 @@ class SettingsError(ConfigurationError):
         self.key = key
         self.value = value
         self.expected = expected
-        super().__init__(f"setting {key} = {value!r}: expected {expected}")
+        super().__init__(f"setting {key} = {without_passwords(repr(value))}: expected {expected}")
 
 
 class RegistrationError(ConfigurationError):
@@ -238,6 +240,19 @@ class InterruptedRun(OutboxError):
         super().__init__(
             f"a run of handler {handler_name!r} was begun before and never ended: its process died, or lost its "
             "database. It runs at most once, so it is not begun again; look at what it did, then retry or skip it"
+        )
+
+
+class CrashedProcess(OutboxError):
+    """Runs of a handler for one event never ended, because their process did; it is not begun once more."""
+
+    def __init__(self, handler_name: str, starts: int) -> None:
+        self.handler_name = handler_name
+        self.starts = starts
+        super().__init__(
+            f"handler {handler_name!r} was begun {starts} times for this event, at last with no other run beside it, "
+            "and each time its process ended before it did. It is not begun again: find out what ends the process "
+            "(os._exit, a fault in native code, no memory left), mend it, then retry or skip the notification"
         )
 
 

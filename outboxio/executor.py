@@ -24,6 +24,8 @@ from outboxio.errors import (
 )
 from outboxio.event import ActionRecord, EventRecord, checked_name, checked_text
 from outboxio.ids import uuid7
+from outboxio.outcome import shown
+from outboxio.redaction import Redact, as_it_is
 from outboxio.storage.protocols import Database, Session
 from outboxio.transaction import Transaction, commit, open_transaction, roll_back
 from outboxio.waiting import to_the_end
@@ -62,6 +64,7 @@ class ActionExecutor:
         resources: Any,
         record_empty_actions: bool,
         owner: object,
+        redact: Redact = as_it_is,
     ) -> None:
         self._namespace = namespace
         self._shards = shards
@@ -69,6 +72,7 @@ class ActionExecutor:
         self._resources = resources
         self._record_empty_actions = record_empty_actions
         self._owner = owner
+        self._redact = redact
 
     async def execute(
         self,
@@ -131,7 +135,7 @@ class ActionExecutor:
                 if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
                     raise
                 logger.info(
-                    "%s failed with %r and is run again in %.0f ms", name, error, delay * 1000,
+                    "%s failed with %s and is run again in %.0f ms", name, shown(error, self._redact), delay * 1000,
                     extra={"action_name": name, "action_id": str(action_id)},
                 )  # fmt: skip
             await asyncio.sleep(delay)

@@ -184,8 +184,7 @@ def make_handler(
         raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); leave it out")
     types = tuple(event_types)
     for cls in types:
-        # Callers may not be typed.
-        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
     if not types and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")

@@ -5,7 +5,8 @@ heartbeat fails, or the last proof is older than twice the heartbeat interval, w
 silent session. The last one needs no report, so a process that was frozen starts nothing when it wakes up.
 
 Each acquisition raises the term in ``leases``; outcomes are written only under the newest one. If this process takes
-a lock again and its term went up by exactly one, nobody held it in between: what is in flight stays valid.
+a lock again and its term went up by exactly one, nobody held it in between: what is in flight stays valid. If another
+held it and did not give it back, that one may have died of what it was running: the lease says so (``crashes.py``).
 """
 
 from __future__ import annotations
@@ -126,19 +127,21 @@ class LockKeeper:
         if not lacking:
             return 0
         now = asyncio.get_running_loop().time()
-        terms = await self._lock.acquire(lacking)
+        acquired = await self._lock.acquire(lacking)
         self._prove(now)
-        for name, term in terms.items():
-            self._take(name, term)
-        return len(terms)
+        for name, ours in acquired.items():
+            self._take(name, ours.term, follows_crash=ours.follows_crash)
+        return len(acquired)
 
-    def _take(self, name: LockName, term: int) -> None:
+    def _take(self, name: LockName, term: int, *, follows_crash: bool = False) -> None:
         lease = self._leases[name]
         if lease is not None and term == lease.term + 1:
             lease.term, lease.held = term, True
+            follows_crash = False
         else:
-            lease = self._leases[name] = Lease(name.lease, name.handler_name, term)
-        logger.info("took %s, term %d", name.lease, term, extra={"lock": name.lease, "term": term})
+            lease = self._leases[name] = Lease(name.lease, name.handler_name, term, follows_crash=follows_crash)
+        how = "; its former holder did not give it back" if follows_crash else ""
+        logger.info("took %s, term %d%s", name.lease, term, how, extra={"lock": name.lease, "term": term})
         self._taken(name, lease)
 
     def _prove(self, moment: float) -> None:

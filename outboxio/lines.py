@@ -61,6 +61,7 @@ class Lines:
         repository: LineRepository,
         clock: Clock,
         *,
+        start: Callable[[Run], object],
         release: Callable[[Run], None],
         skip: Callable[[Outcome], None],
         unblocked: Callable[[], None],
@@ -68,6 +69,7 @@ class Lines:
         self._namespace = namespace
         self._repository = repository
         self._clock = clock
+        self._start = start
         self._release = release
         self._skip = skip
         self._unblocked = unblocked
@@ -116,8 +118,7 @@ class Lines:
                 undecided = await self._wait_for_moment(queue, queue.next_moment, undecided)
             if queue.handler.options.ordered:
                 undecided = await self._line_up(queue, undecided)
-            if queue.strict_types:
-                undecided = await self._behind_others(queue, undecided)
+            undecided = await self._behind_others(queue, undecided)
         except BaseException:
             given_up = set(undecided)
             for line in self._lines_of(queue):
@@ -215,8 +216,8 @@ class Lines:
 
     # --- moving up -----------------------------------------------------------------------------
 
-    async def advance(self, sources: Iterable[Source], now: float) -> list[Run]:
-        """Heads that may start because the one before them has ended; what other processes wait for is released."""
+    async def advance(self, sources: Iterable[Source], now: float) -> int:
+        """Start the heads for which the one before has ended, and release what waits elsewhere; how many started."""
         held = {id(source.queue): source.queue for source in sources if source.queue.is_choosy}
         if self._attempted:
             attempted, self._attempted = self._attempted, set()
@@ -225,37 +226,42 @@ class Lines:
             except BaseException:
                 self._attempted |= attempted
                 raise
-        moved, self._moved = self._moved, {}
-        started: list[Run] = []
-        for queue in {id(queue): queue for queue in moved.values()}.values():
-            keys = [key for owner, key in moved if owner == id(queue)]
-            try:
-                if id(queue) in held:
-                    started += await self._advance(queue, keys)
-                else:
-                    for key in keys:
-                        if (line := self._lines.pop((id(queue), key), None)) is not None:
-                            self._give_back(line.waiting)
-            except BaseException:
-                self._moved.update({(id(queue), key): queue for key in keys})
-                raise
+        started = 0
+        for queue in {id(queue): queue for queue in self._moved.values()}.values():
+            # Each queue is done with before the next one is asked about: a failure there takes nothing back here.
+            for run in await self._advance(queue, is_held=id(queue) in held):
+                self._start(run)
+                started += 1
         if now >= self._look_at:
             await self._look_along(list(held.values()))
         return started
 
-    async def _advance(self, queue: HandlerQueue, keys: Sequence[str]) -> list[Run]:
-        heads = await self._heads(queue, keys)
-        started: list[Run] = []
+    async def _advance(self, queue: HandlerQueue, *, is_held: bool) -> list[Run]:
+        moved = {place: owner for place, owner in self._moved.items() if owner is queue}
+        for place in moved:
+            del self._moved[place]
+        if not is_held:
+            for place in moved:
+                if (line := self._lines.pop(place, None)) is not None:
+                    self._give_back(line.waiting)
+            return []
+        keys = [key for _, key in moved]
+        try:
+            heads = await self._heads(queue, keys)
+        except BaseException:
+            self._moved.update(moved)
+            raise
+        up: list[Run] = []
         blocked: list[Run] = []
         stranded: list[str] = []
         for key in keys:
             line, head = self._lines.get((id(queue), key)), heads.get(key)
             waiting = [] if line is None else line.waiting
-            place = next((i for i, r in enumerate(waiting) if head is not None and r.notification.id == head.id), None)
-            if line is not None and place is not None:
-                self._give_back(waiting[:place])
-                line.head, line.waiting = waiting[place], waiting[place + 1 :]
-                started.append(line.head)
+            index = next((i for i, r in enumerate(waiting) if head is not None and r.notification.id == head.id), None)
+            if line is not None and index is not None:
+                self._give_back(waiting[:index])
+                line.head, line.waiting = waiting[index], waiting[index + 1 :]
+                up.append(line.head)
                 continue
             self._lines.pop((id(queue), key), None)
             if head is None or head.state == State.BLOCKED:
@@ -263,9 +269,14 @@ class Lines:
                 stranded += [key] * (head is not None)
             else:
                 blocked += waiting
-        await self._block(blocked)
-        await self._unblock(queue, stranded)
-        return started
+        try:
+            await self._block(blocked)
+            await self._unblock(queue, stranded)
+            return await self._behind_others(queue, up)
+        except BaseException:
+            for run in up:
+                self._release(run)  # they have moved again by that, and are found anew
+            raise
 
     # --- looking along -------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
+from outboxio.clock import from_micros
+
 
 class State(StrEnum):
     """The life of a notification. The last four are terminal."""
@@ -23,6 +25,8 @@ class State(StrEnum):
     EXPIRED = "EXPIRED"
     DEAD = "DEAD"
     SKIPPED = "SKIPPED"
+
+    __hash__ = str.__hash__  # the enum's own is a function in Python
 
 
 TERMINAL = (State.SUCCEEDED, State.EXPIRED, State.DEAD, State.SKIPPED)
@@ -59,8 +63,9 @@ class Notification(Struct, gc=False):
     """A due row, as far as dispatch needs it.
 
     The order of the fields is the order of the columns in every dialect's ``find_due``. ``payload`` is the text or the
-    bytes of a JSON object, or ``None``. ``raw_context`` is one column for all that a handler may never look at: drivers
-    take longer to decode its parts than databases take to put them together.
+    bytes of a JSON object, or ``None``. Moments are microseconds since 1970, UTC, because drivers take 1 us to make a
+    datetime. ``raw_context`` is one column for all that a handler may never look at: drivers take longer to decode its
+    parts than databases take to put them together.
     """
 
     id: UUID
@@ -69,10 +74,18 @@ class Notification(Struct, gc=False):
     payload: Any
     state: str
     attempts: int
-    next_retry_at: datetime
-    retention_from: datetime
+    next_retry_us: int
+    retention_us: int
     sequence: int
     raw_context: Any
+
+    @property
+    def next_retry_at(self) -> datetime:
+        return from_micros(self.next_retry_us)
+
+    @property
+    def retention_from(self) -> datetime:
+        return from_micros(self.retention_us)
 
     @property
     def context(self) -> Context:

@@ -36,6 +36,7 @@ from outboxio.handler import (
 from outboxio.inbox import Inbox
 from outboxio.names import LockName
 from outboxio.options import DeadHook, HandlerKeywords, checked_hook
+from outboxio.redaction import Redact, checked_redact
 from outboxio.running import Running, Stay
 from outboxio.settings import Settings
 from outboxio.shard import Roles, ShardRuntime, ShardWork
@@ -72,6 +73,12 @@ class Outbox:
     as ``tx.resources`` and ``envelope.resources``. ``on_dead`` is an async function of (envelope, error), called
     for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
 
+    ``redact`` is a function of a text that returns what may be kept of it, for what must not reach an operator's eyes:
+    card numbers, tokens, names. It is given type, message and traceback of each error before they are stored, what log
+    lines say of a failure, and the payloads, parameters, headers and errors that ``outbox.admin`` and the command line
+    show, as JSON text. It is called when something failed or is looked at, never otherwise. If it fails, the text is
+    left out altogether. Handlers get their events as they are.
+
     Raises :class:`ConfigurationError` for a database that it cannot make sense of.
 
     Example::
@@ -94,8 +101,10 @@ class Outbox:
         clock: Clock | None = None,
         resources: Any = None,
         on_dead: DeadHook | None = None,
+        redact: Redact | None = None,
     ) -> None:
         self._on_dead = checked_hook(on_dead, "on_dead of the outbox")
+        self._redact = checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = settings if settings is not None else Settings()
         self.resources = resources
@@ -114,12 +123,13 @@ class Outbox:
             resources=resources,
             record_empty_actions=self.settings.record_empty_actions,
             owner=self,
+            redact=self._redact,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
         self.inbox = Inbox(namespace, self.executor, self._session_on, self._inline)
         """Receives what brokers and webhooks deliver: ``await outbox.inbox.receive(...)``."""
         reached = {name: AdminShard(s.database, s.clock, s.became_due) for name, s in self._shards.items()}
-        self.admin = Admin(namespace, reached, self.settings, self._handlers)
+        self.admin = Admin(namespace, reached, self.settings, self._handlers, self._redact)
         """What an operator asks and orders."""
 
     # --- handlers --------------------------------------------------------------------------------
@@ -372,6 +382,7 @@ class Outbox:
             join=self._join,
             outbox=self,
             on_dead=self._on_dead,
+            redact=self._redact,
         )
 
     def _inline(self, shard: str) -> InlineShard:

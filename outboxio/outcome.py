@@ -19,9 +19,10 @@ from msgspec import Struct
 from outboxio.backoff import RetryPolicy
 from outboxio.clock import naive_utc
 from outboxio.duration import parse_duration
-from outboxio.errors import HandlerFailed, RetryAfter, TooManyHops, Unprocessable
+from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.notification import Notification, State
+from outboxio.redaction import Redact, as_it_is
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Lease(Struct):
     handler_name: str
     term: int
     held: bool = True
+    follows_crash: bool = False
+    """Whether the holder before us did not give it back."""
 
 
 Emitted = tuple[ActionRecord, list[EventRecord]]
@@ -96,20 +99,31 @@ class Bucket(Struct, frozen=True):
 
 
 def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
-    """The outcomes by state, attempts and kind; within a bucket in primary key order, so that writers never cross."""
-    buckets: dict[tuple[State, int, bool, bool], list[Outcome]] = {}
-    for outcome in outcomes:
-        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None)
+    """The outcomes by state, attempts and kind; within a bucket in primary key order, so that writers never cross.
+
+    A lock that was lost, and taken again after another process had it, has left outcomes under two leases. They keep
+    apart, for the statement asks whether one of a bucket's leases holds the handler's name, not which of them.
+    """
+    some = list(outcomes)
+    over = _with_successors({id(outcome.lease): outcome.lease for outcome in some}.values())
+    buckets: dict[tuple[State, int, bool, bool, bool], list[Outcome]] = {}
+    for outcome in some:
+        is_over = bool(over) and id(outcome.lease) in over
+        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over)
         buckets.setdefault(kind, []).append(outcome)
     return [
-        Bucket(kind[0], kind[1], sorted(some, key=lambda outcome: outcome.notification_id.int))
-        for kind, some in buckets.items()
+        Bucket(kind[0], kind[1], sorted(alike, key=lambda outcome: outcome.notification_id.int))
+        for kind, alike in buckets.items()
     ]
 
 
-def too_old(notification: Notification, now: datetime, retention: timedelta) -> bool:
-    """Whether the notification outlived its retention window before its handler was called."""
-    return now > notification.retention_from + retention
+def _with_successors(leases: Iterable[Lease]) -> set[int]:
+    """The ids of those leases that have a successor among the others."""
+    leases = list(leases)
+    newest: dict[str, int] = {}
+    for lease in leases:
+        newest[lease.name] = max(lease.term, newest.get(lease.name, 0))
+    return {id(lease) for lease in leases if lease.term < newest[lease.name]}
 
 
 def success(notification: Notification, lease: Lease) -> Outcome:
@@ -132,39 +146,55 @@ def failure(
     cap: timedelta,
     is_final: bool = False,
     owes_hook: bool = False,
+    redact: Redact = as_it_is,
 ) -> Outcome:
     """What a run that raised means: another try, or the end. ``now`` is after the handler ended.
 
     ``is_final``: there is no other try. ``owes_hook``: an end is a verdict only, until a hook has heard of it.
+    ``redact`` sees to every text of the error before it is kept.
     """
     attempts = 1 if is_final else notification.attempts + 1
     if isinstance(error, RetryAfter) and not error.count_attempt and not is_final:
         attempts = notification.attempts
-    described = describe(error, now, notification.attempts + 1)
+    described = describe(error, now, notification.attempts + 1, redact=redact)
 
     def ends(state: State) -> Outcome:
         if owes_hook:
-            verdict = describe(error, now, notification.attempts + 1, verdict=state)
+            verdict = describe(error, now, notification.attempts + 1, verdict=state, redact=redact)
             return Outcome(notification.id, lease, State.DYING, attempts, now, verdict)
         return Outcome(notification.id, lease, state, attempts, None, described)
 
-    if is_final or isinstance(error, Unprocessable | TooManyHops):
+    if is_final or isinstance(error, Unprocessable | TooManyHops | CrashedProcess):
         return ends(State.DEAD)
     if policy.max_attempts is not None and attempts >= policy.max_attempts and attempts > notification.attempts:
         return ends(State.DEAD)
-    due = _next_try(error, attempts, now, policy, cap)
+    due = _next_try(error, attempts, now, policy, cap, redact)
     if due > notification.retention_from + retention:
         return ends(State.EXPIRED)
     return Outcome(notification.id, lease, State.FAILED, attempts, due, described)
 
 
 def hook_failure(
-    notification: Notification, lease: Lease, error: BaseException, now: datetime, last: Verdict | None, cap: timedelta
+    notification: Notification,
+    lease: Lease,
+    error: BaseException,
+    now: datetime,
+    last: Verdict | None,
+    cap: timedelta,
+    redact: Redact = as_it_is,
 ) -> Outcome:
     """The hook failed: the verdict stands, and only the hook is tried again. ``last``: ``None`` if it was not read."""
-    due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap)
-    described = describe(error, now, notification.attempts, hook_of=last or Verdict(State.DEAD, UNKNOWN, 0))
+    due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap, redact)
+    verdict = last or Verdict(State.DEAD, UNKNOWN, 0)
+    described = describe(error, now, notification.attempts, hook_of=verdict, redact=redact)
     return Outcome(notification.id, lease, State.DYING, notification.attempts, due, described)
+
+
+def hook_crash(notification: Notification, lease: Lease, error: BaseException, now: datetime) -> Outcome:
+    """The hook ends its process: the row is DEAD without it."""
+    return Outcome(
+        notification.id, lease, State.DEAD, notification.attempts, None, describe(error, now, notification.attempts)
+    )
 
 
 class Verdict(Struct, frozen=True):
@@ -201,25 +231,33 @@ def describe(
     *,
     verdict: State | None = None,
     hook_of: Verdict | None = None,
+    redact: Redact = as_it_is,
 ) -> str:
-    """One entry of the ``errors`` column: time, type, message, short traceback, attempt."""
+    """One entry of the ``errors`` column: time, type, message, short traceback, attempt.
+
+    Texts are redacted before they are cut, so that nothing is cut into what ``redact`` would not recognise.
+    """
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-6))
     try:
         message = str(error)
     except BaseException as broken:  # an exception whose own __str__ fails must not lose its row
         message = f"<unprintable: {type(broken).__name__}>"
-    return _error_json(_type_name(error), message, now, trace, attempt, verdict, hook_of)
+    return _error_json(
+        redact(_type_name(error)), redact(message), now, redact(trace), attempt, verdict, hook_of
+    )  # fmt: skip
 
 
-def shown(error: BaseException) -> str:
+def shown(error: BaseException, redact: Redact = as_it_is) -> str:
     """An error as a log line shows it: never endless, and never another error."""
     try:
-        return _storable(repr(error), LONGEST_SHOWN)
+        return _storable(redact(repr(error)), LONGEST_SHOWN)
     except BaseException:
         return f"<unprintable {_type_name(error)}>"
 
 
-def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
+def _next_try(
+    error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta, redact: Redact
+) -> datetime:
     try:
         if not isinstance(error, RetryAfter):
             return now + policy.wait_after(max(attempts, 1), error, cap)
@@ -228,9 +266,11 @@ def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryP
         return now + parse_duration(error.delay, key="RetryAfter.delay")
     except OverflowError:
         return datetime.max
-    except BaseException:
-        # A backoff callable, or a delay, that is itself broken must not lose the row that failed.
-        logger.exception("cannot tell when to retry after %s; the default backoff applies", shown(error))
+    except BaseException as broken:
+        # A backoff callable, or a delay, that is itself broken must not lose the row that failed. Its traceback shows
+        # the handler's error, too.
+        trace = redact("".join(traceback.format_exception(broken)))
+        logger.error("cannot tell when to retry after %s; the default backoff applies\n%s", shown(error, redact), trace)
         return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
 
 
@@ -245,7 +285,7 @@ def _error_json(
 ) -> str:
     entry: dict[str, Any] = {
         "time": None if now is None else now.isoformat(timespec="microseconds"),
-        "type": kind,
+        "type": _storable(kind, LONGEST_MESSAGE),
         "message": _storable(message, LONGEST_MESSAGE),
         "traceback": _storable(trace[-LONGEST_TRACEBACK:], LONGEST_TRACEBACK),
         "attempt": attempt,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from datetime import timedelta
+
+from msgspec import Struct
 
 from outboxio.batch import moments_of
 from outboxio.event import Event
@@ -30,35 +32,29 @@ LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it s
 LONGEST_TURN = 0.2  # seconds that a queue waits for a slot before it goes ahead of those of higher priority
 
 
-class Run:
+class Run(Struct, eq=False):
     """One notification on its way through one handler."""
 
-    __slots__ = (
-        "abandoned", "cancelled_at", "has_begun", "interrupted", "is_clean", "is_settled", "key", "lease",
-        "notification", "queue", "session", "started", "task", "verdict",
-    )  # fmt: skip
-
-    def __init__(self, notification: Notification, queue: HandlerQueue, lease: Lease) -> None:
-        self.notification = notification
-        self.queue = queue
-        self.lease = lease
-        self.key: str | None = None
-        """Its ordering key, if its handler is ordered."""
-        self.started = 0.0
-        self.cancelled_at: float | None = None
-        self.interrupted = False
-        self.abandoned = False
-        self.is_clean = True
-        """Whether the handler left no context variables behind that the next event would find."""
-        self.has_begun = False
-        """Whether a handler that may run only once was called."""
-        self.is_settled = False
-        """Whether its outcome is committed already, together with what the handler wrote."""
-        self.session: Session | None = None
-        """The transaction that it works in, if it needs one."""
-        self.verdict: Verdict | None = None
-        """What was decided about it, if its hook is owed."""
-        self.task: asyncio.Task[None] | None = None
+    notification: Notification
+    queue: HandlerQueue
+    lease: Lease
+    key: str | None = None
+    """Its ordering key, if its handler is ordered."""
+    started: float = 0.0
+    cancelled_at: float | None = None
+    interrupted: bool = False
+    abandoned: bool = False
+    is_clean: bool = True
+    """Whether the handler left no context variables behind that the next event would find."""
+    has_begun: bool = False
+    """Whether a handler that may run only once was called."""
+    is_settled: bool = False
+    """Whether its outcome is committed already, together with what the handler wrote."""
+    session: Session | None = None
+    """The transaction that it works in, if it needs one."""
+    verdict: Verdict | None = None
+    """What was decided about it, if its hook is owed."""
+    task: asyncio.Task[None] | None = None
 
     @property
     def undone(self) -> Iterable[Run]:
@@ -66,17 +62,17 @@ class Run:
         return (self,)
 
 
-class BatchRun(Run):
+class BatchRun(Run, eq=False, kw_only=True):
     """One call of a handler for many notifications, and the smaller calls that it is split into if it fails."""
 
-    __slots__ = ("parts", "remaining")
+    remaining: dict[Run, None]
+    parts: list[list[Run]]
+    """What is still to be called, the next one last."""
 
-    def __init__(self, rows: list[Run]) -> None:
+    @classmethod
+    def of(cls, rows: list[Run]) -> BatchRun:
         first = rows[0]
-        super().__init__(first.notification, first.queue, first.lease)
-        self.remaining = dict.fromkeys(rows)
-        self.parts = [rows]
-        """What is still to be called, the next one last."""
+        return cls(first.notification, first.queue, first.lease, remaining=dict.fromkeys(rows), parts=[rows])
 
     @property
     def undone(self) -> Iterable[Run]:
@@ -110,14 +106,15 @@ class HandlerQueue:
         self.share = min(self.limit, max(1, settings.concurrency // (2 * handlers)))
         self.policy = options.retry
         self.retention = self.policy.retention or settings.handling_retention_window
-        self.retention_renewed = datetime.min
-        """When the handler's last pause ended: what waited then has its retention from the start."""
+        self.retention_us = self.retention // timedelta(microseconds=1)
+        self.retention_renewed = 0
+        """When the handler's last pause ended, in us since 1970: what waited then has its retention from the start."""
         self.cap = settings.handling_max_backoff_cap
         self.timeout = (options.timeout or settings.handler_timeout).total_seconds()
         self.grace = min(LONGEST_GRACE, max(0.1, self.timeout))
         self.hooks = [hook for hook in (options.on_dead, on_dead) if hook is not None]
         self.needs_transaction = self.delivery is Delivery.TRANSACTIONAL
-        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE and self.batch is None
+        self.watch(is_watched=False)
         self.decoders: dict[str, Callable[[str], Event]] = {}
         self.ready: deque[Run] = deque()
         self.gathering: list[Run] = []
@@ -132,14 +129,26 @@ class HandlerQueue:
             self._largest_window = per_call * (self.limit + 1)
         self.window = self._largest_window if self.batch else min(self._largest_window, max(self.limit, FIRST_WINDOW))
         self._per_call = per_call
+        self.most_in_flight = 2 * (self._largest_window + self.limit) + 4 * settings.outcome_batch
+        self.most_in_flight += settings.handling_batch_size
+        """Rows that can be in flight at once, at most: read ahead, running, and waiting to be settled."""
         self.read_at = 0.0
         self.was_full = False
+
+    def watch(self, *, is_watched: bool) -> None:
+        """Have the starts of its rows recorded before they are made, or no longer (``crashes.py``)."""
+        self.is_watched = is_watched
+        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE and self.batch is None and not is_watched
 
     def starts_now(self, run: Run, now: float) -> None:
         """A run's time begins only now: it had to wait for a connection, or is the next part of a call."""
         run.started = now
         del self.running[run]
         self.running[run] = None
+
+    def is_too_old(self, notification: Notification, now: int) -> bool:
+        """Whether a row has outlived its retention before its handler was called; ``now`` in us since 1970."""
+        return now > notification.retention_us + self.retention_us
 
     @property
     def wants_more(self) -> bool:
@@ -158,7 +167,7 @@ class HandlerQueue:
     def take_batch(self) -> BatchRun:
         """A call for what has gathered."""
         rows, self.gathering = self.gathering[: self._per_call], self.gathering[self._per_call :]
-        return BatchRun(rows)
+        return BatchRun.of(rows)
 
 
 class Source:

@@ -68,9 +68,12 @@ class Retention:
 
     async def _purge_notifications(self, position: UUID) -> Purged:
         now, keep = self._clock(), self._settings
-        return await self._database.retention.purge_notifications(
+        done = await self._database.retention.purge_notifications(
             self._namespace, position, now - keep.keep_finished, now - keep.keep_dead, PIECE
         )
+        if done.position is None:
+            await self._database.starts.remove_ended(self._namespace)  # what a crash has left
+        return done
 
     async def _purge_events(self, position: UUID) -> Purged:
         before = self._clock() - self._settings.keep_finished

@@ -80,6 +80,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_hops: int = 32
     """Events that may cause each other in one chain, at most: what stops two handlers that feed each other."""
 
+    max_crashes: int = 3
+    """Starts that a row may have which end with its process, and not with the run, before it is DEAD. They are counted
+    after a first crash, and 1 is like 2: the first start that is counted has company, and proves nothing."""
+
     outcome_batch: int = 500
     """Outcomes of finished handlers that are written together, at most."""
 

@@ -29,6 +29,7 @@ from outboxio.names import LockName, channel_name
 from outboxio.notifier import Notifier
 from outboxio.options import DeadHook
 from outboxio.outcome import Lease
+from outboxio.redaction import Redact
 from outboxio.retention import Retention
 from outboxio.round import NOTHING, Round
 from outboxio.settings import Settings
@@ -41,10 +42,9 @@ EVENTS, NOTIFICATIONS = "events", "notifications"  # what a wake-up from another
 _HOUSEKEEPING_DELAY = 30.0
 _ANNOUNCE_DELAY = 1.0
 _SETTLE_DELAY = 1.0
+_STANDBY_DELAY = 1.0
 _LONGEST_LEAVE = 5.0
-_CLOCKS_DIFFER = (
-    0.25  # seconds by which two processes may disagree when they have measured the database's clock in haste
-)
+_CLOCKS_DIFFER = 0.25  # seconds by which processes may disagree that have measured the database's clock in haste
 
 
 class Roles(Struct, frozen=True):
@@ -72,6 +72,7 @@ class ShardRuntime:
         join: Join,
         outbox: object,
         on_dead: DeadHook | None,
+        redact: Redact,
     ) -> None:
         self.database = database
         self.clock = clock
@@ -85,6 +86,7 @@ class ShardRuntime:
         self._join = join
         self._outbox = outbox
         self._on_dead = on_dead
+        self._redact = redact
         self._channel = channel_name(namespace)
         self._wakes = {kind: Notifier(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS)}
         self.work: ShardWork | None = None
@@ -175,6 +177,7 @@ class ShardRuntime:
             execute=self._execute,
             join=self._join,
             outbox=self._outbox,
+            redact=self._redact,
         )
 
     def inline(self) -> InlineShard:
@@ -248,7 +251,7 @@ class ShardWork:
         self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
         self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
         self.retention = Retention(shard.namespace, shard.database, shard.clock, settings)
-        self.retention_loop = Loop(f"retention of {name}", self._purge, lambda: self.retention.pause)
+        self.retention_loop = Loop(f"retention of {name}", self._purge, self._purge_delay)
         self.keeper.wake = self.keeper_loop.wake
         self.dispatcher.wake_finding = self.find_loop.wake
         self.dispatcher.wake_settling = self.settle_loop.wake
@@ -289,6 +292,7 @@ class ShardWork:
             self.dispatcher.take(name.handler_name, lease)
         else:
             self.fanout_loop.wake()
+            self.retention_loop.wake()
 
     def lock_lost(self, name: LockName) -> None:
         if name.role == "dispatch":
@@ -489,6 +493,9 @@ class ShardWork:
     async def _purge(self) -> Round:
         """One piece of removing what was kept long enough, in the one process that fans out."""
         return await self.retention.run_once() if self.fans_out else NOTHING
+
+    def _purge_delay(self) -> float:
+        return self.retention.pause if self.fans_out else _STANDBY_DELAY
 
     async def _keep_house(self) -> Round:
         """Report notifications whose handler no instance has, and let them expire like any other."""

@@ -19,6 +19,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.testing import MovableClock
 from tests.app import WALLETS, Look
+from tests.properties import use_profile
 from tests.servers import DIALECTS, Servers, Slot
 
 SERVERS = pytest.StashKey[Servers]()
@@ -30,6 +31,10 @@ EVERY_VERSION = {
     "test_lines_storage", "test_plans", "test_record", "test_retention_storage", "test_schema", "test_settling",
     "test_values",
 }  # fmt: skip
+
+#: Costly tests of what no dialect has a part in run on two databases of four, and with
+#: OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
+COSTLY = frozenset({"postgres", "mariadb"})
 
 #: Which dialects each fixture runs its tests on.
 FIXTURES = {
@@ -93,6 +98,7 @@ def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    use_profile()
     servers = config.stash[SERVERS] = Servers.find(os.environ)
     config.add_cleanup(servers.close)
 
@@ -101,6 +107,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     slots = metafunc.config.stash[SERVERS].slots
     for fixture in FIXTURES.keys() & set(metafunc.fixturenames):
         chosen = [slot for slot in slots if slot.dialect in FIXTURES[fixture]]
+        if metafunc.definition.get_closest_marker("costly") and not os.environ.get("OUTBOXIO_FULL_SIZE"):
+            chosen = [slot for slot in chosen if slot.dialect in COSTLY] or chosen[:1]
         if metafunc.definition.path.stem not in EVERY_VERSION:
             chosen = list({slot.dialect: slot for slot in reversed(chosen)}.values())[::-1]
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)

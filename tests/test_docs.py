@@ -23,12 +23,15 @@ import typer.main
 from outboxio import Outbox, Settings
 from outboxio.cli.app import app
 from outboxio.duration import format_duration
+from tests.chaos.checker import INVARIANTS
+from tests.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def snippets(page: Path, language: str) -> Iterator[tuple[int, str]]:
@@ -125,6 +128,38 @@ def anchors(page: Path) -> set[str]:
     """The headings of a page, as links name them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_test_that_the_guarantees_name_exists() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    named = set(_TEST.findall(text))
+    promises = re.findall(r"^### .+$", text, re.MULTILINE)
+
+    assert len(named) > 2 * len(promises)
+    assert "::" not in _TEST.sub("", text), "a test is not spelled as `tests/file.py::test_name`"
+    assert {f"{file}::{name}" for file, name in named if name not in functions_of(ROOT / file)} == set()
+
+
+def functions_of(file: Path) -> set[str]:
+    """The names of the functions of a file, without importing it; none if there is no such file."""
+    tree = ast.parse(file.read_text("utf-8") if file.exists() else "")
+    return {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_promise_of_the_guarantees_names_a_test() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    _, *promises = re.split(r"^### ", text.split("\n## The promises\n")[1].split("\n## ")[0], flags=re.MULTILINE)
+
+    assert [promise.splitlines()[0] for promise in promises if not _TEST.search(promise)] == []
+    assert len(promises) > 10
+
+
+def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+
+    assert set(re.findall(r"^\| `([\w-]+)` \|.* \| [\d,]+ \|$", text, re.MULTILINE)) == set(FAULTS)
+    rows = re.findall(r"^  \| (\d) \| (.+) \|$", text, re.MULTILINE)
+    assert {int(number): words for number, words in rows} == INVARIANTS
 
 
 def test_the_illustrations_are_few() -> None:

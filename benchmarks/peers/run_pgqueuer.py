@@ -41,7 +41,8 @@ async def main(url: str, events: int) -> None:
     begun, cpu = time.perf_counter(), time.process_time()
     running = asyncio.create_task(pgq.qm.run(batch_size=BATCH))
     await done.wait()
-    while await observer.fetchval("SELECT EXISTS (SELECT FROM pgqueuer)"):  # noqa: ASYNC110
+    unfinished = "SELECT EXISTS (SELECT FROM pgqueuer)"
+    while await observer.fetchval(unfinished):  # noqa: ASYNC110  # nothing announces the end
         await asyncio.sleep(0.001)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     pgq.shutdown.set()

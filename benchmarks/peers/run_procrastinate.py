@@ -32,7 +32,7 @@ async def main(url: str, events: int) -> None:
         )
         await done.wait()
         unfinished = "SELECT count(*) AS number FROM procrastinate_jobs WHERE status <> 'succeeded'"
-        while (await connector.execute_query_one_async(unfinished))["number"]:  # noqa: ASYNC110
+        while (await connector.execute_query_one_async(unfinished))["number"]:  # noqa: ASYNC110  # nothing announces it
             await asyncio.sleep(0.001)
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
         await running

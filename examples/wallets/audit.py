@@ -17,7 +17,10 @@ from .domain import TABLES, MoneyDeposited
 from .journal import Journal
 from .portable import change_schema, sql
 
-OURS = ("events", "event_notifications", "subscriptions", "pauses", "schema_versions", "leases", "consumed_events")
+OURS = (
+    "events", "event_notifications", "subscriptions", "pauses", "schema_versions", "leases", "consumed_events",
+    "started_runs",
+)  # fmt: skip
 
 
 class Check(Struct):
@@ -72,7 +75,7 @@ class Auditor:
 
     async def _clean_up(self, made_them_all: bool) -> None:
         async with self.outbox.transaction("CleanUp") as tx:
-            for name in ("events", "event_notifications", "subscriptions"):
+            for name in ("events", "event_notifications", "subscriptions", "started_runs"):
                 await tx.execute(sql(tx, f"DELETE FROM {self._named(name)} WHERE namespace = $1"), self._namespace)
             await tx.execute(sql(tx, f"DELETE FROM {self._named('leases')} WHERE name LIKE $1"), f"{self._namespace}/%")
         others = await self.numbers("SELECT (SELECT count(*) FROM {events}) + (SELECT count(*) FROM {subscriptions})")

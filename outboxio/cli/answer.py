@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
+from outboxio.passwords import without_passwords
 
 _WIDTH_OF_A_PAGE = 100
 
@@ -37,7 +38,8 @@ def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = Fal
         code = 130  # as a shell says it: ended by SIGINT
     except Exception as error:
         if verbose:
-            traceback.print_exception(error)
+            # With the lines of source around it, and in these there may be a URL.
+            sys.stderr.write(without_passwords("".join(traceback.format_exception(error))))
         code = refuse(error, as_json=as_json)
     raise typer.Exit(code)
 
@@ -47,7 +49,7 @@ def refuse(error: Exception, *, as_json: bool) -> Exit:
     leaves = list(_leaves(error))
     say_error("; ".join(map(in_words, leaves)))
     if as_json:
-        say_json({"error": {"type": type(leaves[0]).__name__, "message": str(leaves[0])}})
+        say_json({"error": {"type": type(leaves[0]).__name__, "message": without_passwords(str(leaves[0]))}})
     return exit_code(leaves[0])
 
 
@@ -61,8 +63,11 @@ def exit_code(error: Exception) -> Exit:
 
 
 def in_words(error: Exception) -> str:
-    """An error in one line. Only outboxio's own errors are sure to say enough without their type."""
-    text = " ".join(str(error).split())
+    """An error in one line. Only outboxio's own errors are sure to say enough without their type.
+
+    Others come from the application, which may have put a whole URL into them.
+    """
+    text = without_passwords(" ".join(str(error).split()))
     return text if isinstance(error, OutboxError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from outboxio import __version__
 from outboxio.cli import schema
@@ -14,8 +17,34 @@ from outboxio.cli import worker as worker_command
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.demo import demo as tell_demo
 from outboxio.cli.target import TargetError, opened, refuse_both_or_none
+from outboxio.passwords import without_passwords
+
+
+class Commands(TyperGroup):
+    """The commands; a usage error repeats what was typed, but no password in it."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _passwords_hidden():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _passwords_hidden():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _passwords_hidden() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        told: Any = getattr(error, "message", None)  # of all usage errors, wherever typer has them from
+        if isinstance(told, str):
+            vars(error)["message"] = without_passwords(told)
+        raise
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -13,6 +13,7 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError, OutboxError
 from outboxio.outbox import Outbox
+from outboxio.passwords import without_passwords
 from outboxio.settings import Settings
 
 _EXPECTED = "expected module:outbox, as in app.main:outbox"
@@ -58,7 +59,9 @@ async def _outbox_of(target: str) -> Outbox:
     if callable(found):
         found = await _called(target, found)
     if not isinstance(found, Outbox):
-        raise TargetError(f"{target} is {found!r}, neither an Outbox nor a callable that returns one")
+        raise TargetError(
+            f"{target} is {without_passwords(repr(found))}, neither an Outbox nor a callable that returns one"
+        )
     return found
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
+from outboxio.passwords import without_passwords
 
 if TYPE_CHECKING:
     from outboxio.storage.protocols import Database
@@ -38,6 +39,10 @@ class Shard(Struct, frozen=True):
 
     url: str
     direct_url: str | None = None
+
+    def __repr__(self) -> str:
+        direct = "" if self.direct_url is None else f", direct_url={without_passwords(self.direct_url)!r}"
+        return f"Shard({without_passwords(self.url)!r}{direct})"
 
 
 class ConnectionPool(Protocol):
@@ -108,12 +113,19 @@ def _scheme(name: str, url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         parts = None
-    if parts is None or not _HOSTS.fullmatch(parts.netloc.rpartition("@")[2]):
+    if parts is None or not _HOSTS.fullmatch(parts.netloc.rpartition("@")[2]) or _has_late_userinfo(parts):
         raise ConfigurationError(
             f"shard {name!r} has a URL that cannot be read; expected scheme://user:password@host:port/database, where "
             "special characters of user and password are written as %XX"
         )
     return "postgresql" if parts.scheme == "postgres" else parts.scheme
+
+
+def _has_late_userinfo(parts: SplitResult) -> bool:
+    """Whether a password with a ``/``, ``?`` or ``#`` in it ended the host too early: its rest is no path to show."""
+    if parts.scheme == "sqlite" and not parts.netloc:
+        return False
+    return "@" in parts.path or "@" in parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
 
 
 def _sqlite_path(name: str, url: str) -> str | None:
@@ -122,5 +134,6 @@ def _sqlite_path(name: str, url: str) -> str | None:
     if rest in ("", "/", "/:memory:"):
         return None
     if not rest.startswith("/"):
-        raise ConfigurationError(f"shard {name!r}: {url!r} names a host; a file is sqlite:///{rest}")
+        host = rest.rpartition("@")[2]
+        raise ConfigurationError(f"shard {name!r}: 'sqlite://{host}' names a host; a file is sqlite:///{host}")
     return rest[1:]

@@ -92,6 +92,26 @@ class Pause(Struct, frozen=True):
     ended_date: datetime | None
 
 
+class Acquired(Struct, frozen=True):
+    """One lock that is ours now, under a new term. ``released_term``: the last one that was given back."""
+
+    term: int
+    released_term: int
+
+    @property
+    def follows_crash(self) -> bool:
+        """Whether the former holder did not give it back: it died, or lost its session."""
+        return self.released_term < self.term - 1
+
+
+class StartedRun(Struct, frozen=True):
+    """One run that was recorded before it began. ``starts``: how often, without one that came to an end."""
+
+    notification_id: UUID
+    handler_name: str
+    starts: int
+
+
 class Session(Protocol):
     """One connection, checked out for one transaction of the application."""
 
@@ -309,6 +329,30 @@ class LineRepository(Protocol):
         ...
 
 
+class StartRepository(Protocol):
+    """The ``started_runs`` table: runs with which their process may die. Nothing is written unless one has died."""
+
+    async def record(self, namespace: str, runs: Sequence[StartedRun], now: datetime) -> None:
+        """Write that these runs begin; what was written of them before is replaced."""
+        ...
+
+    async def find(self, namespace: str, names: Sequence[str]) -> list[StartedRun]:
+        """The recorded runs of these handler names that never ended.
+
+        Not those of rows that are finished, or were written after the run was recorded: those runs came to an end, or
+        an operator had the row begin anew.
+        """
+        ...
+
+    async def remove(self, ids: Sequence[UUID]) -> int:
+        """Remove the records of runs that have ended; how many."""
+        ...
+
+    async def remove_ended(self, namespace: str) -> int:
+        """Remove all records that :meth:`find` would leave out; how many."""
+        ...
+
+
 class RetentionRepository(Protocol):
     """Removing what was kept long enough, in small batches, along an index or the primary key."""
 
@@ -370,8 +414,8 @@ class ClusterLock(Protocol):
     The same session hears the wake-ups of other processes.
     """
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
-        """Try each name once; those that were free are ours now, with their new terms."""
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
+        """Try each name once; those that were free are ours now."""
         ...
 
     async def try_probe(self, name: LockName) -> bool:
@@ -382,7 +426,9 @@ class ClusterLock(Protocol):
         """Prove that the session lives; the database's clock. Raises if it does not."""
         ...
 
-    async def release(self, names: Sequence[LockName]) -> None: ...
+    async def release(self, names: Sequence[LockName]) -> None:
+        """Give locks back, and write in their leases that they were given back."""
+        ...
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Call ``heard`` with each wake-up that another process sends."""
@@ -436,6 +482,9 @@ class Database(Protocol):
 
     @property
     def lines(self) -> LineRepository: ...
+
+    @property
+    def starts(self) -> StartRepository: ...
 
     @property
     def retention(self) -> RetentionRepository: ...

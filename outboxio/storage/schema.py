@@ -56,8 +56,14 @@ TABLES = (
         "0003_coordination.sql",
         ("namespace", "handler_name", "event_type", "topic", "aliases", "priority", "ordered", "last_seen_date"),
     ),
-    Table("leases", "0003_coordination.sql", ("name", "term", "owner", "acquired_date")),
+    Table("leases", "0003_coordination.sql", ("name", "term", "owner", "acquired_date", "released_term")),
     Table("pauses", "0003_coordination.sql", ("namespace", "handler_name", "paused_date", "ended_date")),
+    Table(
+        "started_runs",
+        "0003_coordination.sql",
+        ("notification_id", "namespace", "handler_name", "starts", "started_date"),
+        ("started_runs_handler",),
+    ),
     Table(
         "consumed_events",
         "0004_consumed_events.sql",

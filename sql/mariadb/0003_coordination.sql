@@ -18,11 +18,13 @@ CREATE TABLE IF NOT EXISTS eventlog.subscriptions (
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
 -- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
+-- released_term is the last term whose holder gave the lock back; one that died did not.
 CREATE TABLE IF NOT EXISTS eventlog.leases (
     name          VARCHAR(255) NOT NULL PRIMARY KEY,
     term          BIGINT       NOT NULL,
     owner         VARCHAR(255) NOT NULL,
-    acquired_date DATETIME(6)  NOT NULL
+    acquired_date DATETIME(6)  NOT NULL,
+    released_term BIGINT       NOT NULL
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
 -- Handlers that an operator paused. ended_date is NULL while that lasts.
@@ -33,6 +35,18 @@ CREATE TABLE IF NOT EXISTS eventlog.pauses (
     ended_date   DATETIME(6),
 
     PRIMARY KEY (namespace, handler_name)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
+
+-- Runs that were recorded before they began, because a holder of their handler's lock had died. A row that is still
+-- here after the next one has died is suspected of being the cause.
+CREATE TABLE IF NOT EXISTS eventlog.started_runs (
+    notification_id UUID         NOT NULL PRIMARY KEY,
+    namespace       VARCHAR(255) NOT NULL,
+    handler_name    VARCHAR(255) NOT NULL,
+    starts          INT          NOT NULL,
+    started_date    DATETIME(6)  NOT NULL,
+
+    KEY started_runs_handler (namespace, handler_name)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
 INSERT INTO eventlog.schema_versions VALUES (3, '0003_coordination.sql', UTC_TIMESTAMP(6))

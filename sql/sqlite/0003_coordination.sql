@@ -13,11 +13,13 @@ CREATE TABLE eventlog_subscriptions (
 );
 
 -- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
+-- released_term is the last term whose holder gave the lock back; one that died did not.
 CREATE TABLE eventlog_leases (
     name          TEXT    NOT NULL PRIMARY KEY,
     term          INTEGER NOT NULL,
     owner         TEXT    NOT NULL,
-    acquired_date TEXT    NOT NULL
+    acquired_date TEXT    NOT NULL,
+    released_term INTEGER NOT NULL
 );
 
 -- Handlers that an operator paused, until ended_date is set. A pause that is over stays here: rows that waited for its
@@ -29,5 +31,16 @@ CREATE TABLE eventlog_pauses (
     ended_date   TEXT,
     PRIMARY KEY (namespace, handler_name)
 );
+
+-- Runs that were recorded before they began, because a holder of their handler's lock had died. A row that is still
+-- here after the next one has died is suspected of being the cause.
+CREATE TABLE eventlog_started_runs (
+    notification_id TEXT    NOT NULL PRIMARY KEY,
+    namespace       TEXT    NOT NULL,
+    handler_name    TEXT    NOT NULL,
+    starts          INTEGER NOT NULL,
+    started_date    TEXT    NOT NULL
+);
+CREATE INDEX eventlog_started_runs_handler ON eventlog_started_runs (namespace, handler_name);
 
 INSERT INTO eventlog_schema_versions VALUES (3, '0003_coordination.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
+from decimal import Decimal
 from math import log2
 from typing import Any
 from uuid import uuid4
@@ -23,7 +24,7 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
+from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.probes import add_wallet, balances
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -210,6 +211,28 @@ async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, l
     assert all(row["model_id"] == f"of {deposits[row['causation_id']]}" for row in emitted)
 
 
+async def test_the_parts_of_a_call_wait_for_the_transactions_of_others_outside_their_own_time(
+    outbox: Outbox, look: Look
+) -> None:
+    """There are fewer transactions than calls, and all parts together take longer than one may."""
+    alone = 0
+
+    @outbox.handler(
+        MoneyDeposited, name="report", batch=Batch(size=2), delivery="transactional", concurrency=50, timeout="1s"
+    )
+    async def report(envelopes: Envelopes) -> None:
+        nonlocal alone
+        if len(envelopes) > 1:
+            raise ValueError("too many at once")
+        alone += 1
+        await asyncio.sleep(0.3)
+
+    await emit(outbox, 12 if look.is_file else 100)
+    drained = await outbox.drain()
+
+    assert (drained.failed, drained.succeeded) == (0, alone)
+
+
 async def test_what_a_batch_emits_has_the_cause_of_its_envelope(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=3))
     async def report(envelopes: Envelopes) -> None:
@@ -285,6 +308,26 @@ async def test_a_drain_fills_calls_that_are_larger_than_what_is_read_at_once(mak
 
     assert (await outbox.drain()).succeeded == 100
     assert calls.sizes == [40, 40, 20]
+
+
+async def test_what_has_gathered_is_called_although_another_handler_cannot_be_lined_up(outbox: Outbox) -> None:
+    calls, journal = Calls(), Journal()
+    outbox.handler(MoneyDeposited, name="report", batch=Batch(size=2, max_wait="10ms"))(calls)
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal)
+    lines: Any = outbox._shards["default"].database.lines
+    find_heads = lines.find_heads
+
+    async def fail_once(*args: Any, **options: Any) -> Any:
+        lines.find_heads = find_heads
+        raise ConnectionResetError("the database is gone for a moment")
+
+    lines.find_heads = fail_once
+    async with outbox.transaction("Deposit") as tx:
+        for number in range(4):
+            tx.emit(MoneyDeposited(uuid4(), Decimal(number)), ordering_key="one")
+    async with outbox.running():
+        await journal.calls(4)
+        await eventually(lambda: sum(calls.sizes) == 4)
 
 
 async def test_one_call_at_a_time_unless_more_are_wanted(make_outbox: MakeOutbox) -> None:

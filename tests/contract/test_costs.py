@@ -99,7 +99,7 @@ async def test_a_batch_costs_a_fixed_number_of_statements_and_round_trips(
 async def lease_of(store: Store, name: str) -> Lease:
     lock = LockName("app", "dispatch", name)
     table = store.look.table("leases")
-    await store.look.fetch(f"INSERT INTO {table} VALUES ('{lock.lease}', 1, 'me', '2030-01-01 12:00:00')")
+    await store.look.fetch(f"INSERT INTO {table} VALUES ('{lock.lease}', 1, 'me', '2030-01-01 12:00:00', 0)")
     return Lease(lock.lease, name, 1)
 
 
@@ -207,7 +207,7 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
     connection = await asyncpg.connect(postgres_url)
     for name, value in LOOP_SETTINGS.items():
         await connection.execute(f"SET {name} = '{value}'")
-    ids, nothing = [uuid4() for _ in range(BATCH)], [None] * BATCH
+    ids, nothing = [str(uuid4()) for _ in range(BATCH)], [None] * BATCH
     shared = ("app", uuid4(), "Deposit", "{}", NOW, NOW, None, None, None, None, 0)
     models, payloads = [str(i) for i in range(BATCH)], ['{"amount": 1}'] * BATCH
     each = (ids, models, ["Wallet"] * BATCH, ["MoneyDeposited"] * BATCH, payloads, nothing, nothing, nothing)

@@ -613,3 +613,45 @@ async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Ou
     await outbox.drain()
 
     assert journal.amounts == [2, 1]
+
+
+# --- renames and their history -----------------------------------------------------------------------
+
+
+async def test_a_rename_that_is_taken_back_keeps_no_event_waiting(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    """Each name is the other's alias then, and one of them gets the rows: whichever was seen last."""
+    journal = Journal()
+    names = ["mail", "post", "mail", "post"]
+    for number, name in enumerate(names):
+        outbox = await make_outbox(clock=clock)
+        other = {"mail", "post"} - {name} if number else set[str]()
+        outbox.handler(MoneyDeposited, name=name, aliases=other)(journal)
+        await outbox.executor.execute(Emit((number,)))
+        assert (await outbox.drain()).succeeded == 1
+        assert (await outbox.admin.counts())["undelivered"] == 0
+        clock.advance(1 if number != 2 else 0)  # also when both were seen at the same moment
+        await outbox.close()
+
+    assert journal.amounts == [0, 1, 2, 3]
+
+
+async def test_backfill_leaves_out_what_a_handler_had_under_a_former_name(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    before = await make_outbox(clock=clock)
+    before.handler(MoneyDeposited, name="mail")(Journal())
+    await before.executor.execute(Emit((1, 2)))
+    await before.drain()
+    await before.close()
+    journal = Journal()
+    outbox = await make_outbox(clock=clock)
+    outbox.handler(MoneyDeposited, name="post", aliases={"mail"})(journal)
+    outbox.handler(MoneyDeposited, name="other")(Journal())
+    await outbox.executor.execute(Emit((3,)))
+    await outbox.drain()
+
+    assert await outbox.admin.backfill("post", since=_LONG_AGO) == 0
+    assert await outbox.admin.backfill("other", since=_LONG_AGO) == 2
+    await outbox.drain()
+
+    assert journal.amounts == [3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from uuid import UUID, uuid4
 
 import pytest
@@ -58,6 +58,16 @@ async def renamed(store: Store, *keys: str, and_then: tuple[str, ...] = ()) -> N
     await store.owe(*keys)
     await store.subscribe("accounts", ordered=True, aliases=("ledger",))
     await store.owe(*and_then)
+
+
+async def test_the_moments_of_a_due_row_are_exact_to_the_microsecond(store: Store) -> None:
+    moments = [datetime(2029, 12, 31, 23, 59, 59, micro) for micro in (0, 1, 499_999, 500_000, 999_999)]
+    for moment in moments:
+        await store.owe("a", now=moment)
+
+    found = await store.database.notifications.find_due("app", NOW, [Wanted("ledger", 10)])
+
+    assert [(row.next_retry_at, row.retention_from) for row in found] == [(moment, moment) for moment in moments]
 
 
 # --- heads ---------------------------------------------------------------------------------------

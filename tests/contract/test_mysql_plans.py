@@ -246,7 +246,7 @@ async def tables_and_polls(url: str) -> AsyncIterator[tuple[Tables, Polls, Mysql
     try:
         await database.schema.migrate()
         await lock.listen(lambda _: None)
-        lease = Lease(name.lease, "settled", (await lock.acquire([name]))[name])
+        lease = Lease(name.lease, "settled", (await lock.acquire([name]))[name].term)
         async with mysql.connected(url) as connection:
             tables = Tables(connection)
             await tables.keep_statistics()

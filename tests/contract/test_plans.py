@@ -245,7 +245,7 @@ async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgr
 async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, statement: str) -> None:
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", statement)
-        await connection.execute("INSERT INTO eventlog.leases VALUES ('app/dispatch/h', 1, 'me', $1)", NOW)
+        await connection.execute("INSERT INTO eventlog.leases VALUES ('app/dispatch/h', 1, 'me', $1, 0)", NOW)
         await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "PENDING", BATCH)
 
         async def fill() -> None:
@@ -351,7 +351,7 @@ async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(pos
         empty = await connection.fetchrow(sizes)
         for state in ("PENDING", "FAILED", "SUCCEEDED", "DEAD", "EXPIRED"):
             await connection.execute(NOTIFICATIONS, "plain", "app", LONG_AGO, state, BATCH)
-        await connection.execute("INSERT INTO eventlog.leases VALUES ('app/dispatch/h', 1, 'me', $1)", NOW)
+        await connection.execute("INSERT INTO eventlog.leases VALUES ('app/dispatch/h', 1, 'me', $1, 0)", NOW)
         await prepare(connection, "settle", SETTLE)
         await prepare(connection, "due", FIND_DUE)
         rows = await connection.fetch("SELECT id FROM eventlog.event_notifications WHERE state = 'PENDING'")

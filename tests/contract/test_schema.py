@@ -22,6 +22,8 @@ from tests.probes import MakeOutbox, open_transactions, written
 
 FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql"]
 
+IDS = ("id", "action_id", "event_id", "notification_id")
+
 #: Every column of every table in its order; a question mark means that it may be NULL. Readers rely on these.
 COLUMNS = {
     "events": """
@@ -33,8 +35,9 @@ COLUMNS = {
         model_type? event_type payload? event_date state attempts next_retry_at created_date updated_date sequence
         ordering_key? priority errors correlation_id? causation_id? headers? hops retention_from""",
     "subscriptions": "namespace handler_name event_type topic aliases priority ordered last_seen_date",
-    "leases": "name term owner acquired_date",
+    "leases": "name term owner acquired_date released_term",
     "pauses": "namespace handler_name paused_date ended_date?",
+    "started_runs": "notification_id namespace handler_name starts started_date",
     "consumed_events": "source external_id handler_name event_id payload_hash consumed_date",
     "schema_versions": "version file applied_date",
 }
@@ -319,7 +322,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     others = ["evt_Aé", "evt_ae", f"{name} ", f" {name}", unicodedata.normalize("NFD", name), "evt_aÉ", "evt_ªé", ""]
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
-        "priority": "0", "term": "1",
+        "priority": "0", "term": "1", "released_term": "0", "starts": "1",
     }  # fmt: skip
     dates = "'2030-01-01 00:00:00.000000'"
     for table in (table for table in COLUMNS if table != "schema_versions"):
@@ -329,7 +332,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
             values.get(column)
             or (dates if column.endswith(("_date", "_at", "_from")) else None)
             or ("'{}'" if column in ("action_params", "payload", "errors", "headers", "aliases") else None)
-            or ("'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'" if column in ("id", "action_id", "event_id") else None)
+            or ("'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'" if column in IDS else None)
             or ("NULL" if column == "causation_id" else None)
             or f"'{name[:24]}'"
             for column in columns

@@ -26,7 +26,8 @@ def fails_if_odd(envelope: EventEnvelope[MoneyDeposited]) -> BaseException | Non
 # --- together ------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_outcomes_take_few_statements(outbox: Outbox) -> None:
+async def test_a_thousand_outcomes_take_few_statements(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=Settings(outcome_delay="20s"))  # else it is a matter of time
     outbox.handler(MoneyDeposited, name="first")(Journal())
     outbox.handler(MoneyDeposited, name="second")(Journal(fails_if_odd))
     notifications = watch(outbox, "notifications")
@@ -336,6 +337,27 @@ async def test_events_emitted_under_an_old_term_are_not_committed(make_outbox: M
         await eventually(lambda: counters(outbox).succeeded == 1)
 
     assert await look.value("SELECT count(*) FROM {events} WHERE event_type = 'WalletOpened'") == 1
+
+
+async def test_an_outcome_under_an_old_term_is_refused_beside_one_under_the_newest(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    outbox = await make_outbox(settings=QUICK)
+    gate = Gate()
+    outbox.handler(MoneyDeposited, name="first")(gate)
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await gate.calls(1)
+        await lose_lock(outbox)
+        await raise_term(look, "first")
+        await take_lock(outbox)
+        await outbox.executor.execute(Emit((2,)))
+        await gate.calls(2)
+        gate.open()  # both end at once, so their outcomes are written together
+        await eventually(lambda: counters(outbox).refused == 1)
+        await eventually(lambda: counters(outbox).succeeded == 2)
+
+    assert gate.amounts == [1, 2, 1]
 
 
 async def test_a_row_that_was_settled_meanwhile_is_never_reopened(make_outbox: MakeOutbox, look: Look) -> None:

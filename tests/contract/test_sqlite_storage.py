@@ -42,6 +42,7 @@ from outboxio.ids import uuid7
 from outboxio.names import LockName
 from outboxio.notification import Notification, State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome
+from outboxio.storage.protocols import Acquired
 from outboxio.storage.schema import sql_files, sql_folder
 from outboxio.storage.sqlite import errors, events, lines, notifications, retention
 from outboxio.storage.sqlite.database import SqliteDatabase
@@ -128,9 +129,9 @@ async def one_due(database: SqliteDatabase) -> tuple[Notification, Lease]:
     await database.events.fan_out("ns", NOW, SINCE, {}, 100)
     (notification,) = await database.notifications.find_due("ns", NOW, [Wanted("greet", 10)])
     lock = database.cluster_lock("me", "channel", 5)
-    terms = await lock.acquire([DISPATCH])
+    acquired = await lock.acquire([DISPATCH])
     await lock.close()  # the term stays until the next holder's
-    return notification, Lease(DISPATCH.lease, "greet", terms[DISPATCH])
+    return notification, Lease(DISPATCH.lease, "greet", acquired[DISPATCH].term)
 
 
 def names_of(kind: str, connection: sqlite3.Connection) -> set[str]:
@@ -902,12 +903,12 @@ async def test_errors_that_were_made_unreadable_by_hand_keep_nothing_from_being_
 async def test_two_locks_of_one_database_exclude_each_other(database: SqliteDatabase) -> None:
     first, second = (database.cluster_lock(owner, "channel", 5) for owner in "ab")
     other = LockName("ns", "fanout")
-    assert await first.acquire([DISPATCH]) == {DISPATCH: 1}
-    assert await second.acquire([DISPATCH, other]) == {other: 1}
+    assert await first.acquire([DISPATCH]) == {DISPATCH: Acquired(1, 0)}
+    assert await second.acquire([DISPATCH, other]) == {other: Acquired(1, 0)}
     await first.release([DISPATCH])
-    assert await second.acquire([DISPATCH]) == {DISPATCH: 2}
+    assert await second.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 1)}
     await second.close()
-    assert await first.acquire([DISPATCH, other]) == {DISPATCH: 3, other: 2}
+    assert await first.acquire([DISPATCH, other]) == {DISPATCH: Acquired(3, 1), other: Acquired(2, 0)}
     await first.close()
 
 
@@ -929,7 +930,7 @@ async def test_the_lock_of_a_killed_process_is_free_at_once(in_file: SqliteDatab
         assert await lock.acquire([DISPATCH]) == {}
         holder.kill()
         holder.wait()
-    assert await lock.acquire([DISPATCH]) == {DISPATCH: 2}
+    assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
     await lock.close()
 
 
@@ -955,7 +956,7 @@ async def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_l
         holder.kill()
         holder.wait()
         try:
-            assert await lock.acquire([DISPATCH]) == {DISPATCH: 2}
+            assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
         finally:
             os.kill(child, signal.SIGKILL)
     await lock.close()
@@ -983,7 +984,7 @@ async def test_a_heartbeat_is_the_time_and_notices_a_lock_file_that_was_removed(
     os.remove(f"{path}.locks/{DISPATCH.text}")
     with pytest.raises(DatabaseUnavailable, match="removed"):
         await lock.heartbeat()
-    assert await lock.acquire([DISPATCH]) == {DISPATCH: 2}
+    assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
     await lock.close()
 
 

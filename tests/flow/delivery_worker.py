@@ -12,14 +12,13 @@ import asyncio
 import json
 import os
 import random
-import signal
 import sys
 from typing import Any
 
 from outboxio import Action, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable, calling
 from outboxio.keeper import LockKeeper
 from tests.app import MoneyDeposited
-from tests.flow.worker import report
+from tests.flow.worker import report, stop_when_told
 from tests.sql import sql
 
 ADD = "UPDATE wallets SET balance = balance + 1 WHERE id = $1"
@@ -108,14 +107,7 @@ def add_ordered(outbox: Outbox, *, poison: int | None, failing: float, pause: fl
 
 
 async def main(told: dict[str, Any]) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def read() -> None:
-        if not os.read(0, 1024):
-            os._exit(2)
-
-    loop.add_reader(0, read)
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    stop = stop_when_told()
     crash = Crash(told.get("crash"), told.get("after", 0))
     crash_behind_commit(crash)
     if told.get("steals"):

@@ -134,6 +134,7 @@ def pgbouncer_to(url: str) -> Iterator[str]:
             f"[databases]\n* = host={parts.hostname} port={parts.port or 5432} user={parts.username}\n"
             f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
             "auth_type = any\npool_mode = transaction\nmax_client_conn = 200\n"
+            "server_idle_timeout = 1\nserver_login_retry = 1\n"
         )
         _give_to_server_user(home)
         _keep_running(ends, home, home / "log", signal.SIGINT, [PGBOUNCER, home / "pgbouncer.ini"])

@@ -27,6 +27,10 @@ class Link:
         self.task: asyncio.Task[None] | None = None
         self.ends: list[asyncio.StreamWriter] = []
 
+    def cut(self) -> None:
+        for end in self.ends:
+            end.transport.abort()
+
 
 class Proxy:
     """Forwards to the server of ``url``; its own ``url`` leads through it."""
@@ -42,6 +46,9 @@ class Proxy:
         self._links: set[Link] = set()
         self._flows = True
         self._last_words: bytes | None = None
+        self._cuts_before: bytes | None = None
+        self._cuts_after: bytes | None = None
+        self._delay = 0.0
 
     async def start(self) -> None:
         """Take connections."""
@@ -76,6 +83,21 @@ class Proxy:
     @property
     def waits_for_last_words(self) -> bool:
         return self._last_words is not None
+
+    def cut(self) -> int:
+        """Cut every connection, and go on taking new ones. How many there were."""
+        links = list(self._links)
+        for link in links:
+            link.cut()
+        return len(links)
+
+    def cut_at(self, words: bytes, *, lets_through: bool) -> None:
+        """Cut the next connection that sends these bytes: as it does, or right after they got through."""
+        self._cuts_after, self._cuts_before = (words, None) if lets_through else (None, words)
+
+    def delay(self, seconds: float) -> None:
+        """Let everything through so much later."""
+        self._delay = seconds
 
     def speak_again(self) -> None:
         self._flows = True
@@ -135,8 +157,17 @@ class Proxy:
                 if remember and self._last_words is not None and self._last_words in data.lower():
                     self._last_words = None
                     link.flowing.clear()
+                if self._delay:
+                    await asyncio.sleep(self._delay)
+                if remember and self._cuts_before is not None and self._cuts_before in data.lower():
+                    self._cuts_before = None
+                    link.cut()
+                    return
                 writer.write(data)
                 await writer.drain()
+                if remember and self._cuts_after is not None and self._cuts_after in data.lower():
+                    self._cuts_after = None
+                    link.ends[0].transport.abort()
 
 
 @asynccontextmanager

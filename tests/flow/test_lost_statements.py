@@ -63,7 +63,7 @@ ROWS = dict.fromkeys(("asyncpg", "aiomysql"), "SELECT 1 FROM {table} WHERE {cond
 
 #: What is in each that has to wait, within the part of a statement that PostgreSQL shows.
 FAN_OUT = {"asyncpg": "rooms AS MATERIALIZED", "aiomysql": "INSERT INTO eventlog.event_notifications"}
-FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "(SELECT JSON_ARRAY(n.id"}
+FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "(SELECT COUNT(*), CONCAT("}
 SETTLE = {"asyncpg": "UPDATE eventlog.event_notifications", "aiomysql": "SET n.state ="}
 ANNOUNCE = "INSERT INTO eventlog.subscriptions"
 ACQUIRE = "INSERT INTO eventlog.leases"
@@ -356,9 +356,9 @@ async def due(database: Database, number: int) -> tuple[Sequence[Notification], 
     found = await database.notifications.find_due("app", now, [Wanted("first", 100)])
     lock = database.cluster_lock("me", None, 60)
     await lock.listen(lambda _: None)
-    terms = await lock.acquire([NAME])
+    acquired = await lock.acquire([NAME])
     await lock.close()  # the term stays until the next holder's
-    return sorted(found, key=lambda each: each.id), Lease(NAME.lease, "first", terms[NAME])
+    return sorted(found, key=lambda each: each.id), Lease(NAME.lease, "first", acquired[NAME].term)
 
 
 def an_action() -> ActionRecord:
@@ -438,7 +438,7 @@ async def test_a_settlement_does_not_wait_for_the_raise_of_another_handlers_term
     database: Database, rows: Look, kind: str, number: int
 ) -> None:
     found, lease = await due(database, number)
-    await rows.fetch("INSERT INTO {leases} SELECT 'app/dispatch/another', 7, owner, acquired_date FROM {leases}")
+    await rows.fetch("INSERT INTO {leases} SELECT 'app/dispatch/another', 7, owner, acquired_date, 0 FROM {leases}")
     async with open_transaction(rows) as (successor, _), asyncio.timeout(5):
         await run_on(successor, RAISE.replace("first", "another"))
         assert await settle(database, bucket_of(kind, found, lease)) == number
@@ -484,7 +484,7 @@ async def test_of_a_bucket_whose_leases_are_partly_over_the_rest_is_written(
     found, lease = await due(database, 4)
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[0].id))
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[2].id))
-    await rows.fetch("INSERT INTO {leases} SELECT 'app/dispatch/second', 7, owner, acquired_date FROM {leases}")
+    await rows.fetch("INSERT INTO {leases} SELECT 'app/dispatch/second', 7, owner, acquired_date, 0 FROM {leases}")
     other = Lease("app/dispatch/second", "second", 7)
     outcomes = [Outcome(n.id, (other, lease)[at % 2], State.SUCCEEDED, 1) for at, n in enumerate(found)]
     async with open_transaction(rows) as (successor, commit):

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -137,16 +138,23 @@ def add_handler(
         report("done", handler=name, amount=amount)
 
 
-async def main(told: dict[str, Any]) -> None:
-    loop, gate, stop = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+def stop_when_told(heard: Callable[[], object] = lambda: None) -> asyncio.Event:
+    """What SIGTERM sets. A line on the standard input is ``heard``; its end, the test's, is the end of this process."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
         if not os.read(0, 1024):
             os._exit(2)
-        gate.set()
+        heard()
 
     loop.add_reader(0, read)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    return stop
+
+
+async def main(told: dict[str, Any]) -> None:
+    gate = asyncio.Event()
+    stop = stop_when_told(gate.set)
     settings = Settings.load(told["settings"], environ=None)
     async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
         for handler in told["handlers"]:

@@ -42,8 +42,9 @@ def test_jitter_goes_on_top_of_the_cap() -> None:
 
 def test_no_number_of_attempts_is_too_large() -> None:
     for attempts in (1, 31, 32, 1_000, 10**9):
-        for factor in (1, 2, 1e9):
+        for factor in (1, 2, 1e9, 1e300, 10**40):
             assert 0 <= seconds(RetryPolicy(factor=factor), attempts) <= 330
+            assert seconds(RetryPolicy(factor=factor, base=0), attempts) == 0
 
 
 def test_an_own_backoff_replaces_all_of_it() -> None:
@@ -56,6 +57,8 @@ def test_an_own_backoff_replaces_all_of_it() -> None:
     [
         ("max_attempts", 0, "1 or more, or None"),
         ("factor", 0.5, "1 or more"),
+        ("factor", float("inf"), "1 or more"),
+        ("base", None, "a duration"),
         ("jitter", 1.5, "between 0 and 1"),
         ("jitter", -0.1, "between 0 and 1"),
         ("backoff", 30, "a callable of \\(attempts, exception\\)"),

@@ -110,6 +110,10 @@ def test_only_objects_are_stored(value: object) -> None:
     assert refusal(value).endswith("which is no JSON object")
 
 
+def test_what_is_no_object_is_shown_in_whole_characters() -> None:
+    assert "ééé" in refusal(["x" + "é" * 60])
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_json_has_not_is_found_wherever_it_hides(number: float) -> None:
     hidden: list[tuple[object, str]] = [

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from outboxio import Event, EventEnvelope, InvalidEvent, TooManyHops
+from outboxio.clock import as_micros
 from outboxio.emission import Cause, Emitter
 from outboxio.envelope import HandlerContext
 from outboxio.event import EventTypes
@@ -49,8 +50,8 @@ def notification(**columns: Any) -> Notification:
         "state": "PENDING",
         "event_date": NOON + timedelta(seconds=2),
         "attempts": 2,
-        "next_retry_at": NOON,
-        "retention_from": NOON,
+        "next_retry_us": as_micros(NOON),
+        "retention_us": as_micros(NOON),
         "sequence": 5,
         "correlation_id": "request-7",
         "causation_id": UUID(int=4),

@@ -9,6 +9,7 @@ from uuid import UUID
 import pytest
 
 from outboxio import RetryAfter, RetryPolicy, State, TooManyHops, Unprocessable
+from outboxio.clock import as_micros
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.notification import Notification
 from outboxio.outcome import (
@@ -21,7 +22,6 @@ from outboxio.outcome import (
     failure,
     in_buckets,
     success,
-    too_old,
 )
 
 NOW = datetime(2030, 1, 10)
@@ -34,7 +34,7 @@ EXACT = RetryPolicy(jitter=0)
 def notification(number: int = 1, *, attempts: int = 0, retention_from: datetime = NOW) -> Notification:
     return Notification(
         id=UUID(int=number), handler_name="h", event_type="E", payload="{}", state="PENDING", attempts=attempts,
-        next_retry_at=NOW, retention_from=retention_from, sequence=number, raw_context=None,
+        next_retry_us=as_micros(NOW), retention_us=as_micros(retention_from), sequence=number, raw_context=None,
     )  # fmt: skip
 
 
@@ -59,12 +59,6 @@ def test_success_counts_as_an_attempt() -> None:
 def test_expiring_before_the_run_uses_up_no_attempt() -> None:
     outcome = expired(notification(attempts=2), LEASE)
     assert (outcome.state, outcome.attempts) == (State.EXPIRED, 2)
-
-
-def test_a_notification_is_too_old_after_its_window_and_not_at_its_end() -> None:
-    row = notification(retention_from=NOW - WEEK)
-    assert not too_old(row, NOW, WEEK)
-    assert too_old(row, NOW + timedelta(microseconds=1), WEEK)
 
 
 def test_a_failure_is_due_again_after_the_backoff_from_the_end_of_the_run() -> None:
@@ -284,6 +278,15 @@ def test_leases_are_locked_once_each_and_in_one_order() -> None:
     outcomes = [success(notification(n), leases[n % 3]) for n in range(9)]
     (bucket,) = in_buckets(outcomes)
     assert [lease.name for lease in bucket.leases] == ["a", "b", "c"]
+
+
+def test_outcomes_of_a_former_term_share_no_bucket_with_those_of_the_newest() -> None:
+    former, newest = Lease(LEASE.name, "h", 1), Lease(LEASE.name, "h", 3)
+    outcomes = [success(notification(number), former if number % 2 else newest) for number in range(6)]
+
+    buckets = in_buckets(outcomes)
+
+    assert [bucket.leases for bucket in buckets] == [[newest], [former]]
 
 
 def test_nothing_is_lost_in_buckets_nor_in_their_halves() -> None:

@@ -54,6 +54,7 @@ def test_leafs_and_defaults_are_the_published_ones() -> None:
         "handler_timeout": timedelta(seconds=60),
         "concurrency": 100,
         "max_hops": 32,
+        "max_crashes": 3,
         "outcome_batch": 500,
         "outcome_delay": timedelta(milliseconds=20),
         "shutdown_timeout": timedelta(seconds=30),

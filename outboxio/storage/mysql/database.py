@@ -23,6 +23,7 @@ from outboxio.storage.mysql.pool import Pool
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
 from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession, give_back
+from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, where
 from outboxio.waiting import to_the_end
@@ -54,6 +55,7 @@ class MysqlDatabase:
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.lines = MysqlLines(self._find)
+        self.starts = MysqlStarts(self._find, self._settle, self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)

@@ -53,7 +53,8 @@ async def connect(**arguments: Any) -> Any:
     try:
         await connection._connect()
     except Exception:
-        await asyncio.sleep(0)  # the driver has only asked for the socket to be closed: it must not outlive its loop
+        for _ in range(3):  # the driver has only asked for its sockets to be closed: they must not outlive their loop
+            await asyncio.sleep(0)
         raise
     return connection
 

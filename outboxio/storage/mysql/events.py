@@ -16,13 +16,19 @@ from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FannedOut
 
 # Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
-# a newer one. A name that is a live handler's alias gets no new rows.
+# a newer one. A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a
+# rename was taken back, that is the one that was seen earlier.
 _SUBSCRIBED = """
 WITH subscribed AS (
   SELECT s.handler_name, s.event_type, s.topic, s.priority, s.ordered FROM eventlog.subscriptions s
   WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s AND s.handler_name NOT IN (
     SELECT a.name FROM eventlog.subscriptions r JOIN JSON_TABLE(r.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
-    WHERE r.namespace = %(namespace)s AND r.last_seen_date > %(seen_since)s))
+    WHERE r.namespace = %(namespace)s AND r.last_seen_date > %(seen_since)s AND NOT EXISTS (
+      SELECT 1 FROM eventlog.subscriptions o
+      JOIN JSON_TABLE(o.aliases, '$[*]' COLUMNS (name {text} PATH '$')) b ON b.name = r.handler_name
+      WHERE o.namespace = %(namespace)s AND o.last_seen_date > %(seen_since)s AND o.handler_name = a.name
+        AND (o.last_seen_date > r.last_seen_date
+          OR o.last_seen_date = r.last_seen_date AND o.handler_name > r.handler_name))))
 """
 
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
@@ -120,6 +126,7 @@ WHERE e.namespace = %(namespace)s
 """)
 
 # History can be long, and one statement that wrote it all would be one transaction: it is read, and written in pieces.
+# What a handler had under a former name of its own is not made again.
 HISTORY = in_both("""
 SELECT e.id FROM eventlog.events e
 WHERE e.namespace = %(namespace)s AND e.delivered = TRUE AND e.event_date >= %(since)s
@@ -128,6 +135,9 @@ WHERE e.namespace = %(namespace)s AND e.delivered = TRUE AND e.event_date >= %(s
   AND EXISTS (SELECT 1 FROM eventlog.subscriptions s
     WHERE s.namespace = %(namespace)s AND s.handler_name = %(handler_name)s
       AND (s.event_type = e.event_type OR (s.topic = e.topic AND s.topic <> '')))
+  AND NOT EXISTS (SELECT 1 FROM eventlog.event_notifications n WHERE n.event_id = e.id AND n.handler_name IN (
+    SELECT a.name FROM eventlog.subscriptions s JOIN JSON_TABLE(s.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
+    WHERE s.namespace = %(namespace)s AND s.handler_name = %(handler_name)s))
 ORDER BY e.sequence
 """)
 PIECE = 1000

@@ -18,6 +18,7 @@ from outboxio.names import LockName
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, is_closed
 from outboxio.storage.mysql.flavour import Server, Statement, in_both
 from outboxio.storage.mysql.values import as_json
+from outboxio.storage.protocols import Acquired
 
 # Names of locks are the server's and not a database's, and so is the one eventlog.
 TRY = in_both("""
@@ -26,16 +27,17 @@ SELECT w.name FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '
 RELEASE = in_both("""
 SELECT RELEASE_LOCK(w.name) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w
 """)
+GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = %(lease{place})s AND owner = %(owner)s"
 RELEASE_ALL = "SELECT RELEASE_ALL_LOCKS()"
 
 # Leases are locked in name order, as every writer does. Nobody else raises them: this session holds their locks.
 RAISE_TERMS = in_both("""
-INSERT INTO eventlog.leases (name, term, owner, acquired_date)
-SELECT w.name, 1, %(owner)s, UTC_TIMESTAMP(6) FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
+INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
+SELECT w.name, 1, %(owner)s, UTC_TIMESTAMP(6), 0 FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
 ON DUPLICATE KEY UPDATE term = eventlog.leases.term + 1, owner = %(owner)s, acquired_date = UTC_TIMESTAMP(6)
 """)
 TERMS = in_both("""
-SELECT l.name, l.term FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
+SELECT l.name, l.term, l.released_term FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
 STRAIGHT_JOIN eventlog.leases l ON l.name = w.name
 """)
 
@@ -57,7 +59,7 @@ class MysqlClusterLock:
         self._lost: Callable[[], None] = _nothing
         self._look: asyncio.TimerHandle | None = None
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
         by_text = {name.text: name for name in names}
         rows = await self._run(TRY, {"names": as_json(by_text)})
         taken = {by_text[row[0]].lease: by_text[row[0]] for row in rows}
@@ -65,7 +67,7 @@ class MysqlClusterLock:
             return {}
         leases = {"leases": as_json(sorted(taken)), "owner": self._owner}
         await self._run(RAISE_TERMS, leases)
-        return {taken[name]: term for name, term in await self._run(TERMS, leases)}
+        return {taken[name]: Acquired(*terms) for name, *terms in await self._run(TERMS, leases)}
 
     async def try_probe(self, name: LockName) -> bool:
         return bool(await self._session.fetch(TRY, {"names": as_json([name.text])}, self._timeout))
@@ -76,7 +78,9 @@ class MysqlClusterLock:
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._holds_session:
-            await self._run(RELEASE, {"names": as_json(name.text for name in names)})
+            leases = sorted(name.lease for name in names)
+            given_back = {"owner": self._owner, **{f"lease{place}": lease for place, lease in enumerate(leases)}}
+            await self._run(_give_back(len(leases)), {**given_back, "names": as_json(name.text for name in names)})
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Open the session, and watch over it. There are no wake-ups: other processes poll."""
@@ -146,6 +150,12 @@ class MysqlClusterLock:
         if self._look is not None:
             self._look.cancel()
             self._look = None
+
+
+def _give_back(leases: int) -> Statement:
+    """One statement for each lease, in name order, and the locks, all in one message."""
+    given_back = [GIVE_BACK.format(place=place) for place in range(leases)]
+    return {flavour: "; ".join((*given_back, release)) for flavour, release in RELEASE.items()}
 
 
 def _nothing() -> None:

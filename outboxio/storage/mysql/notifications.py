@@ -22,11 +22,11 @@ from outboxio.storage.mysql.values import as_json, as_moment
 # MariaDB refuses to put columns of several collations into one JSON text; JSON columns have this one there.
 _TEXT = {"handler_name", "event_type", "namespace", "action_name", "model_id", "model_type", "correlation_id", "state",
          "ordering_key"}  # fmt: skip
+_JSON = ("action_params", "payload", "headers", "errors")
+_MOMENTS = {"next_retry_us": "next_retry_at", "retention_us": "retention_from"}
 
 
-def _array(columns: Iterable[str], *more: str) -> str:
-    """Columns as one JSON array: the driver takes 2 us for each column, and 5 us for each row."""
-    return f"JSON_ARRAY({', '.join((*map(_selected, columns), *more))})"
+_NUMBERS = {"attempts", "sequence", "hops", *_MOMENTS}
 
 
 def _object(columns: Iterable[str]) -> str:
@@ -34,12 +34,26 @@ def _object(columns: Iterable[str]) -> str:
 
 
 def _selected(column: str) -> str:
+    if column in _MOMENTS:
+        return f"TIMESTAMPDIFF(MICROSECOND, '1970-01-01 00:00:00', n.{_MOMENTS[column]})"
     return f"n.{column} COLLATE utf8mb4_bin" if column in _TEXT else f"n.{column}"
+
+
+def _as_json(column: str) -> str:
+    """A column as the text of a JSON value."""
+    if column in _NUMBERS:
+        return _selected(column)
+    if column in _JSON:
+        value = f"n.{column}"
+    elif column in _TEXT:
+        value = f"JSON_QUOTE({_selected(column)})"
+    else:  # ids and dates, in which there is nothing to escape
+        value = f"CONCAT('\"', n.{column}, '\"')"
+    return f"IFNULL({value}, 'null' COLLATE utf8mb4_bin)"
 
 
 PIECE = 1000  # rows that one statement of an operator's order looks at, or writes
 
-_JSON = ("action_params", "payload", "headers", "errors")
 _DUE_COLUMNS = Notification.__struct_fields__[:-1]
 _CONTEXT_COLUMNS = Context.__struct_fields__
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
@@ -65,9 +79,15 @@ WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s
   AND (n.next_retry_at = %s AND n.sequence > %s OR n.next_retry_at > %s) AND n.next_retry_at <= %s
 ORDER BY n.next_retry_at, n.sequence LIMIT %s
 """
-FIND_DUE = f"(SELECT {_array(_DUE_COLUMNS, _array(_CONTEXT_COLUMNS))} {_DUE})"
-# A row whose JSON text would be longer than max_allowed_packet comes as NULL from the statement above.
-FIND_LARGE = f"(SELECT {', '.join(f'n.{c}' for c in (*_DUE_COLUMNS, *_CONTEXT_COLUMNS))} {_DUE})"
+# All rows of a name come as one text, with how many there are: the driver takes longer for a row than for all the rest.
+# The text is put together by hand, which takes the server half as long as its own functions for JSON.
+_COLUMNS, _CONTEXT = (", ',', ".join(map(_as_json, columns)) for columns in (_DUE_COLUMNS, _CONTEXT_COLUMNS))
+_DOCUMENT = f"CONCAT('[', {_COLUMNS}, ',[', {_CONTEXT}, ']]')"
+FIND_DUE = f"""
+(SELECT COUNT(*), CONCAT('[', GROUP_CONCAT(d.document), ']') FROM (SELECT {_DOCUMENT} AS document {_DUE}) d)
+"""
+# For what does not fit into one text, which is no longer than max_allowed_packet.
+FIND_LARGE = f"(SELECT {', '.join(map(_selected, (*_DUE_COLUMNS, *_CONTEXT_COLUMNS)))} {_DUE})"
 
 # The lease rows are locked shared by the very statement that writes: a successor that raises a term waits for it,
 # and once it has raised it this finds nothing. A plain join would write after the new term had committed; EXISTS would
@@ -192,7 +212,8 @@ class _Due(Notification, array_like=True, gc=False):
     raw_context: msgspec.Raw
 
 
-_decode_due = msgspec.json.Decoder(_Due).decode
+_decode_due = msgspec.json.Decoder(list[_Due]).decode
+IN_ROWS = 50  # reads row by row after one that did not fit into a text
 
 
 class MysqlNotifications:
@@ -202,6 +223,7 @@ class MysqlNotifications:
         self._admin = admin
         self._server = server
         self._shard = shard
+        self._in_rows = 0
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
         # What is found is going to be settled: a given pool may be exhausted by then.
@@ -209,10 +231,14 @@ class MysqlNotifications:
         args: list[Any] = []
         for w in wanted:
             args += (namespace, w.handler_name, w.after[0], w.after[1], w.after[0], now, w.limit)
-        rows = await self._find.fetch_all(FIND_DUE, len(wanted), tuple(args))
-        if any(row[0] is None for row in rows):
-            return [_plain(row) for row in await self._find.fetch_all(FIND_LARGE, len(wanted), tuple(args))]
-        return [_decode_due(row[0]) for row in rows]
+        if not self._in_rows:
+            texts = await self._find.fetch_all(FIND_DUE, len(wanted), tuple(args))
+            found = [_all_of(number, text) for number, text in texts]
+            if None not in found:
+                return [row for rows in found if rows is not None for row in rows]
+            self._in_rows = IN_ROWS
+        self._in_rows -= 1
+        return [_plain(row) for row in await self._find.fetch_all(FIND_LARGE, len(wanted), tuple(args))]
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
         return int(await self._settle.use(lambda connection: self._write(connection, bucket, now)))
@@ -385,6 +411,17 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[Statement, Arguments]:
         for outcome in bucket.outcomes
     )
     return SETTLE_WITH_DETAILS, {**args, "details": details}
+
+
+def _all_of(number: int, text: str | None) -> Sequence[Notification] | None:
+    """The rows of a text; ``None`` if it was cut off."""
+    if not number:
+        return ()
+    try:
+        rows = _decode_due(text or "")
+    except msgspec.DecodeError:
+        return None
+    return rows if len(rows) == number else None
 
 
 def _plain(row: Sequence[Any]) -> Notification:

@@ -24,8 +24,10 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in OPTIONS:
+            # What is no word may be the rest of a password.
+            told = repr(name) if not name or name.isidentifier() else "that is no word"
             raise ConfigurationError(
-                f"shard {shard!r} has a URL with the option {name!r}; there are {', '.join(OPTIONS)}"
+                f"shard {shard!r} has a URL with the option {told}; there are {', '.join(OPTIONS)}"
             )
     if "," in parts.netloc.rpartition("@")[2]:
         raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; aiomysql connects to one")

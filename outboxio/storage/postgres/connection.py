@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -71,6 +71,14 @@ class Dedicated(DedicatedConnection):
     def drop(self, connection: Any) -> None:
         with suppress(asyncpg.InterfaceError):  # its pool has it back already
             connection.terminate()
+
+
+def as_texts(values: Iterable[Any]) -> list[str | None]:
+    """Values for a parameter ``$1::text[]::bigint[]``, or of another type.
+
+    The driver asks the server about every array type but this one, on each new connection anew, and for 20 ms.
+    """
+    return [None if value is None else str(value) for value in values]
 
 
 def row_count(status: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.session import PooledSession, PostgresSession
+from outboxio.storage.postgres.starts import PostgresStarts
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
 from outboxio.waiting import to_the_end
 
@@ -54,6 +56,7 @@ class PostgresDatabase:
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
         self.lines = PostgresLines(self._find)
+        self.starts = PostgresStarts(self._find, self._settle, self._admin)
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.schema = PostgresSchema(self._admin, name)
@@ -76,11 +79,12 @@ class PostgresDatabase:
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, payload.replace("'", "''"))
         if self._lock_session is not None and self._lock_session.is_open:
-            await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
-        else:
-            pool = await self._open_pool()
-            async with pool.acquire(timeout=NOTIFY_TIMEOUT) as connection:
-                await connection.execute(notify, timeout=NOTIFY_TIMEOUT)
+            with suppress(asyncpg.InterfaceError):  # it is being given back, or has just ended
+                await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
+                return
+        pool = await self._open_pool()
+        async with pool.acquire(timeout=NOTIFY_TIMEOUT) as connection:
+            await connection.execute(notify, timeout=NOTIFY_TIMEOUT)
 
     async def refuse_shared_sessions(self) -> None:
         """Two connections that are open at once never have one server process, unless a proxy shares it."""

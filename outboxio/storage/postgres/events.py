@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from outboxio.ids import uuid7
-from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.postgres.connection import Dedicated, as_texts
 from outboxio.storage.protocols import FannedOut
 
 _INTO = """
@@ -30,20 +30,29 @@ SELECT overlay(gen_random_uuid()::text placing {id_head} from 1 for 15)::uuid, e
 # SKIP LOCKED never waits for a producer. An event on a topic whose type is subscribed as well is taken through its
 # type, so that no event is taken twice.
 #
+# A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a rename was
+# taken back, that is the one that was seen earlier.
+#
 # What ordered handlers want is taken up to a horizon, the last event of a key that filled its room: the events of such
 # a key that come next are not known. Any type may be on a topic that an ordered handler wants. Where nothing is
 # ordered, the horizon is never worked out.
 _TAKEN = "(NOT e.ordered OR e.sequence <= coalesce((SELECT sequence FROM horizon), e.sequence))"
+_RENAMED = """
+SELECT a.name FROM live l CROSS JOIN LATERAL jsonb_array_elements_text(l.aliases) AS a(name)
+WHERE l.aliases <> '[]' AND NOT EXISTS (
+  SELECT FROM live o WHERE o.handler_name = a.name AND o.aliases @> to_jsonb(l.handler_name::text)
+    AND (o.last_seen_date, o.handler_name) > (l.last_seen_date, l.handler_name))
+"""
 FAN_OUT = f"""
 WITH live AS MATERIALIZED (
-  SELECT handler_name, event_type, topic, aliases, priority, ordered
+  SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
   FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $3
 ), renamed AS MATERIALIZED (
-  SELECT jsonb_array_elements_text(aliases) AS name FROM live WHERE aliases <> '[]'
+  {_RENAMED}
 ), subscribed AS MATERIALIZED (
   SELECT * FROM live WHERE handler_name NOT IN (SELECT name FROM renamed)
 ), rooms AS MATERIALIZED (
-  SELECT * FROM unnest($4::text[], $5::bigint[]) AS room(key, size)
+  SELECT * FROM unnest($4::text[], $5::text[]::bigint[]) AS room(key, size)
 ), types AS MATERIALIZED (
   SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size,
     t.ordered OR (SELECT coalesce(bool_or(ordered), FALSE) FROM subscribed WHERE topic <> '') AS ordered
@@ -86,13 +95,12 @@ SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
 
-ANY_UNDELIVERED = """
+ANY_UNDELIVERED = f"""
 WITH live AS MATERIALIZED (
-  SELECT handler_name, event_type, topic, aliases
+  SELECT handler_name, event_type, topic, aliases, last_seen_date
   FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $2
 ), subscribed AS MATERIALIZED (
-  SELECT * FROM live WHERE handler_name NOT IN (
-    SELECT jsonb_array_elements_text(aliases) FROM live WHERE aliases <> '[]')
+  SELECT * FROM live WHERE handler_name NOT IN ({_RENAMED})
 )
 SELECT EXISTS (
   SELECT FROM (SELECT DISTINCT event_type FROM subscribed WHERE topic = '') t CROSS JOIN LATERAL (
@@ -113,6 +121,7 @@ PAYLOADS = """
 SELECT payload::text FROM eventlog.events WHERE namespace = $1 AND event_type = ANY ($2::text[]) ORDER BY sequence
 """
 
+# What a handler had under a former name of its own is not made again.
 BACKFILL = f"""
 {_INTO}
 {_OWED.format(now="$5", id_head="$6")}
@@ -120,6 +129,8 @@ FROM eventlog.events e JOIN eventlog.subscriptions s
   ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')
 WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
   AND (cardinality($3::text[]) = 0 OR e.event_type = ANY ($3))
+  AND NOT EXISTS (SELECT FROM eventlog.event_notifications n
+    WHERE n.event_id = e.id AND s.aliases @> to_jsonb(n.handler_name::text))
 ORDER BY e.sequence
 ON CONFLICT (event_id, handler_name) DO NOTHING
 """
@@ -139,7 +150,7 @@ class PostgresEvents:
             now,
             seen_since,
             list(rooms.keys()),
-            list(rooms.values()),
+            as_texts(rooms.values()),
             batch_size,
             id_head(),
         )

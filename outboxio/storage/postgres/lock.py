@@ -16,25 +16,28 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.names import LockName
-from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.postgres.connection import Dedicated, as_texts
+from outboxio.storage.protocols import Acquired
 
 logger = logging.getLogger(__name__)
 
-# One statement takes what is free and raises its terms. Leases are locked in name order, as every writer does.
+# One statement takes what is free and raises its terms. Leases are locked in name order, as every writer does. Whether
+# the former term was given back is told by the row as it is when it is locked, not by a snapshot from before.
 ACQUIRE = """
 WITH taken AS MATERIALIZED (
-  SELECT w.name FROM unnest($1::text[], $2::bigint[]) AS w(name, key) WHERE pg_try_advisory_lock(w.key)
+  SELECT w.name FROM unnest($1::text[], $2::text[]::bigint[]) AS w(name, key) WHERE pg_try_advisory_lock(w.key)
 )
-INSERT INTO eventlog.leases (name, term, owner, acquired_date)
-SELECT name, 1, $3, clock_timestamp() AT TIME ZONE 'UTC' FROM taken ORDER BY name
+INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
+SELECT name, 1, $3, clock_timestamp() AT TIME ZONE 'UTC', 0 FROM taken ORDER BY name
 ON CONFLICT (name) DO UPDATE SET term = leases.term + 1, owner = excluded.owner, acquired_date = excluded.acquired_date
-RETURNING name, term
+RETURNING name, term, released_term
 """
 
 # Without a lease: only to find out whether two shards are one database.
 TRY = "SELECT pg_try_advisory_lock($1)"
 
-# Without parameters, so that one message does it all (see Dedicated).
+# Without parameters, so that one message does it all (see Dedicated). Who tries meanwhile waits for the lease row.
+GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = {} AND owner = {}"
 RELEASE = "SELECT pg_advisory_unlock({})"
 
 # The beat also sends this session a wake-up of its own: if it does not come back, LISTEN is dead although the session
@@ -55,17 +58,17 @@ class PostgresClusterLock:
         self._probe = f"probe {secrets.token_hex(8)}"
         self._unheard = 0
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
         by_lease = {name.lease: name for name in names}
         try:
             rows = await self._session.fetch(
-                ACQUIRE, list(by_lease), [n.key for n in by_lease.values()], self._owner, timeout=self._timeout
+                ACQUIRE, list(by_lease), as_texts(n.key for n in by_lease.values()), self._owner, timeout=self._timeout
             )
         except BaseException:
             # Locks may have been taken that nobody knows of; they end with the session.
             self._session.terminate()
             raise
-        return {by_lease[row["name"]]: row["term"] for row in rows}
+        return {by_lease[row["name"]]: Acquired(row["term"], row["released_term"]) for row in rows}
 
     async def try_probe(self, name: LockName) -> bool:
         return bool((await self._session.fetch(TRY, name.key, timeout=self._timeout))[0][0])
@@ -86,8 +89,10 @@ class PostgresClusterLock:
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._session.is_open:
             try:
-                sql = "; ".join(RELEASE.format(name.key) for name in names)
-                await self._session.execute(sql, timeout=self._timeout)
+                leases = sorted(name.lease for name in names)
+                given_back = [GIVE_BACK.format(_literal(lease), _literal(self._owner)) for lease in leases]
+                released = [RELEASE.format(name.key) for name in names]
+                await self._session.execute("; ".join((*given_back, *released)), timeout=self._timeout)
             except BaseException:
                 self._session.terminate()  # they end with the session
                 raise
@@ -152,6 +157,11 @@ class PostgresClusterLock:
     def _ended(self, connection: Any) -> None:
         self._watched = None
         self._lost()
+
+
+def _literal(text: str) -> str:
+    """Quoted in the way that means the same whatever the session thinks of backslashes."""
+    return "E'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from outboxio.notification import Context, Notification, NotificationRecord, Wanted
 from outboxio.outcome import Bucket
-from outboxio.storage.postgres.connection import Dedicated, row_count
+from outboxio.storage.postgres.connection import Dedicated, as_texts, row_count
 from outboxio.storage.postgres.session import insert_events
 
 _JSON = {"action_params", "payload", "headers", "errors"}
@@ -27,13 +27,19 @@ def _context() -> str:
     return f"json_build_array({', '.join(f'n.{column}' for column in Context.__struct_fields__)})::text"
 
 
-_DUE_COLUMNS = f"{_selected(Notification.__struct_fields__[:-1])}, {_context()}"
+def _micros(column: str) -> str:
+    return f"(date_part('epoch', n.{column}) * 1000000)::bigint"
+
+
+_DUE_COLUMNS = f"""{_selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
+  {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, {_context()}"""
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
 # One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
 # that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
 FIND_DUE = f"""
-SELECT n.* FROM unnest($3::text[], $4::int[], $5::timestamp[], $6::bigint[]) AS w(handler_name, size, due, sequence)
+SELECT n.* FROM unnest($3::text[], $4::text[]::int[], $5::text[]::timestamp[], $6::text[]::bigint[])
+  AS w(handler_name, size, due, sequence)
 CROSS JOIN LATERAL (
   SELECT {_DUE_COLUMNS} FROM eventlog.event_notifications n
   WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
@@ -173,9 +179,9 @@ class PostgresNotifications:
             namespace,
             now,
             [w.handler_name for w in wanted],
-            [w.limit for w in wanted],
-            [w.after[0] for w in wanted],
-            [w.after[1] for w in wanted],
+            as_texts(w.limit for w in wanted),
+            as_texts(w.after[0] for w in wanted),
+            as_texts(w.after[1] for w in wanted),
         )
         return [Notification(*row) for row in rows]
 

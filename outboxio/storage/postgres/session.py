@@ -13,7 +13,7 @@ from uuid import UUID
 import asyncpg
 
 from outboxio.event import ActionRecord, EventRecord
-from outboxio.storage.postgres.connection import row_count
+from outboxio.storage.postgres.connection import as_texts, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.protocols import CommitLost, Consumed, Owed
 from outboxio.waiting import to_the_end
@@ -29,8 +29,8 @@ INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_param
     causation_id, headers, available_at, hops)
 SELECT e.id, $1, $2, $3, $4::text::jsonb, $5, $6, e.model_id, e.model_type, e.event_type, e.payload::jsonb, $6, FALSE,
     e.ordering_key, e.topic, $7, $8, $9, $10::text::jsonb, e.available_at, $11
-FROM unnest($12::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::text[], $18::text[],
-    $19::timestamp[]) AS e(id, model_id, model_type, event_type, payload, ordering_key, topic, available_at)
+FROM unnest($12::text[]::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::text[], $18::text[],
+    $19::text[]::timestamp[]) AS e(id, model_id, model_type, event_type, payload, ordering_key, topic, available_at)
 """
 
 
@@ -93,14 +93,14 @@ async def insert_events(connection: Any, action: ActionRecord, events: Sequence[
         action.causation_id,
         action.headers,
         action.hops,
-        [e.id for e in events],
+        as_texts(e.id for e in events),
         [e.model_id for e in events],
         [e.model_type for e in events],
         [e.event_type for e in events],
         [e.payload for e in events],
         [e.ordering_key for e in events],
         [e.topic for e in events],
-        [e.available_at for e in events],
+        as_texts(e.available_at for e in events),
     )
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.postgres.connection import Dedicated, as_texts
 from outboxio.storage.protocols import Pause
 from outboxio.subscription import Subscription
 
@@ -15,7 +15,7 @@ ANNOUNCE = """
 INSERT INTO eventlog.subscriptions
   (namespace, handler_name, event_type, topic, aliases, priority, ordered, last_seen_date)
 SELECT $1, s.handler_name, s.event_type, s.topic, s.aliases::jsonb, s.priority, s.ordered, $2
-FROM unnest($3::text[], $4::text[], $5::text[], $6::text[], $7::int[], $8::boolean[])
+FROM unnest($3::text[], $4::text[], $5::text[], $6::text[], $7::text[]::int[], $8::text[]::boolean[])
   AS s(handler_name, event_type, topic, aliases, priority, ordered)
 ORDER BY s.handler_name, s.event_type, s.topic
 ON CONFLICT (namespace, handler_name, event_type, topic) DO UPDATE SET aliases = excluded.aliases,
@@ -62,8 +62,8 @@ class PostgresSubscriptions:
             [s.event_type for s in subscriptions],
             [s.topic for s in subscriptions],
             [msgspec.json.encode(s.aliases).decode() for s in subscriptions],
-            [s.priority for s in subscriptions],
-            [s.ordered for s in subscriptions],
+            as_texts(s.priority for s in subscriptions),
+            as_texts(s.ordered for s in subscriptions),
         )
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:

@@ -16,6 +16,7 @@ from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.session import CallersSession, CheckedOutSession, is_connection
+from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
 
 OLDEST = (3, 35, 0)
@@ -39,6 +40,7 @@ class SqliteDatabase:
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
         self.lines = SqliteLines(self._connections)
+        self.starts = SqliteStarts(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)

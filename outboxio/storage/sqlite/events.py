@@ -16,14 +16,19 @@ from outboxio.storage.sqlite.connection import Connections, fetch_value
 from outboxio.storage.sqlite.values import as_json, as_text
 
 # Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
-# a newer one. A name that is a live handler's alias gets no new rows.
+# a newer one. A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a
+# rename was taken back, that is the one that was seen earlier.
 SUBSCRIBED = """
 SELECT json_group_array(
   json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
 FROM eventlog_subscriptions s
 WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_name NOT IN (
   SELECT a.value FROM eventlog_subscriptions r, json_each(r.aliases) a
-  WHERE r.namespace = :namespace AND r.last_seen_date > :seen_since)
+  WHERE r.namespace = :namespace AND r.last_seen_date > :seen_since AND NOT EXISTS (
+    SELECT 1 FROM eventlog_subscriptions o, json_each(o.aliases) b
+    WHERE o.namespace = :namespace AND o.last_seen_date > :seen_since AND o.handler_name = a.value
+      AND b.value = r.handler_name
+      AND (o.last_seen_date, o.handler_name) > (r.last_seen_date, r.handler_name)))
 """
 
 # The next four exist for event types and for topics. Each names its index: with statistics from when the table was
@@ -96,7 +101,8 @@ SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events NOT I
   WHERE namespace = :namespace AND event_type IN (SELECT value FROM json_each(:types)) ORDER BY sequence)
 """
 
-# History can be long, and while one transaction writes no other can: it is read first, and written in pieces.
+# History can be long, and while one transaction writes no other can: it is read first, and written in pieces. What a
+# handler had under a former name of its own is not made again.
 HISTORY = """
 SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
   WHERE e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
@@ -104,6 +110,9 @@ SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
     AND EXISTS (SELECT 1 FROM eventlog_subscriptions s
       WHERE s.namespace = :namespace AND s.handler_name = :handler_name
         AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> '')))
+    AND NOT EXISTS (SELECT 1 FROM eventlog_subscriptions s, json_each(s.aliases) a, eventlog_event_notifications n
+      WHERE s.namespace = :namespace AND s.handler_name = :handler_name
+        AND n.event_id = e.id AND n.handler_name = a.value)
   ORDER BY e.sequence)
 """
 PIECE = 1000

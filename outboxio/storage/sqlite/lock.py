@@ -24,17 +24,23 @@ import msgspec
 from outboxio.clock import utc_now
 from outboxio.errors import DatabaseUnavailable
 from outboxio.names import LockName
+from outboxio.storage.protocols import Acquired
 from outboxio.storage.sqlite.connection import Connections, fetch_value
 from outboxio.storage.sqlite.values import as_json, as_text
 
 RAISE_TERMS = """
-INSERT INTO eventlog_leases (name, term, owner, acquired_date)
-SELECT value, 1, :owner, :now FROM json_each(:names) WHERE TRUE
+INSERT INTO eventlog_leases (name, term, owner, acquired_date, released_term)
+SELECT value, 1, :owner, :now, 0 FROM json_each(:names) WHERE TRUE
 ON CONFLICT (name) DO UPDATE SET term = term + 1, owner = excluded.owner, acquired_date = excluded.acquired_date
 """
 
 TERMS = """
-SELECT json_group_object(name, term) FROM eventlog_leases WHERE name IN (SELECT value FROM json_each(:names))
+SELECT json_group_object(name, json_object('term', term, 'released_term', released_term)) FROM eventlog_leases
+WHERE name IN (SELECT value FROM json_each(:names))
+"""
+
+GIVE_BACK = """
+UPDATE eventlog_leases SET released_term = term WHERE name IN (SELECT value FROM json_each(:names)) AND owner = :owner
 """
 
 
@@ -65,7 +71,7 @@ class SqliteClusterLock:
         self._owner = owner[:255]
         self._held: dict[LockName, Held] = {}
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, int]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
         try:
             taken = [name for name in names if self._take(name)]
             terms = await self._raise_terms(taken)
@@ -85,9 +91,15 @@ class SqliteClusterLock:
         return utc_now()  # the clock of everybody who can open the file
 
     async def release(self, names: Sequence[LockName]) -> None:
-        for name in names:
-            if (lock := self._held.pop(name, None)) is not None:
-                lock.release()
+        held = [name for name in names if name in self._held]
+        try:
+            if held:
+                leases = as_json(name.lease for name in held)
+                await self._connections.write(GIVE_BACK, {"names": leases, "owner": self._owner})
+        finally:
+            for name in held:
+                if (lock := self._held.pop(name, None)) is not None:
+                    lock.release()
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Nothing is ever heard: SQLite cannot wake other processes, so they poll."""
@@ -112,7 +124,7 @@ class SqliteClusterLock:
         for lock in held.values():
             lock.release()
 
-    async def _raise_terms(self, names: Sequence[LockName]) -> Mapping[str, int]:
+    async def _raise_terms(self, names: Sequence[LockName]) -> Mapping[str, Acquired]:
         if not names:
             return {}
         parameters = {"names": as_json(name.lease for name in names), "owner": self._owner, "now": as_text(utc_now())}
@@ -121,7 +133,7 @@ class SqliteClusterLock:
             connection.execute(RAISE_TERMS, parameters)
             return str(fetch_value(connection, TERMS, parameters))
 
-        return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, int])
+        return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, Acquired])
 
 
 # --- beside a file -------------------------------------------------------------------------------

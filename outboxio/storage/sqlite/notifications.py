@@ -26,7 +26,14 @@ def _object(columns: Iterable[str]) -> str:
     return "json_object(" + ", ".join(f"'{column}', {column}" for column in columns) + ")"
 
 
-_DUE_COLUMNS = Notification.__struct_fields__[:-1]
+def _micros(column: str) -> str:
+    # Without its fraction, which SQLite would round to the millisecond first.
+    return f"CAST(strftime('%s', substr({column}, 1, 19)) AS INTEGER) * 1000000 + CAST(substr({column}, 21) AS INTEGER)"
+
+
+_DUE_COLUMNS = ("id", "handler_name", "event_type", "payload", "state", "attempts", "next_retry_at", "retention_from",
+                "sequence")  # fmt: skip
+_MOMENTS = {"next_retry_at", "retention_from"}
 _CONTEXT = Context.__struct_fields__
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
@@ -36,6 +43,8 @@ _UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
 _BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
 # SQLite's own name for the index of a table's first key, here that of the primary key.
 _BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
+
+_DUE_ARRAY = ", ".join(_micros(column) if column in _MOMENTS else column for column in _DUE_COLUMNS)
 
 # Which of the wanted have anything due: an idle poll is this one statement.
 FIND_BUSY = f"""
@@ -49,7 +58,7 @@ SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
 # One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
 # that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
 FIND_DUE = f"""
-SELECT json_group_array(json_array({", ".join(_DUE_COLUMNS)}, json_array({", ".join(_CONTEXT)}))) FROM (
+SELECT json_group_array(json_array({_DUE_ARRAY}, json_array({", ".join(_CONTEXT)}))) FROM (
   SELECT {", ".join((*_DUE_COLUMNS, *_CONTEXT))} FROM {_BY_DUE}
   WHERE namespace = :namespace AND handler_name = :handler_name AND {_UNFINISHED} AND next_retry_at <= :now
     AND (next_retry_at, sequence) > (:due, :sequence)

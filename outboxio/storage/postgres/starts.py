@@ -1,0 +1,54 @@
+"""The ``started_runs`` table on PostgreSQL: runs with which their process may die."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from uuid import UUID
+
+from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.protocols import StartedRun
+
+RECORD = """
+INSERT INTO eventlog.started_runs (notification_id, namespace, handler_name, starts, started_date)
+SELECT s.notification_id, $1, s.handler_name, s.starts, $2
+FROM unnest($3::uuid[], $4::text[], $5::int[]) AS s(notification_id, handler_name, starts) ORDER BY s.notification_id
+ON CONFLICT (notification_id) DO UPDATE SET starts = excluded.starts, started_date = excluded.started_date
+"""
+
+# LIMIT keeps it one look at the primary key for each record, whatever the planner believes of the table. A row that
+# was written after its run was recorded has had an end of that run, or an operator's order.
+_NEVER_ENDED = """
+(SELECT 1 FROM eventlog.event_notifications n
+ WHERE n.id = s.notification_id AND ARRAY['PENDING', 'FAILED', 'BLOCKED', 'DYING'] @> ARRAY[n.state::text]
+   AND n.updated_date <= s.started_date
+ LIMIT 1)
+"""
+
+FIND = f"""
+SELECT s.notification_id, s.handler_name, s.starts FROM eventlog.started_runs s
+WHERE s.namespace = $1 AND s.handler_name = ANY ($2::text[]) AND {_NEVER_ENDED} IS NOT NULL
+"""
+
+REMOVE = "DELETE FROM eventlog.started_runs WHERE notification_id = ANY ($1::uuid[])"
+REMOVE_ENDED = f"DELETE FROM eventlog.started_runs s WHERE s.namespace = $1 AND {_NEVER_ENDED} IS NULL"
+
+
+class PostgresStarts:
+    def __init__(self, find: Dedicated, settle: Dedicated, admin: Dedicated) -> None:
+        self._find = find
+        self._settle = settle
+        self._admin = admin
+
+    async def record(self, namespace: str, runs: Sequence[StartedRun], now: datetime) -> None:
+        ids, names = [run.notification_id for run in runs], [run.handler_name for run in runs]
+        await self._settle.execute(RECORD, namespace, now, ids, names, [run.starts for run in runs])
+
+    async def find(self, namespace: str, names: Sequence[str]) -> list[StartedRun]:
+        return [StartedRun(*row) for row in await self._find.fetch(FIND, namespace, list(names))]
+
+    async def remove(self, ids: Sequence[UUID]) -> int:
+        return await self._settle.execute(REMOVE, sorted(ids))
+
+    async def remove_ended(self, namespace: str) -> int:
+        return await self._admin.execute(REMOVE_ENDED, namespace)

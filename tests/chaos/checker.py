@@ -1,0 +1,411 @@
+"""Does what happened keep what outboxio promises? Pure functions over the history of a run and what it left behind.
+
+Each invariant is a function of a `Case`, and yields a sentence for each time that it does not hold.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from tests.chaos.handlers import HANDLERS, Kind
+from tests.chaos.history import Line
+
+TERMINAL = frozenset({"SUCCEEDED", "EXPIRED", "DEAD", "SKIPPED"})
+NEVER = 2**63
+SAME_MOMENT = 50_000_000  # nanoseconds for which a proof of the locks may be over before a run is decided on
+
+INVARIANTS = {
+    1: "a committed event has an effect in each of its handlers, or an end with a reason",
+    2: "an action that was rolled back leaves nothing, and one whose end is unknown all or nothing",
+    3: "a transactional handler has exactly one effect in the database, and a success emits exactly once",
+    4: "an outcome is written only under the newest term, and an end only once",
+    5: "runs of one notification overlap only across a change of term, and none starts unproven or after its end",
+    6: "events of one ordering key start in order, and do not overlap",
+    7: "afterwards nothing is left, and what was counted is what happened",
+    8: "what may run at most once never starts twice",
+}
+
+
+class Stored(Struct):
+    """A row of ``events``."""
+
+    id: str
+    action: str
+    type: str
+    cause: str = ""
+    delivered: bool = True
+
+
+class Owed(Struct):
+    """A row of ``event_notifications``."""
+
+    id: str
+    event: str
+    handler: str
+    state: str = "SUCCEEDED"
+    has_reason: bool = False
+
+
+class Final(Struct):
+    """What the database holds afterwards, and what else is left."""
+
+    events: list[Stored] = []
+    notifications: list[Owed] = []
+    effects: list[tuple[str, str]] = []
+    """Handler and event of each effect that a transactional handler has left in the database."""
+    actions: list[str] = []
+    """The actions whose own row is there."""
+    left: list[str] = []
+    """Sessions, locks and processes that ought to be gone."""
+
+
+class Violation(NamedTuple):
+    invariant: int
+    what: str
+
+
+class Run(Struct):
+    """One call of a handler for one event."""
+
+    line: Line
+    end: int
+    how: str
+
+    def __str__(self) -> str:
+        line = self.line
+        return f"run {line.run} of {line.process} ({line.handler} for {line.event}, term {line.term}, {self.how})"
+
+
+class Case(Struct, dict=True):
+    """What is judged."""
+
+    history: Sequence[Line]
+    final: Final
+    handlers: Mapping[str, Kind]
+
+    def lines(self, *what: str) -> list[Line]:
+        return [line for line in self.history if line.what in what]
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """When each process ended."""
+        return {line.how: line.at for line in self.lines("exit")}
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        finishes = {(line.process, line.run): line for line in self.lines("finish")}
+        for_ever = max((line.at for line in self.history), default=0) + 1
+        found: list[Run] = []
+        for line in self.lines("start"):
+            finish = finishes.get((line.process, line.run))
+            end = self.ends.get(line.process, for_ever) if finish is None else finish.at
+            found.append(Run(line, end, "cut short" if finish is None else finish.how))
+        return found
+
+    @cached_property
+    def kinds(self) -> dict[str, list[str]]:
+        """The handlers of each event type."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, kind in self.handlers.items():
+            found[kind.event.__name__].append(name)
+        return found
+
+    @cached_property
+    def owed(self) -> dict[tuple[str, str], Owed]:
+        return {(owed.event, owed.handler): owed for owed in self.final.notifications}
+
+    @cached_property
+    def newest(self) -> dict[str, list[Line]]:
+        """How each lock was taken, in the order of time."""
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines("taken"):
+            found[line.lock].append(line)
+        return found
+
+    @cached_property
+    def first_ends(self) -> dict[str, int]:
+        """When each notification was brought to its end, as early as that can have been."""
+        ends: dict[str, int] = {}
+        for line in self.lines("settling"):
+            if line.state in TERMINAL and self.outcomes.get((line.process, line.run)) != 0:
+                for notification, _, _ in line.rows:
+                    ends.setdefault(notification, line.at)
+        return ends
+
+    @cached_property
+    def answers(self) -> dict[tuple[str, int], Line]:
+        """What the database said of each statement that writes outcomes, of those whose answer came."""
+        return {(line.process, line.run): line for line in self.lines("settled")}
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[str, int], int]:
+        """How many rows each of these statements wrote."""
+        return {statement: line.number for statement, line in self.answers.items()}
+
+
+def check(history: Sequence[Line], final: Final, handlers: Mapping[str, Kind] = HANDLERS) -> list[Violation]:
+    """Every way in which the invariants do not hold."""
+    case = Case(history, final, handlers)
+    return [Violation(number, what) for number, holds in _CHECKS.items() for what in holds(case)]
+
+
+# --- 1: nothing is lost --------------------------------------------------------------------------
+
+
+def _nothing_is_lost(case: Case) -> Iterator[str]:
+    there = {event.id for event in case.final.events}
+    for action in _actions(case):
+        if action.end == "commit":
+            for event in action.events:
+                if event not in there:
+                    yield f"event {event} of the committed action {action.id} is not in the database"
+    done = {(line.handler, line.event) for line in case.lines("effect")}
+    for event in case.final.events:
+        for handler in case.kinds.get(event.type, ()):
+            owed = case.owed.get((event.id, handler))
+            if owed is None:
+                yield f"event {event.id} was never made a notification of {handler}"
+            elif owed.state == "SUCCEEDED" and (handler, event.id) not in done:
+                yield f"{handler} has succeeded for event {event.id}, and has never done anything for it"
+            elif owed.state in TERMINAL - {"SUCCEEDED"} and not owed.has_reason:
+                yield f"the notification of event {event.id} for {handler} is {owed.state}, and says no reason"
+
+
+# --- 2: all or nothing ---------------------------------------------------------------------------
+
+
+class Done(Struct):
+    """One action, with the events of its last attempt and those of earlier ones."""
+
+    id: str
+    end: str
+    events: list[str]
+    given_up: list[str]
+
+
+def _actions(case: Case) -> list[Done]:
+    found: dict[str, Done] = {}
+    for line in case.lines("attempt", "commit", "rollback", "commit_unknown"):
+        action = found.setdefault(line.action, Done(line.action, "commit_unknown", [], []))
+        if line.what == "attempt":
+            action.given_up += action.events
+            action.events = line.events
+        else:
+            action.end = line.what
+    return list(found.values())
+
+
+def _all_or_nothing(case: Case) -> Iterator[str]:
+    stored = Counter(event.action for event in case.final.events)
+    there, rows = {event.id for event in case.final.events}, set(case.final.actions)
+    started = {line.event for line in case.lines("start")} | {event for _, event in case.final.effects}
+    actions = _actions(case)
+    for action in actions:
+        for event in action.given_up + (action.events if action.end == "rollback" else []):
+            if event in there or event in started:
+                yield f"event {event} of action {action.id} was rolled back, and is there or was handled"
+        found, has_row = there.intersection(action.events), action.id in rows
+        if action.end == "rollback" and has_row:
+            yield f"action {action.id} was rolled back, and its own row is there"
+        if action.end == "commit" and not has_row:
+            yield f"action {action.id} was committed, and its own row is not there"
+        if action.end == "commit_unknown" and (len(found), has_row) not in ((0, False), (len(action.events), True)):
+            yield f"action {action.id} left {len(found)} of {len(action.events)} events, its own row: {has_row}"
+    known = {action.id for action in actions}
+    caused = {event.action for event in case.final.events if event.cause}
+    for action_id in stored.keys() - known - caused:
+        yield f"action {action_id} has {stored[action_id]} events, and nobody executed it"
+
+
+# --- 3: exactly one effect -----------------------------------------------------------------------
+
+
+def _exactly_one_effect(case: Case) -> Iterator[str]:
+    effects, children = Counter(case.final.effects), Counter(event.cause for event in case.final.events)
+    for owed in case.final.notifications:
+        kind = case.handlers.get(owed.handler)
+        wanted = int(owed.state == "SUCCEEDED")
+        if kind is not None and kind.in_transaction:
+            number = effects.pop((owed.handler, owed.event), 0)
+            if number != wanted:
+                yield f"{owed.handler} has {number} effects for event {owed.event}, whose row is {owed.state}"
+        if kind is not None and kind.emits and children[owed.event] != wanted:
+            yield f"{owed.handler} has emitted {children[owed.event]} events for {owed.event}, which is {owed.state}"
+    for (handler, event), number in effects.items():
+        yield f"{handler} has {number} effects for event {event}, of which it has no notification"
+
+
+# --- 4: only under the newest term ---------------------------------------------------------------
+
+
+def _only_under_newest_term(case: Case) -> Iterator[str]:
+    for lock, taken in case.newest.items():
+        for before, after in pairwise(taken):
+            if after.term <= before.term:
+                yield (
+                    f"term {after.term} of {lock} was given to {after.process} after {before.process} had {before.term}"
+                )
+    ended = Counter[str]()
+    for line in case.lines("settling"):
+        written = case.outcomes.get((line.process, line.run), 0)
+        valid = [row for row in line.rows if not row[2] or not _superseded(case, row[1], row[2], line.at)]
+        if written > len(valid):
+            old = ", ".join(sorted({f"{row[1]} under term {row[2]}" for row in line.rows if row not in valid}))
+            yield f"{line.process} wrote {written - len(valid)} outcomes ({line.state}) of {old}, which was over"
+        if line.state in TERMINAL and written == len(line.rows):
+            ended.update(row[0] for row in line.rows)
+    for notification, number in ended.items():
+        if number > 1:
+            yield f"notification {notification} was brought to an end {number} times"
+
+
+def _superseded(case: Case, handler: str, term: int, at: int) -> bool:
+    """Whether a newer term of a handler's lock was given to somebody before a moment."""
+    taken = case.newest.get(_lock_of(handler), ())
+    return any(line.term > term and line.at < at for line in taken)
+
+
+def _lock_of(handler: str) -> str:
+    return f"app/dispatch/{handler}"
+
+
+# --- 5: one at a time ----------------------------------------------------------------------------
+
+
+def _one_at_a_time(case: Case) -> Iterator[str]:
+    runs: dict[str, list[Run]] = defaultdict(list)
+    for run in case.runs:
+        runs[run.line.notification].append(run)
+    for some in runs.values():
+        yield from _overlaps(some, "the same event")
+    yield from _unproven(case)
+    yield from _after_the_end(case)
+    yield from _released_too_early(case)
+
+
+def _overlaps(runs: Sequence[Run], what: str) -> Iterator[str]:
+    open_runs: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.line.at):
+        open_runs = [other for other in open_runs if other.end > run.line.at]
+        for other in open_runs:
+            if other.line.term == run.line.term:
+                yield f"{other} was not over when {run} started, for {what}"
+        open_runs.append(run)
+
+
+def _unproven(case: Case) -> Iterator[str]:
+    proofs: dict[str, list[Line]] = defaultdict(list)
+    for line in case.lines("proven"):
+        proofs[line.process].append(line)
+    for run in case.runs:
+        mine = proofs.get(run.line.process, [])
+        last = bisect_right(mine, run.line.decided, key=lambda line: line.at)
+        until = mine[last - 1].until if last else 0
+        if run.line.decided > until + SAME_MOMENT:
+            late = (run.line.decided - until) / 1e9
+            yield f"{run} was decided on {late:.3f} s after the last proof of its locks was over"
+
+
+def _after_the_end(case: Case) -> Iterator[str]:
+    """A former holder may not know of an end yet; whoever wrote it does, and so does every later one."""
+    ends: dict[str, tuple[int, int]] = {}
+    for line in case.lines("settling"):
+        answer = case.answers.get((line.process, line.run))
+        if line.state in TERMINAL and answer is not None and answer.number == len(line.rows):
+            for notification, _, term in line.rows:
+                ends.setdefault(notification, (answer.at, term))
+    for run in case.runs:
+        at, term = ends.get(run.line.notification, (NEVER, 0))
+        if run.line.decided > at and run.line.term >= term > 0:
+            yield f"{run} was decided on {(run.line.decided - at) / 1e9:.3f} s after the notification's end was written"
+
+
+def _released_too_early(case: Case) -> Iterator[str]:
+    for line in case.lines("released"):
+        for run in case.runs:
+            is_open = run.line.process == line.process and run.line.at < line.at < run.end
+            if is_open and _lock_of(run.line.handler) in line.locks and run.line.how != "ignores":
+                yield f"{line.process} gave back the lock of {run.line.handler} while {run} went on"
+
+
+# --- 6: in order ---------------------------------------------------------------------------------
+
+
+def _in_order(case: Case) -> Iterator[str]:
+    keys: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in case.runs:
+        if case.handlers[run.line.handler].is_ordered and run.line.key:
+            keys[run.line.handler, run.line.key].append(run)
+    for (_, key), runs in keys.items():
+        yield from _overlaps(runs, f"key {key}")
+        yield from _overtakings(runs, case.first_ends, key)
+
+
+def _overtakings(runs: Sequence[Run], ends: Mapping[str, int], key: str) -> Iterator[str]:
+    latest, last = 0, ""
+    in_order = sorted(runs, key=lambda run: run.line.sequence)
+    for _, same in groupby(in_order, key=lambda run: run.line.sequence):
+        some = list(same)
+        for run in some:
+            if run.line.at < latest:
+                yield f"{run} overtook event {last} in key {key}"
+        line = some[0].line
+        end = ends.get(line.notification, NEVER)
+        if end > latest:
+            latest, last = end, line.event
+
+
+# --- 7: nothing is left --------------------------------------------------------------------------
+
+
+def _nothing_is_left(case: Case) -> Iterator[str]:
+    yield from case.final.left
+    for event in case.final.events:
+        if not event.delivered and event.type in case.kinds:
+            yield f"event {event.id} was never fanned out"
+    for owed in case.final.notifications:
+        if owed.state not in TERMINAL:
+            yield f"the notification of event {owed.event} for {owed.handler} is still {owed.state}"
+    for line in case.lines("tasks"):
+        yield f"{line.process} left the task {line.how}"
+    yield from _miscounted(case)
+
+
+def _miscounted(case: Case) -> Iterator[str]:
+    written: Counter[tuple[str, str]] = Counter()
+    for line in case.lines("settling"):
+        written[line.process, line.state.lower()] += case.outcomes.get((line.process, line.run), 0)
+    for line in case.lines("counters"):
+        for state in ("succeeded", "failed", "dead", "expired"):
+            counted, happened = line.counters.get(state, 0), written[line.process, state]
+            if counted != happened:
+                yield f"{line.process} counted {counted} notifications as {state}, and wrote {happened}"
+
+
+# --- 8: at most once -----------------------------------------------------------------------------
+
+
+def _at_most_once(case: Case) -> Iterator[str]:
+    starts = Counter(line.notification for line in case.lines("start") if case.handlers[line.handler].only_once)
+    for notification, number in starts.items():
+        if number > 1:
+            yield f"notification {notification} of a handler that may run only once started {number} times"
+
+
+_CHECKS: Mapping[int, Callable[[Case], Iterator[str]]] = {
+    1: _nothing_is_lost,
+    2: _all_or_nothing,
+    3: _exactly_one_effect,
+    4: _only_under_newest_term,
+    5: _one_at_a_time,
+    6: _in_order,
+    7: _nothing_is_left,
+    8: _at_most_once,
+}

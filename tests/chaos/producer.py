@@ -1,0 +1,108 @@
+"""A producer in a chaos run: executes actions, several at once, until SIGTERM, and writes down how each ended.
+
+``python -m tests.chaos.producer '{...}'``. Some actions roll back, some are cancelled half-way. An action locks the
+row of its key before it emits, as whoever wants order among transactions must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from outboxio import Action, CommitUnknown, Outbox, Settings, Transaction
+from tests.chaos.handlers import Happened
+from tests.chaos.history import History, keep_log
+from tests.chaos.worker import source_of
+from tests.flow.worker import report, stop_when_told
+from tests.sql import sql
+
+KEYS = 6
+ROLLED_BACK, CANCELLED = 0.15, 0.03
+
+LOCK_KEY = "UPDATE chaos_keys SET moved = moved + 1 WHERE id = $1"
+OWN_ROW = "INSERT INTO chaos_actions (id) VALUES ($1)"
+
+
+class Refused(Exception):
+    """An action's own reason to roll back."""
+
+
+class Act(Action):
+    """Writes a row of its own, and says what happened, once or several times."""
+
+    number: int
+    key: str | None
+    events: int
+    refuses: bool
+
+    async def perform(self, tx: Transaction) -> None:
+        if self.key is not None:
+            await tx.execute(sql(tx, LOCK_KEY), self.key)
+        await tx.execute(sql(tx, OWN_ROW), str(tx.action_id))
+        for _ in range(self.events):
+            tx.emit(Happened(self.number), ordering_key=self.key)
+        ids = [str(event.id) for event in tx.events]
+        tx.resources.write("attempt", action=str(tx.action_id), events=ids)
+        _of_task[asyncio.current_task()] = tx
+        if self.refuses:
+            raise Refused
+
+
+_of_task: dict[asyncio.Task[Any] | None, Transaction] = {}
+
+
+async def produce(outbox: Outbox, history: History, stop: asyncio.Event, seed: int, pause: float) -> None:
+    chances = random.Random(seed)
+    numbers = iter(range(sys.maxsize))
+    while not stop.is_set():
+        key = str(chances.randrange(KEYS)) if chances.random() < 0.5 else None
+        act = Act(next(numbers), key, chances.choice((1, 1, 1, 2, 5)), chances.random() < ROLLED_BACK)
+        task = asyncio.create_task(execute(outbox, history, act))
+        if chances.random() < CANCELLED:
+            await asyncio.sleep(chances.random() * 0.02)
+            task.cancel()
+        await task
+        await asyncio.sleep(pause * chances.uniform(0.5, 1.5))
+
+
+async def execute(outbox: Outbox, history: History, act: Act) -> None:
+    """Execute one action to its end, and write down which that was."""
+    task = asyncio.current_task()
+    try:
+        await outbox.executor.execute(act)
+        end, why = "commit", ""
+    except CommitUnknown as error:
+        end, why = "commit_unknown", repr(error)
+    except asyncio.CancelledError as error:
+        # A cancellation that comes during COMMIT waits for its end.
+        tx, is_unknown = _of_task.get(task), isinstance(error.__cause__, CommitUnknown)
+        is_committed = tx is not None and tx.is_committed
+        end, why = "commit" if is_committed else "commit_unknown" if is_unknown else "rollback", "cancelled"
+    except Exception as error:
+        end, why = "rollback", repr(error)
+    tx = _of_task.pop(task, None)
+    if tx is not None:
+        history.write(end, action=str(tx.action_id), how=why[:200])
+
+
+async def main(told: dict[str, Any]) -> None:
+    stop = stop_when_told()
+    keep_log(Path(told["folder"]), told["name"])
+    history = History(Path(told["folder"]), told["name"])
+    settings = Settings.load(told["settings"], environ=None)
+    async with Outbox(source_of(told), namespace="app", settings=settings, resources=history) as outbox:
+        report("running")
+        async with asyncio.TaskGroup() as group:
+            for number in range(told["tasks"]):
+                seed = told["seed"] * 100 + number
+                group.create_task(produce(outbox, history, stop, seed, told["tasks"] / told["rate"]))
+    history.write("left")
+    report("left")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

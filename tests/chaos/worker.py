@@ -1,0 +1,309 @@
+"""One instance of the application in a chaos run: all handlers, until SIGTERM, and a history of what it did.
+
+``python -m tests.chaos.worker '{...}'``. What the library has no hook for is recorded by wrapping its inside, here and
+not there. A line of JSON on standard input orders mischief: ``{"do": "block", "seconds": 2}``; its end means that
+nobody looks on any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
+from outboxio.calling import Caller
+from outboxio.dispatcher import Dispatcher
+from outboxio.keeper import LockKeeper
+from outboxio.names import LockName
+from outboxio.outcome import Bucket, Lease
+from outboxio.queues import Run
+from outboxio.shard import ShardWork
+from outboxio.storage import Shard
+from outboxio.waiting import to_the_end
+from tests.app import eventually
+from tests.chaos.handlers import HANDLERS, Followed, Kind
+from tests.chaos.history import History, keep_log
+from tests.flow.worker import report
+from tests.sql import sql
+
+EFFECT = "INSERT INTO chaos_effects (handler, event) VALUES ($1, $2)"
+RARELY, LONG = 0.05, 30  # how often a handler takes so many times as long
+
+Envelope = EventEnvelope[Any]
+
+
+class Instance:
+    """What handlers do, and what is written down of it."""
+
+    def __init__(self, history: History, seed: int) -> None:
+        self.history = history
+        self.random = random.Random(seed)
+        self.mischief: deque[dict[str, Any]] = deque()
+        self.decided: dict[asyncio.Task[Any], tuple[Run, float]] = {}
+        self.ignoring = 0
+        """How many runs ignore their cancellation at this moment."""
+        self._numbers = iter(range(1, sys.maxsize))
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def add_handler(self, outbox: Outbox, name: str, kind: Kind) -> None:
+        async def one(envelope: Envelope) -> None:
+            await self._handle(name, kind, [envelope])
+
+        async def many(envelopes: list[Envelope]) -> None:
+            await self._handle(name, kind, envelopes)
+
+        outbox.handler(kind.event, name=name, **kind.options)(many if kind.in_batches else one)
+
+    async def _handle(self, name: str, kind: Kind, envelopes: list[Envelope]) -> None:
+        orders = self.mischief.popleft() if self.mischief else {"do": ""}
+        numbers = [self._start(name, envelope, orders["do"]) for envelope in envelopes]
+        how = "cancelled"
+        try:
+            await self._misbehave(orders)
+            chance = self.random.random()
+            await asyncio.sleep(chance * kind.sleeps * (LONG if self.random.random() < RARELY else 1))
+            if chance < kind.fails:
+                raise ValueError(f"{name} fails now and then")
+            if chance > 1 - kind.dies:
+                raise Unprocessable(f"{name} will never take this")
+            for number, envelope in zip(numbers, envelopes, strict=True):
+                await self._take_effect(number, name, kind, envelope)
+            how = "done"
+        except Exception as error:
+            how = f"failed: {error!r}"
+            raise
+        finally:
+            for number in numbers:
+                self.history.write("finish", run=number, how=how)
+
+    def _start(self, name: str, envelope: Envelope, how: str) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        number, (run, decided) = self.number(), self.decided[task]
+        [row] = [row for row in run.undone if row.notification.id == envelope.notification_id]
+        self.history.write(
+            "start", run=number, event=str(envelope.event_id), notification=str(row.notification.id), handler=name,
+            key=envelope.ordering_key or "", sequence=row.notification.sequence, attempt=envelope.attempt,
+            term=row.lease.term, decided=int(decided * 1e9), how=how,
+        )  # fmt: skip
+        return number
+
+    async def _take_effect(self, number: int, name: str, kind: Kind, envelope: Envelope) -> None:
+        if kind.in_transaction:
+            await envelope.tx.execute(sql(envelope.tx, EFFECT), name, str(envelope.event_id))
+        if kind.emits:
+            envelope.emit(Followed(envelope.event.number))
+        self.history.write("effect", run=number, handler=name, event=str(envelope.event_id))
+
+    async def _misbehave(self, orders: dict[str, Any]) -> None:
+        match orders["do"]:
+            case "block":
+                time.sleep(orders["seconds"])  # noqa: ASYNC251  # the event loop is what is blocked
+            case "ignore":
+                self.ignoring += 1
+                try:
+                    await to_the_end(asyncio.sleep(orders["seconds"]))
+                finally:
+                    self.ignoring -= 1
+            case "exit":
+                os._exit(9)
+
+
+# --- what the library does -----------------------------------------------------------------------
+
+
+def watch_locks(history: History) -> None:
+    taken, lost, proven, release = (
+        ShardWork.lock_taken, ShardWork.lock_lost, ShardWork.locks_proven_until, LockKeeper.release,
+    )  # fmt: skip
+
+    def lock_taken(self: ShardWork, name: LockName, lease: Lease) -> None:
+        history.write("taken", lock=name.lease, term=lease.term)
+        taken(self, name, lease)
+
+    def lock_lost(self: ShardWork, name: LockName) -> None:
+        history.write("lost", lock=name.lease)
+        lost(self, name)
+
+    def locks_proven_until(self: ShardWork, moment: float) -> None:
+        history.write("proven", until=max(0, int(moment * 1e9)) if moment > 0 else 0)
+        proven(self, moment)
+
+    async def release_all(self: LockKeeper) -> None:
+        history.write("released", locks=[name.lease for name in self._leases if self.holds(name)])
+        await release(self)
+
+    ShardWork.lock_taken, ShardWork.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
+    ShardWork.locks_proven_until = locks_proven_until  # type: ignore[method-assign]
+    LockKeeper.release = release_all  # type: ignore[method-assign]
+
+
+def watch_runs(instance: Instance) -> None:
+    run_one = Dispatcher._run
+
+    async def run(self: Dispatcher, run: Run, task: asyncio.Task[None], now: float) -> bool:
+        instance.decided[task] = run, now
+        try:
+            return await run_one(self, run, task, now)
+        finally:
+            del instance.decided[task]
+
+    Dispatcher._run = run  # type: ignore[method-assign]
+
+
+def watch_outcomes(instance: Instance, outbox: Outbox) -> None:
+    """Outcomes that are written afterwards, and how many of each bucket the database took."""
+    notifications: Any = outbox._shards["default"].database.notifications
+
+    def watched(settle: Callable[[Bucket, datetime], Awaitable[int]]) -> Callable[[Bucket, datetime], Awaitable[int]]:
+        async def recorded(bucket: Bucket, now: datetime) -> int:
+            number = instance.number()
+            rows = [(str(o.notification_id), o.lease.handler_name, o.lease.term) for o in bucket.outcomes]
+            instance.history.write("settling", run=number, state=bucket.state, rows=rows)
+            written = await settle(bucket, now)
+            instance.history.write("settled", run=number, number=written)
+            return written
+
+        return recorded
+
+    for name in ("settle", "settle_emitting"):
+        setattr(notifications, name, watched(getattr(notifications, name)))
+
+
+def watch_transactions(instance: Instance) -> None:
+    """Outcomes that are committed together with what the handler wrote."""
+    finish, in_transaction = Caller._finish, Caller._in_transaction
+    settling: dict[asyncio.Task[Any] | None, tuple[int, list[Run]]] = {}
+
+    async def finish_them(self: Caller, session: Any, claimed: Any, ended: Any) -> None:
+        await finish(self, session, claimed, ended)
+        rows = [row for row in claimed if row not in ended.failed]
+        number = instance.number()
+        settling[asyncio.current_task()] = number, rows
+        told = [(str(row.notification.id), row.notification.handler_name, 0) for row in rows]
+        instance.history.write("settling", run=number, state=ended.state, rows=told)
+
+    async def work_in_transaction(self: Caller, *args: Any) -> Any:
+        try:
+            return await in_transaction(self, *args)
+        except BaseException as error:
+            if "NobodyKnows" in type(error).__name__:
+                settling.pop(asyncio.current_task(), None)
+            raise
+        finally:
+            if (mine := settling.pop(asyncio.current_task(), None)) is not None:
+                instance.history.write("settled", run=mine[0], number=sum(row.is_settled for row in mine[1]))
+
+    Caller._finish, Caller._in_transaction = finish_them, work_in_transaction  # type: ignore[method-assign]
+
+
+def watch_refusals(history: History) -> None:
+    refused = Dispatcher._refused
+
+    def write_down(self: Dispatcher, bucket: Bucket, number: int) -> None:
+        history.write("refusal", number=number, state=bucket.state)
+        refused(self, bucket, number)
+
+    Dispatcher._refused = write_down  # type: ignore[method-assign]
+
+
+def shift_clock(by: timedelta) -> None:
+    """Everything here that asks what time it is gets another answer."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("outboxio.")]:
+        if (utc_now := getattr(module, "utc_now", None)) is not None:
+            module.utc_now = lambda utc_now=utc_now: utc_now() + by
+
+
+async def exhaust(outbox: Outbox, seconds: float) -> None:
+    """Take all connections that actions and transactional handlers could have."""
+    database = outbox._shards["default"].database
+    async with AsyncExitStack() as stack, asyncio.timeout(seconds):
+        while True:
+            await stack.enter_async_context(database.session())
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+def source_of(told: dict[str, Any]) -> str | Shard:
+    return Shard(told["database"], direct_url=told["direct"]) if told.get("direct") else told["database"]
+
+
+async def main(told: dict[str, Any]) -> None:
+    loop, stop, bye = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    keep_log(Path(told["folder"]), told["name"])
+    history = History(Path(told["folder"]), told["name"])
+    instance = Instance(history, told["seed"])
+    helpers: set[asyncio.Task[Any]] = set()
+    outbox = Outbox(source_of(told), namespace="app", settings=Settings.load(told["settings"], environ=None))
+
+    def read() -> None:
+        lines = os.read(0, 65536)
+        if not lines:
+            os._exit(2)
+        for line in lines.splitlines():
+            orders = json.loads(line)
+            if orders["do"] == "bye":
+                bye.set()
+            elif orders["do"] == "exhaust":
+                helpers.add(asyncio.create_task(_quietly(exhaust(outbox, orders["seconds"]))))
+            else:
+                instance.mischief.append(orders)
+
+    loop.add_reader(0, read)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    watch_locks(history)
+    watch_runs(instance)
+    watch_transactions(instance)
+    watch_refusals(history)
+    watch_outcomes(instance, outbox)
+    if told.get("minutes"):
+        shift_clock(timedelta(minutes=told["minutes"]))
+    for name, kind in HANDLERS.items():
+        instance.add_handler(outbox, name, kind)
+    async with outbox:
+        async with outbox.running() as running:
+            work = running._shards["default"].work
+            assert work is not None
+            history.write("running")
+            report("running")
+            await stop.wait()
+        history.write("counters", counters=_counted(work))
+        await asyncio.gather(*helpers)
+    await eventually(lambda: not instance.ignoring)  # nobody could wait for these, and they end at last
+    helpers.add(asyncio.current_task())  # type: ignore[arg-type]
+    for task in asyncio.all_tasks() - helpers:
+        history.write("tasks", how=repr(task))
+    history.write("left")
+    report("left")
+    await bye.wait()
+
+
+def _counted(work: ShardWork) -> dict[str, int]:
+    counters = work.counters
+    return {name: getattr(counters, name) for name in counters.__struct_fields__}
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    """It ends by its own time limit, or with the database."""
+    try:
+        await work
+    except Exception as error:
+        report("helper", error=repr(error))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,175 @@
+"""What must not reach an operator's eyes is in no stored error, no log line and no record, on every database."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import (
+    Action,
+    Batch,
+    EventEnvelope,
+    HandlerFailed,
+    Outbox,
+    Retry,
+    RetryPolicy,
+    Transaction,
+    Unprocessable,
+)
+from tests.app import Emit, Journal, Look, MoneyDeposited
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+TOKEN = "tok_live_4242"
+
+
+def hide_tokens(text: str) -> str:
+    return re.sub(r"tok_\w+", "(token)", text)
+
+
+def broken(text: str) -> str:
+    raise RuntimeError(f"cannot redact {text}")
+
+
+def refused(envelope: EventEnvelope[Any]) -> BaseException:
+    try:
+        raise KeyError(TOKEN)
+    except KeyError as cause:
+        error = Unprocessable(f"{TOKEN} is refused")
+        error.__cause__ = cause
+        return error
+
+
+async def everything_stored(look: Look) -> str:
+    """All that is in the notifications, but for what the event itself brought along."""
+    rows = await look.notifications()
+    return "\n".join(str(value) for row in rows for column, value in row.items() if column != "payload")
+
+
+@pytest.mark.parametrize("redact", [hide_tokens, broken], ids=["which works", "which is broken"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"delivery": "transactional"},
+        {"delivery": "at_most_once"},
+        {"retry": RetryPolicy(max_attempts=1)},
+        {"retry": lambda attempts, error: 1 / 0},
+        {"ordered": True},
+    ],
+    ids=str,
+)
+async def test_a_stored_error_is_redacted_however_its_handler_is_called(
+    make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture, redact: Any, options: dict[str, Any]
+) -> None:
+    outbox = await make_outbox(redact=redact)
+    error: Callable[[Any], BaseException] = (lambda envelope: ValueError(TOKEN)) if "retry" in options else refused
+    outbox.handler(MoneyDeposited, name="first", **options)(Journal(error))
+    await outbox.executor.execute(Emit((1,)))
+
+    done = await outbox.drain()
+
+    assert done.dead + done.failed == 1  # a broken function costs the text, and never the outcome
+    assert TOKEN not in await everything_stored(look)
+    assert TOKEN not in caplog.text
+    [row] = await look.notifications()
+    [entry] = json.loads(row["errors"]) if isinstance(row["errors"], str) else row["errors"]
+    assert ("(token)" in entry["message"]) is (redact is hide_tokens)
+    assert ("redact failed with RuntimeError" in entry["message"]) is (redact is broken)
+
+
+async def test_of_a_batch_and_its_split_calls_nothing_is_told(
+    make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = await make_outbox(redact=hide_tokens)
+
+    @outbox.handler(MoneyDeposited, name="first", batch=Batch(size=10, max_wait=0))
+    async def first(envelopes: list[EventEnvelope[MoneyDeposited]]) -> Any:
+        if any(envelope.event.amount == 1 for envelope in envelopes):
+            raise ValueError(TOKEN)
+        return [(envelope, ValueError(TOKEN)) for envelope in envelopes if envelope.event.amount == 2]
+
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    with caplog.at_level(logging.DEBUG):
+        done = await outbox.drain()
+
+    assert (done.failed, done.succeeded) == (2, 1)
+    assert "halves" in caplog.text
+    assert TOKEN not in await everything_stored(look) + caplog.text
+
+
+async def test_hooks_are_told_what_is_stored_and_their_own_errors_are_redacted(
+    make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[HandlerFailed] = []
+
+    async def on_dead(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append(error)
+        raise ConnectionError(f"cannot mail about {TOKEN}")
+
+    outbox = await make_outbox(redact=hide_tokens, on_dead=on_dead)
+    outbox.handler(MoneyDeposited, name="first")(Journal(refused))
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    assert [error.message for error in told] == ["(token) is refused"]
+    assert await look.states() == {"DYING": 1}
+    stored = await everything_stored(look)
+    assert "cannot mail about (token)" in stored
+    assert TOKEN not in stored + caplog.text
+
+
+async def test_what_consume_stores_of_a_failure_is_redacted(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox(redact=hide_tokens)
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError(TOKEN)))
+    event = MoneyDeposited(uuid4(), Decimal(1))
+
+    result = await outbox.inbox.consume(source="billing", external_id="7", event=event, on_error="store")
+
+    assert str(result.failed["first"]) == TOKEN  # the caller's own, as it was raised
+    assert "(token)" in await everything_stored(look)
+    assert TOKEN not in await everything_stored(look)
+
+
+async def test_an_operator_sees_documents_and_old_errors_redacted_and_handlers_see_all(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    before = await make_outbox()
+    journal = Journal(lambda envelope: ValueError(TOKEN))
+    before.handler(MoneyDeposited, name="first")(journal)
+    async with before.transaction("Pay", {"token": TOKEN}, headers={"authorization": TOKEN}) as tx:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
+    await before.drain()
+    outbox = await make_outbox(redact=hide_tokens)
+
+    [record] = await outbox.admin.list()
+
+    assert [record] == list(await outbox.admin.inspect(record.id))
+    assert (record.action_params, record.headers) == ({"token": "(token)"}, {"authorization": "(token)"})
+    assert record.errors[0]["message"] == "(token)"
+    assert TOKEN not in str(record)
+    assert TOKEN in str(await before.admin.list())
+    [envelope] = journal.envelopes
+    assert (envelope.action_params, envelope.headers) == ({"token": TOKEN}, {"authorization": TOKEN})
+
+
+async def test_an_action_that_is_run_again_does_not_tell_why_unredacted(
+    make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Pay(Action):
+        async def perform(self, tx: Transaction) -> None:
+            raise ConnectionError(TOKEN)
+
+    outbox = await make_outbox(redact=hide_tokens)
+    with caplog.at_level(logging.INFO), pytest.raises(ConnectionError, match=TOKEN):
+        await outbox.executor.execute(Pay(), retry=Retry(on=ConnectionError, attempts=2, delay=0))
+
+    assert "(token)" in caplog.text
+    assert TOKEN not in caplog.text

@@ -1,0 +1,150 @@
+"""The rights in docs/security.md are enough for what each user does, and for no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from outboxio import Outbox, Received, SchemaMissing
+from outboxio.testing import MovableClock
+from tests import mysql
+from tests.app import Emit, Journal, Look, MoneyDeposited
+
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
+ROLES = ("app_producer", "app_worker", "app_operator")
+
+Open = Callable[[str], Outbox]
+
+
+def grants(dialect: str) -> list[str]:
+    """The statements of the page for a database."""
+    section = PAGE.read_text("utf-8").partition(f"### {HEADINGS[dialect]}\n")[2].partition("\n#")[0]
+    [block] = re.findall(r"^```sql\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return [statement.strip() for statement in re.sub(r"--[^\n]*", "", block).split(";") if statement.strip()]
+
+
+@asynccontextmanager
+async def granted(look: Look) -> AsyncIterator[None]:
+    """Three users, with the rights of the page."""
+    is_postgres = look.driver == "asyncpg"
+    try:
+        for role in ROLES:
+            await look.fetch(f"CREATE ROLE {role} LOGIN" if is_postgres else f"CREATE USER {role} IDENTIFIED BY 'pw'")
+            if not is_postgres:  # on the application's own database
+                await look.fetch(f"GRANT SELECT ON {urlsplit(look.url).path[1:]}.* TO {role}")
+        for statement in grants("postgres" if is_postgres else "mysql"):
+            await look.fetch(statement)
+        yield
+    finally:
+        for role in ROLES:
+            if is_postgres:
+                await look.fetch(f"DROP OWNED BY {role}")
+            await look.fetch(f"DROP ROLE IF EXISTS {role}" if is_postgres else f"DROP USER IF EXISTS {role}")
+
+
+@pytest.fixture
+def rows(server_url: str) -> Look:
+    return Look(server_url)
+
+
+@pytest.fixture
+async def owner(server_url: str, clock: MovableClock) -> AsyncIterator[Outbox]:
+    """Whoever has made the tables."""
+    async with Outbox(server_url, namespace="app", clock=clock) as outbox:
+        await outbox.migrate()
+        yield outbox
+
+
+@pytest.fixture
+async def open_as(owner: Outbox, rows: Look, server_url: str, clock: MovableClock) -> AsyncIterator[Open]:
+    """Opens the test's database as another user."""
+    opened: list[Outbox] = []
+
+    def open_as(role: str) -> Outbox:
+        parts = urlsplit(server_url)
+        user = role if parts.scheme not in mysql.SCHEMES else f"{role}:pw"
+        url = parts._replace(netloc=f"{user}@{parts.netloc.rpartition('@')[2]}").geturl()
+        opened.append(Outbox(url, namespace="app", clock=clock))
+        return opened[-1]
+
+    async with granted(rows):
+        try:
+            yield open_as
+        finally:
+            for each in opened:
+                await each.close()
+
+
+async def refused(ways: list[Callable[[], Awaitable[object]]]) -> None:
+    for way in ways:
+        with pytest.raises(Exception, match=r"(?i)permission denied|command denied|access denied"):
+            await way()
+
+
+async def test_a_producer_adds_events_and_reads_none(open_as: Open, rows: Look) -> None:
+    producer = open_as("app_producer")
+
+    await producer.executor.execute(Emit((1, 2)))
+    received = [
+        await producer.inbox.receive(source="billing", external_id="7", type="Paid", payload={"n": n})
+        for n in (1, 1, 2)
+    ]
+
+    assert received == [Received.RECEIVED, Received.DUPLICATE, Received.CONFLICT]
+    assert len(await rows.events()) == 3
+    table = rows.table("events")
+    for statement in (f"SELECT payload FROM {table}", f"UPDATE {table} SET topic = 'x'", f"DELETE FROM {table}"):
+        with pytest.raises(Exception, match=r"(?i)permission denied|command denied"):
+            async with producer.transaction("Look") as tx:
+                await tx.execute(statement)
+    await refused([producer.admin.counts, producer.admin.list])
+    with pytest.raises(SchemaMissing, match="event_notifications"):  # as far as this user can see
+        await producer.drain()
+
+
+async def test_a_worker_does_all_but_change_the_tables(open_as: Open, rows: Look, clock: MovableClock) -> None:
+    worker = open_as("app_worker")
+    worker.handler(MoneyDeposited, name="plain")(Journal(lambda e: ValueError() if e.event.amount == 2 else None))
+    worker.handler(MoneyDeposited, name="exact", delivery="transactional", ordered=True)(Journal())
+    assert await worker.migrate() == {"default": []}
+    await worker.check()
+    await worker.executor.execute(Emit((1, 2)))
+
+    async with worker.running():
+        done = await worker.drain()
+    clock.advance("30d")
+    removed = await worker.admin.purge()
+
+    assert (done.fanned_out, done.succeeded, done.failed) == (2, 3, 1)
+    assert removed.notifications == 3
+    assert (await worker.inbox.receive(source="b", external_id="1", type="Paid", payload={})) is Received.RECEIVED
+    for statement in (f"DROP TABLE {rows.table('events')}", f"ALTER TABLE {rows.table('events')} DROP COLUMN topic"):
+        with pytest.raises(Exception, match=r"(?i)must be owner|command denied|ends the transaction"):
+            async with worker.transaction("Break") as tx:
+                await tx.execute(statement)
+
+
+async def test_an_operator_looks_and_puts_right_and_adds_no_events(open_as: Open, owner: Outbox) -> None:
+    owner.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
+    await owner.executor.execute(Emit((1, 2)))
+    await owner.drain()
+    operator = open_as("app_operator")
+    await operator.check()
+
+    one, other = await operator.admin.list(state="FAILED")
+    assert (await operator.admin.counts())["FAILED"] == 2
+    assert (await operator.admin.retry([one.id]), await operator.admin.skip([other.id])) == (1, 1)
+    assert await operator.admin.replay("first", since=other.event_date, states={"SKIPPED"}) == 1
+    assert await operator.admin.resume("first", "none") == 0
+    assert await operator.admin.backfill("first", since=other.event_date) == 0
+    await operator.admin.pause("first")
+    assert await operator.admin.paused() == {"first"}
+    assert await operator.admin.unpause("first")
+    assert await operator.admin.unsubscribe("first") == 1
+    await refused([lambda: operator.executor.execute(Emit((3,))), operator.admin.purge])

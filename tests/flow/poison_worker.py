@@ -1,0 +1,111 @@
+"""One process with a handler that ends it for some events, for tests in which a supervisor starts it again and again.
+
+``python -m tests.flow.poison_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
+``begun`` and ``done`` with handler and number, ``buried`` (a hook), ``asked`` (the table of recorded starts), ``left``.
+``poison``: the numbers of the events for which a handler ends the process, ``how``: by ``os._exit`` or a fault. Where
+``crash_in_hook`` is set, the hook does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from outboxio import Batch, EventEnvelope, Outbox, Settings, Unprocessable
+from tests.app import MoneyDeposited
+from tests.flow.worker import Reporting, report, stop_when_told
+from tests.sql import sql
+
+EFFECT = "INSERT INTO effects (number) VALUES ($1)"
+
+
+def die(how: str) -> None:
+    if how == "fault":
+        ctypes.string_at(0)
+    os._exit(9)
+
+
+def add_handler(
+    outbox: Outbox,
+    *,
+    name: str,
+    poison: tuple[int, ...] = (),
+    how: str = "exit",
+    sleep: float = 0,
+    batch: int | None = None,
+    hook: bool = False,
+    crash_in_hook: bool = False,
+    **options: Any,
+) -> None:
+    async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+        number = int(envelope.event.amount)
+        report("begun", handler=name, number=number, attempt=envelope.attempt)
+        await asyncio.sleep(sleep)
+        if options.get("delivery") == "transactional":
+            await envelope.tx.execute(sql(envelope.tx, EFFECT), number)
+        if number in poison:
+            if crash_in_hook:
+                raise Unprocessable("to be buried")
+            die(how)
+        report("done", handler=name, number=number)
+
+    async def handle_all(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
+        numbers = [int(envelope.event.amount) for envelope in envelopes]
+        report("begun", handler=name, numbers=numbers)
+        await asyncio.sleep(sleep)
+        if set(poison).intersection(numbers):
+            die(how)
+        report("done", handler=name, numbers=numbers)
+
+    async def bury(envelope: EventEnvelope[MoneyDeposited], error: Exception) -> None:
+        number = int(envelope.event.amount)
+        report("buried", handler=name, number=number, error=str(error))
+        if crash_in_hook:
+            die(how)
+
+    if hook:
+        options["on_dead"] = bury
+    if batch:
+        options["batch"] = Batch(size=batch, max_wait="50ms")
+    outbox.handler(MoneyDeposited, name=name, **options)(handle_all if batch else handle)
+
+
+def report_starts(outbox: Outbox) -> None:
+    """Report whatever is asked of the table of recorded starts."""
+    starts: Any = outbox._shards["default"].database.starts
+
+    def reporting(name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(starts, name)
+
+        async def ask(*args: Any) -> Any:
+            report("asked", method=name)
+            return await method(*args)
+
+        return ask
+
+    for name in ("record", "find", "remove", "remove_ended"):
+        setattr(starts, name, reporting(name))
+
+
+async def main(told: dict[str, Any]) -> None:
+    stop = stop_when_told()
+    settings = Settings.load(told["settings"], environ=None)
+    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
+        report_starts(outbox)
+        for handler in told["handlers"]:
+            add_handler(outbox, **handler)
+        async with outbox.running():
+            report("running")
+            await stop.wait()
+    report("left")
+
+
+if __name__ == "__main__":
+    logging.getLogger("outboxio").addHandler(Reporting(logging.WARNING))
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,242 @@
+"""A handler that ends its process for one event: that event is DEAD in the end, and nothing happens to the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import Outbox
+from tests.app import Look, MoneyDeposited, eventually
+from tests.flow.processes import Worker
+from tests.probes import MakeOutbox
+
+StartProgram = Callable[..., Awaitable[Worker]]
+
+EVENTS, KEYS = 200, 10
+POISON = 137
+ALL_BUT_ONE = {"SUCCEEDED": EVENTS - 1, "DEAD": 1}
+CRASHES = 4  # one that is not counted, and as many as the setting max_crashes says
+MOST = 12
+QUICK = {"handling_poll_delay": "50ms", "fanout_poll_delay": "50ms", "lock_heartbeat": "1s"}
+
+
+class Supervisor:
+    """Starts a program again whenever it ends, until the notifications are in these states."""
+
+    def __init__(self, start_program: StartProgram, look: Look) -> None:
+        self._start_program = start_program
+        self._look = look
+        self.workers: list[Worker] = []
+
+    async def start(self, *handlers: dict[str, Any], **settings: Any) -> Worker:
+        worker = await self._start_program(
+            "tests.flow.poison_worker", database=self._look.url, handlers=handlers, settings={**QUICK, **settings}
+        )
+        self.workers.append(worker)
+        return worker
+
+    async def run(self, states: dict[str, int], *handlers: dict[str, Any], **settings: Any) -> None:
+        while True:
+            worker = await self.start(*handlers, **settings)
+            await eventually(partial(self._is_over, worker, states), timeout=60)
+            if not worker.is_gone:
+                return await worker.leave()
+            assert len(self.workers) < MOST, f"it goes on dying: {await self._look.states()}"
+
+    async def _is_over(self, worker: Worker, states: dict[str, int]) -> bool:
+        return worker.is_gone or await self._look.states() == states
+
+    @property
+    def crashes(self) -> int:
+        return len(self.workers) - 1
+
+    def numbers(self, what: str, **like: Any) -> list[int]:
+        """What was reported of which events, in order."""
+        reports = [report for worker in self.workers for report in worker.of(what, **like)]
+        return [number for report in reports for number in report.get("numbers", [report.get("number")])]
+
+
+@pytest.fixture
+def supervisor(start_program: StartProgram, look: Look) -> Supervisor:
+    return Supervisor(start_program, look)
+
+
+@pytest.fixture
+async def recorded(make_outbox: MakeOutbox, look: Look) -> Outbox:
+    """An outbox that runs nothing, with the events committed: twenty for each of ten keys."""
+    outbox = await make_outbox()
+    await look.fetch("CREATE TABLE effects (number INT NOT NULL)")
+    async with outbox.transaction("Deposits") as tx:
+        for number in range(EVENTS):
+            tx.emit(MoneyDeposited(uuid4(), Decimal(number)), model_id=number, ordering_key=number % KEYS)
+    return outbox
+
+
+async def dead_of(outbox: Outbox) -> list[tuple[str, int]]:
+    return [(row.handler_name, int(row.model_id or -1)) for row in await outbox.admin.list(state="DEAD")]
+
+
+async def attempts(look: Look, state: str) -> Counter[int]:
+    return Counter(row["attempts"] for row in await look.notifications() if row["state"] == state)
+
+
+async def require_verdict(outbox: Outbox, look: Look, name: str) -> None:
+    """The poison row is DEAD and says why, the others have lost no attempt, and no record is left."""
+    assert await dead_of(outbox) == [(name, POISON)]
+    (dead,) = await outbox.admin.list(state="DEAD")
+    assert (dead.errors[-1]["type"], dead.attempts) == ("CrashedProcess", 1)
+    assert "was begun 3 times" in str(dead.errors[-1]["message"])
+    assert set(await attempts(look, "SUCCEEDED")) == {1}
+    assert await look.fetch("SELECT * FROM {started_runs}") == []
+
+
+@pytest.mark.parametrize("how", ["exit", "fault"])
+async def test_a_row_that_ends_its_process_is_dead_and_the_others_lose_no_attempt(
+    recorded: Outbox, look: Look, supervisor: Supervisor, how: str
+) -> None:
+    await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "how": how, "sleep": 0.005, "hook": True})
+
+    assert supervisor.crashes == CRASHES
+    await require_verdict(recorded, look, "mail")
+    assert set(supervisor.numbers("done")) == set(range(EVENTS)) - {POISON}
+    assert supervisor.numbers("buried") == [POISON], "its hook hears of it as of any other"
+
+
+@pytest.mark.costly
+async def test_fewer_crashes_are_waited_for_if_the_setting_says_so(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "sleep": 0.005}, max_crashes=1)
+
+    assert supervisor.crashes == 3
+    assert await dead_of(recorded) == [("mail", POISON)]
+
+
+async def test_what_others_write_in_their_transactions_happens_exactly_once(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    await supervisor.run(
+        ALL_BUT_ONE, {"name": "books", "poison": [POISON], "delivery": "transactional", "sleep": 0.002}
+    )
+
+    assert supervisor.crashes == CRASHES
+    await require_verdict(recorded, look, "books")
+    effects = [row["number"] for row in await look.fetch("SELECT number FROM effects ORDER BY number")]
+    assert effects == [number for number in range(EVENTS) if number != POISON]
+
+
+@pytest.mark.parametrize("on_dead_key", ["park", "continue"])
+async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
+    recorded: Outbox, look: Look, supervisor: Supervisor, on_dead_key: str
+) -> None:
+    behind = list(range(POISON + KEYS, EVENTS, KEYS))
+    parks = on_dead_key == "park"
+    states = {"SUCCEEDED": EVENTS - 1 - len(behind), "DEAD": 1, "BLOCKED": len(behind)} if parks else ALL_BUT_ONE
+
+    ledger = {"name": "ledger", "poison": [POISON], "ordered": True, "on_dead_key": on_dead_key, "sleep": 0.002}
+    await supervisor.run(states, ledger)
+
+    assert supervisor.crashes == CRASHES
+    await require_verdict(recorded, look, "ledger")
+    for key in range(KEYS):
+        done = list(dict.fromkeys(number for number in supervisor.numbers("done") if number % KEYS == key))
+        assert done == [n for n in range(key, EVENTS, KEYS) if n != POISON and not (parks and n in behind)]
+
+
+@pytest.mark.costly
+async def test_of_a_batch_that_ends_its_process_only_the_row_that_does_is_dead(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    await supervisor.run(ALL_BUT_ONE, {"name": "report", "poison": [POISON], "batch": 20, "sleep": 0.01})
+
+    assert supervisor.crashes == CRASHES
+    await require_verdict(recorded, look, "report")
+    assert set(supervisor.numbers("done")) == set(range(EVENTS)) - {POISON}
+
+
+@pytest.mark.costly
+async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
+    """They run in the same process, so they are suspects as well; but never while another one is."""
+    names = ("mail", "slow", "search")
+    handlers = [{"name": name, "sleep": 0.05 if name == "slow" else 0.002} for name in names]
+    handlers[0]["poison"] = [POISON]
+
+    await supervisor.run({"SUCCEEDED": 3 * EVENTS - 1, "DEAD": 1}, *handlers, concurrency=20)
+
+    assert supervisor.crashes == CRASHES
+    await require_verdict(recorded, look, "mail")
+
+
+@pytest.mark.costly
+async def test_two_rows_that_end_their_process_are_both_found(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    await supervisor.run({"SUCCEEDED": EVENTS - 2, "DEAD": 2}, {"name": "mail", "poison": [3, POISON], "sleep": 0.005})
+
+    assert sorted(await dead_of(recorded)) == [("mail", 3), ("mail", POISON)]
+    assert set(await attempts(look, "SUCCEEDED")) == {1}
+
+
+@pytest.mark.costly
+async def test_a_hook_that_ends_its_process_is_given_up_and_its_row_is_dead(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    mail = {"name": "mail", "poison": [POISON], "hook": True, "crash_in_hook": True, "sleep": 0.002}
+    await supervisor.run(ALL_BUT_ONE, mail)
+
+    assert await dead_of(recorded) == [("mail", POISON)]
+    (dead,) = await recorded.admin.list(state="DEAD")
+    assert [error["type"] for error in dead.errors] == ["Unprocessable", "CrashedProcess"]
+    assert (dead.attempts, supervisor.crashes) == (1, CRASHES)
+
+
+@pytest.mark.costly
+async def test_killing_healthy_processes_makes_nothing_dead(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    """Each is killed with rows in flight, a few more of them done than before."""
+    mail = {"name": "mail", "sleep": 0.02}
+    for done in (20, 30, 5, 40):
+        worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
+        await worker.until("done", done)
+        worker.kill()
+        await eventually(lambda: worker.is_gone)  # noqa: B023  # awaited here
+
+    await supervisor.run({"SUCCEEDED": EVENTS}, mail, purge_enabled=False)
+
+    assert [bool(worker.of("asked")) for worker in supervisor.workers] == [False, True, True, True, True]
+    assert await attempts(look, "SUCCEEDED") == {1: EVENTS}
+    assert await look.fetch("SELECT * FROM {started_runs}") == []
+
+
+async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_nothing_to_suspect(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    """In the midst of its work."""
+    mail = {"name": "mail", "sleep": 0.02}
+    for done in (20, 40):
+        worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
+        await worker.until("done", done)
+        await worker.leave()
+        assert await look.fetch("SELECT name FROM {leases} WHERE released_term <> term") == []
+
+    assert [worker.of("asked") for worker in supervisor.workers] == [[], []]
+
+
+@pytest.mark.costly
+async def test_an_operator_may_retry_what_ended_its_process_when_that_is_mended(
+    recorded: Outbox, look: Look, supervisor: Supervisor
+) -> None:
+    await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "sleep": 0.005})
+    (dead,) = await recorded.admin.list(state="DEAD")
+    await recorded.admin.retry([dead.id])
+
+    await supervisor.run({"SUCCEEDED": EVENTS}, {"name": "mail"})
+
+    assert await look.states() == {"SUCCEEDED": EVENTS}

@@ -1,0 +1,254 @@
+"""No command, error or log line shows a password, on every database: right or wrong, there or not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from outboxio import ConfigurationError, DatabaseUnavailable, Outbox, Settings, SettingsError, Shard
+from outboxio.cli.app import app
+from tests import mysql
+from tests.app import Emit, Journal, MoneyDeposited, eventually
+from tests.server_acts import acts_on, with_password
+
+ROOT = Path(__file__).parents[2]
+SECRET = "s3cret"
+
+SHOP = f"""
+import os
+from outboxio import Event, EventEnvelope, Outbox, Shard
+
+class Ordered(Event):
+    number: int
+
+URL = os.environ.get("SHOP_DATABASE", "postgresql://ada:{SECRET}@127.0.0.1:1/app")
+outbox = Outbox(URL, namespace="shop")
+shards = Outbox({{"one": Shard(URL, direct_url=URL)}}, namespace="shop")
+shard = Shard(URL, direct_url=URL)
+urls = {{"one": URL}}
+
+@outbox.handler(Ordered, name="ship")
+async def ship(envelope: EventEnvelope[Ordered]) -> None: ...
+
+def raises(): raise RuntimeError(f"cannot open {{URL}}")
+def raises_literally(): raise RuntimeError("cannot open postgresql://ada:{SECRET}@127.0.0.1:1/app")
+"""
+
+
+def commands() -> set[str]:
+    """Every command that there is."""
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # typer types it as a plain command
+
+
+#: How each command is told which database is meant; the URL takes the place of ``URL``.
+CALLS: dict[str, list[tuple[str, ...]]] = {
+    "migrate": [("--database", "URL"), ("shop:shards", "--json")],
+    "check": [("--database", "URL"), ("shop:outbox", "--json"), ("shop:shards",)],
+    "status": [("--database", "URL", "--namespace", "shop"), ("shop:outbox", "--json"), ("shop:shards",)],
+    "worker": [("shop:outbox", "--drain", "--log-level", "debug")],
+    "demo": [("--database", "URL")],
+}
+
+
+class Shell:
+    """Runs commands in the directory of an application, and says all that they have written."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (directory / "shop.py").write_text(SHOP)
+        monkeypatch.chdir(directory)
+        monkeypatch.syspath_prepend(directory)
+        for variable in [name for name in os.environ if name.startswith("OUTBOXIO_")]:
+            monkeypatch.delenv(variable)
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, *arguments: str, database: str | None = None) -> tuple[int | None, str]:
+        """In this process."""
+        if database is not None:
+            self._monkeypatch.setenv("SHOP_DATABASE", database)
+        self._monkeypatch.delitem(sys.modules, "shop", raising=False)
+        done = CliRunner().invoke(app, [database or "" if a == "URL" else a for a in arguments])
+        return done.exit_code, done.output
+
+    async def apart(self, *arguments: str, database: str) -> tuple[int | None, str]:
+        """In a process of its own, with its log."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outboxio.cli", *(database if a == "URL" else a for a in arguments)),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": database},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        written, _ = await process.communicate()
+        return process.returncode, written.decode()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+    log, is_set_up = logging.getLogger("outboxio"), logging.getLogger().handlers
+    level = log.level
+    assert is_set_up  # or a command would set up logging for good
+    yield Shell(tmp_path, monkeypatch)
+    log.setLevel(level)
+
+
+def test_every_command_is_tried() -> None:
+    assert set(CALLS) == commands()
+
+
+async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
+    async with with_password(server_url, SECRET) as url:
+        for command, arguments in [(command, call) for command, calls in CALLS.items() for call in calls]:
+            # In a thread, for a command has an event loop of its own; its signals are the main thread's.
+            code, written = await asyncio.to_thread(shell, command, *arguments, database=url)
+
+            assert code == 0, (command, arguments, written)
+            assert SECRET not in written, (command, arguments)
+
+
+@pytest.mark.parametrize("command", sorted(CALLS))
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql"])
+def test_no_command_shows_the_password_of_a_database_that_is_not_there(shell: Shell, command: str, scheme: str) -> None:
+    url = f"{scheme}://ada:{SECRET}@127.0.0.1:1/app"
+    for arguments, verbose in itertools.product(CALLS[command], [(), ("--verbose",)]):
+        code, written = shell(command, *arguments, *verbose, database=url)
+
+        assert code == 3, (arguments, written)
+        assert "127.0.0.1:1/app" in written
+        assert SECRET not in written, (arguments, verbose)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "shop:URL"),
+        ("status", "shop:shard"),
+        ("status", "shop:urls"),
+        ("status", "shop:raises", "--verbose"),
+        ("status", "shop:raises", "--json"),
+        ("status", "shop:raises_literally", "--verbose"),
+        ("status", f"postgresql://ada:{SECRET}@host/app"),
+        ("status", "shop:outbox", f"postgresql://ada:{SECRET}@host/app"),
+        (f"postgresql://ada:{SECRET}@host/app",),
+        ("worker", "shop:outbox", "--log-level", f"postgresql://ada:{SECRET}@host/app"),
+        ("worker", "shop:outbox", "--drain", "--timeout", f"postgresql://ada:{SECRET}@host/app"),
+        ("status", f"--databse=postgresql://ada:{SECRET}@host/app"),
+        ("check", "--database", f"postgresql://ada:{SECRET}/x@host/app"),
+        ("check", "--database", f"mysql://ada:{SECRET}?x@host/app"),
+        ("check", "--database", f"mysql://ada:1?{SECRET}=x@host/app"),
+        ("check", "--database", f"mysql://ada:1/{SECRET}@host/app"),
+        ("check", "--database", f"mysql://ada:1#{SECRET}@host/app"),
+        ("check", "--database", f"mysql://ada:1@2?{SECRET}/x@host/app"),
+        ("check", "--database", f"postgresql://ada:1@2/{SECRET}@host/app"),
+        ("check", "--database", f"sqlite://ada:{SECRET}@host/app.db"),
+        ("check", "--database", f"oracle://ada:{SECRET}@host/app"),
+        ("check", "--database", f"postgresql://127.0.0.1:1/app?user=ada&password={SECRET}"),
+        ("check", "--database", f"postgresql://ada:{SECRET}@127.0.0.1:1/app?sslmode=sometimes"),
+        ("check", "--database", f"postgresql://ada:{SECRET}@127.0.0.1:1/app?sslmode=verify-full&sslrootcert=/no/ca"),
+        ("check", "--database", f"mysql://ada:{SECRET}@127.0.0.1:1/app?ssl_ca=/no/ca.pem"),
+        ("check", "--database", f"mysql://ada:{SECRET}@127.0.0.1:1/app?charset=latin1"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_typed_wrongly_is_refused_without_the_password_in_it(shell: Shell, arguments: tuple[str, ...]) -> None:
+    code, written = shell(*arguments)
+
+    assert code in (2, 3), written
+    assert SECRET not in written, written
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb", "sqlite"])
+@pytest.mark.parametrize(
+    "password", ["1/{}", "1?{}", "1#{}", "1?{}=2", "{}/1", "{}#1", "{}?1", "1@2/{}", "{}[", "{} 1", "1:{}"]
+)
+async def test_a_password_that_should_have_been_escaped_is_in_no_refusal(scheme: str, password: str) -> None:
+    url = f"{scheme}://ada:{password.format(SECRET)}@127.0.0.1:1/app"
+    with pytest.raises((ConfigurationError, DatabaseUnavailable)) as caught:
+        async with Outbox(url, namespace="app") as outbox:
+            await outbox.check()
+
+    assert SECRET not in str(caught.value)
+
+
+def test_what_holds_a_url_does_not_show_its_password(caplog: pytest.LogCaptureFixture) -> None:
+    url = f"postgresql://ada:{SECRET}@host/app"
+    outbox = Outbox({"one": Shard(url, direct_url=url)}, namespace="app")
+
+    for value in (Shard(url), Shard(url, direct_url=url), outbox, outbox.executor, outbox.admin, outbox.inbox):
+        assert SECRET not in repr(value) + str(value)
+    assert repr(Shard(url)) == "Shard('postgresql://***@host/app')"
+    for table in ({"database": url}, {"handling": {"poll_delay": url}}, {"databases": [url]}):
+        with pytest.raises(SettingsError) as caught:
+            Settings.load(table, environ=None)
+        assert SECRET not in str(caught.value)
+
+
+async def refused_by(outbox: Outbox) -> str:
+    """All that one can read of the refusal, whichever call comes first."""
+    told = ""
+
+    async def run() -> None:
+        async with outbox.running():
+            pass
+
+    for way in (outbox.check, outbox.migrate, run, outbox.drain, outbox.admin.counts, outbox.admin.list):
+        with pytest.raises(DatabaseUnavailable) as caught:
+            await way()  # type: ignore[operator]
+        told += "".join(traceback.format_exception(caught.value))
+    return told
+
+
+async def test_a_wrong_password_is_shown_nowhere(mysql_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with mysql.connected(mysql_url) as connection:
+        await mysql.fetch(connection, "CREATE USER teller IDENTIFIED BY 'another'")
+        try:
+            wrong = urlsplit(mysql_url)._replace(
+                netloc=f"teller:{SECRET}@{urlsplit(mysql_url).netloc.rpartition('@')[2]}"
+            )
+            async with Outbox(wrong.geturl(), namespace="app") as outbox:
+                told = await refused_by(outbox)
+        finally:
+            await mysql.fetch(connection, "DROP USER teller")
+
+    assert "teller" in told
+    assert SECRET not in told + caplog.text
+
+
+async def test_losing_the_database_while_it_runs_logs_no_password(
+    server_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with with_password(server_url, SECRET) as url, Outbox(url, namespace="app") as outbox:
+        await outbox.migrate()
+        journal = Journal()
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        async with outbox.running():
+            acts = acts_on(server_url)
+            ids: list[Any] = []
+            await eventually(lambda: ids.extend(acts.own_sessions(outbox).values()) or len(ids) > 3)
+            await acts.end(ids)
+            await eventually(lambda: any(record.levelno >= logging.WARNING for record in caplog.records))
+            await eventually(lambda: committed(outbox))
+            await journal.calls(1)
+
+    assert SECRET not in caplog.text
+
+
+async def committed(outbox: Outbox) -> bool:
+    """Whether an event could be committed; the first tries find the connections that were cut."""
+    try:
+        await outbox.executor.execute(Emit((1,)))
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,397 @@
+"""The judge of the chaos runs: each invariant is found broken in a small history that breaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.chaos.checker import Final, Owed, Stored, check
+from tests.chaos.handlers import Followed, Kind
+from tests.chaos.history import Line
+
+SECOND = 1_000_000_000
+HANDLERS = {
+    "plain": Kind(),
+    "counts": Kind(options={"delivery": "transactional"}),
+    "ordered": Kind(options={"ordered": True}),
+    "once": Kind(options={"delivery": "at_most_once"}),
+    "emits": Kind(emits=True),
+    "follows": Kind(event=Followed),
+}
+
+
+class Story:
+    """A made-up history, told in seconds, and what it left behind; it starts out with nothing wrong."""
+
+    def __init__(self) -> None:
+        self.lines = [Line("proven", 0, process, until=1000 * SECOND) for process in ("a", "b")]
+        self.final = Final()
+        self._runs = 0
+
+    def tell(self, at: float, process: str, what: str, **details: Any) -> None:
+        self.lines.append(Line(what, int(at * SECOND), process, **details))
+
+    def execute(self, action: str, *events: str, end: str = "commit") -> None:
+        self.tell(0.1, "p", "attempt", action=action, events=list(events))
+        self.tell(0.2, "p", end, action=action)
+
+    def store(self, action: str, *events: str) -> None:
+        self.final.actions.append(action)
+        self.final.events += [Stored(event, action, "Happened") for event in events]
+
+    def owe(self, event: str, handler: str, state: str = "SUCCEEDED", *, has_reason: bool = False) -> None:
+        self.final.notifications.append(Owed(f"{event}-{handler}", event, handler, state, has_reason))
+
+    def owe_others(self, event: str) -> None:
+        """All handlers but those that are in the story already have done their part."""
+        owed = {(o.event, o.handler) for o in self.final.notifications}
+        for handler in HANDLERS.keys() - {"follows"} - {o[1] for o in owed if o[0] == event}:
+            self.owe(event, handler, "DEAD", has_reason=True)
+
+    def run(
+        self, event: str, handler: str, begin: float, end: float | None, *, by: str = "a", term: int = 1, **more: Any
+    ) -> None:
+        """A handler is called, and has its effect at the end; without one, it is still at it."""
+        self._runs += 1
+        decided = int(more.pop("decided", begin) * SECOND)
+        self.tell(
+            begin, by, "start", run=self._runs, event=event, notification=f"{event}-{handler}", handler=handler,
+            term=term, decided=decided, **more,
+        )  # fmt: skip
+        if end is not None:
+            self.tell(end, by, "effect", run=self._runs, event=event, handler=handler)
+            self.tell(end, by, "finish", run=self._runs, how="done")
+
+    def settle(
+        self, at: float, *events: str, handler: str, by: str = "a", term: int = 1, state: str = "SUCCEEDED",
+        written: int | None = None,
+    ) -> None:  # fmt: skip
+        self._runs += 1
+        rows = [(f"{event}-{handler}", handler, term) for event in events]
+        self.tell(at, by, "settling", run=self._runs, state=state, rows=rows)
+        self.tell(at, by, "settled", run=self._runs, number=len(rows) if written is None else written)
+
+    def wrong(self) -> set[int]:
+        """The numbers of the invariants that do not hold."""
+        return {violation.invariant for violation in self.violations()}
+
+    def violations(self) -> list[Any]:
+        return check(sorted(self.lines, key=lambda line: line.at), self.final, HANDLERS)
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+@pytest.fixture
+def committed(story: Story) -> Story:
+    """One committed event ``e``, which every handler but the plain one has refused for good reason."""
+    story.execute("x", "e")
+    story.store("x", "e")
+    return story
+
+
+def test_a_story_in_which_all_goes_well_breaks_nothing(committed: Story) -> None:
+    committed.run("e", "plain", 1, 2)
+    committed.settle(2, "e", handler="plain")
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.violations() == []
+
+
+# --- 1 ---
+
+
+def test_a_committed_event_that_is_not_in_the_database_is_lost(story: Story) -> None:
+    story.execute("x", "e")
+    story.final.actions.append("x")
+    assert story.wrong() == {1}
+
+
+def test_an_event_without_a_notification_is_lost(committed: Story) -> None:
+    committed.owe_others("e")
+    committed.final.notifications.pop()
+    assert committed.wrong() == {1}
+
+
+def test_a_success_without_an_effect_is_a_loss(committed: Story) -> None:
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == {1}
+
+
+def test_an_end_without_a_reason_is_a_loss(committed: Story) -> None:
+    committed.owe("e", "plain", "DEAD")
+    committed.owe_others("e")
+    assert committed.wrong() == {1}
+
+
+# --- 2 ---
+
+
+def test_an_event_of_an_action_that_was_rolled_back_may_not_be_there(story: Story) -> None:
+    story.execute("x", "e", end="rollback")
+    story.final.events.append(Stored("e", "x", "NobodyWantsIt"))
+    assert story.wrong() == {2}
+
+
+def test_a_row_of_an_action_that_was_rolled_back_may_not_be_there(story: Story) -> None:
+    story.execute("x", "e", end="rollback")
+    story.final.actions.append("x")
+    assert story.wrong() == {2}
+
+
+def test_an_event_of_an_action_that_was_rolled_back_may_not_be_handled(story: Story) -> None:
+    story.execute("x", "e", end="rollback")
+    story.run("e", "plain", 1, 2)
+    assert story.wrong() == {2}
+
+
+def test_an_event_of_an_earlier_attempt_may_not_be_there(story: Story) -> None:
+    story.tell(0.05, "p", "attempt", action="x", events=["first"])
+    story.execute("x", "e")
+    story.store("x", "e", "first")
+    for event in ("e", "first"):
+        story.owe_others(event)
+    assert story.wrong() == {2}
+
+
+@pytest.mark.parametrize(("events", "has_row"), [([], False), (["e", "f"], True)])
+def test_an_action_whose_end_is_unknown_may_have_ended_in_either_way(
+    story: Story, events: list[str], has_row: bool
+) -> None:
+    story.execute("x", "e", "f", end="commit_unknown")
+    story.final.actions += ["x"] * has_row
+    story.final.events += [Stored(event, "x", "NobodyWantsIt") for event in events]
+    assert story.wrong() == set()
+
+
+@pytest.mark.parametrize(("events", "has_row"), [(["e"], True), ([], True), (["e", "f"], False)])
+def test_an_action_whose_end_is_unknown_may_not_have_ended_half_way(
+    story: Story, events: list[str], has_row: bool
+) -> None:
+    story.execute("x", "e", "f", end="commit_unknown")
+    story.final.actions += ["x"] * has_row
+    story.final.events += [Stored(event, "x", "NobodyWantsIt") for event in events]
+    assert story.wrong() == {2}
+
+
+def test_an_action_that_nobody_executed_may_not_be_there(story: Story) -> None:
+    story.final.events.append(Stored("e", "y", "NobodyWantsIt"))
+    assert story.wrong() == {2}
+
+
+# --- 3 ---
+
+
+@pytest.mark.parametrize(("state", "effects"), [("SUCCEEDED", 0), ("SUCCEEDED", 2), ("DEAD", 1)])
+def test_a_transactional_success_has_one_effect_and_a_failure_none(committed: Story, state: str, effects: int) -> None:
+    committed.run("e", "counts", 1, 2)
+    committed.final.effects = [("counts", "e")] * effects
+    committed.owe("e", "counts", state, has_reason=True)
+    committed.owe_others("e")
+    assert committed.wrong() == {3}
+
+
+@pytest.mark.parametrize("emitted", [0, 2])
+def test_a_success_emits_what_it_emits_once(committed: Story, emitted: int) -> None:
+    committed.run("e", "emits", 1, 2)
+    committed.owe("e", "emits")
+    committed.final.events += [Stored(f"c{n}", f"y{n}", "NobodyWantsIt", cause="e") for n in range(emitted)]
+    committed.owe_others("e")
+    assert committed.wrong() == {3}
+
+
+# --- 4 ---
+
+
+@pytest.fixture
+def taken_over(committed: Story) -> Story:
+    """The lock of the plain handler goes from ``a`` to ``b`` after five seconds."""
+    committed.tell(0.5, "a", "taken", lock="app/dispatch/plain", term=1)
+    committed.tell(5, "b", "taken", lock="app/dispatch/plain", term=2)
+    committed.run("e", "plain", 1, 2)
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    return committed
+
+
+def test_an_outcome_that_was_written_under_an_old_term_is_found(taken_over: Story) -> None:
+    taken_over.settle(6, "e", handler="plain", state="FAILED")
+    assert taken_over.wrong() == {4}
+
+
+def test_an_outcome_that_was_refused_under_an_old_term_is_as_it_ought_to_be(taken_over: Story) -> None:
+    taken_over.settle(6, "e", handler="plain", written=0)
+    taken_over.settle(7, "e", handler="plain", by="b", term=2)
+    assert taken_over.wrong() == set()
+
+
+def test_an_end_that_was_written_twice_is_found(taken_over: Story) -> None:
+    taken_over.settle(3, "e", handler="plain")
+    taken_over.settle(6, "e", handler="plain", by="b", term=2)
+    assert taken_over.wrong() == {4}
+
+
+def test_a_term_that_was_given_twice_is_found(taken_over: Story) -> None:
+    taken_over.tell(8, "a", "taken", lock="app/dispatch/plain", term=2)
+    assert taken_over.wrong() == {4}
+
+
+# --- 5 ---
+
+
+def test_runs_of_one_event_may_not_overlap_under_one_term(committed: Story) -> None:
+    committed.run("e", "plain", 1, 3)
+    committed.run("e", "plain", 2, 4)
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+
+
+def test_runs_of_one_event_may_overlap_across_a_change_of_term(taken_over: Story) -> None:
+    taken_over.run("e", "plain", 4, 8)
+    taken_over.run("e", "plain", 6, 9, by="b", term=2)
+    assert taken_over.wrong() == set()
+
+
+def test_a_run_goes_on_until_its_process_has_ended(committed: Story) -> None:
+    committed.run("e", "plain", 1, None)
+    committed.run("e", "plain", 3, 4)
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+    committed.tell(2, "arena", "exit", how="a")
+    assert committed.wrong() == set()
+
+
+def test_nothing_may_start_after_the_last_proof_of_the_locks_is_over(committed: Story) -> None:
+    committed.tell(1, "a", "proven", until=2 * SECOND)
+    committed.run("e", "plain", 4, 5, decided=3)
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+    committed.tell(2.5, "a", "proven", until=6 * SECOND)
+    assert committed.wrong() == set()
+
+
+def test_nothing_may_start_after_its_end_was_written(taken_over: Story) -> None:
+    taken_over.settle(3, "e", handler="plain")
+    assert taken_over.wrong() == set()
+    taken_over.run("e", "plain", 6, 7, by="b", term=2)
+    assert taken_over.wrong() == {5}
+
+
+def test_a_former_holder_may_start_what_it_does_not_know_the_end_of(taken_over: Story) -> None:
+    taken_over.settle(6, "e", handler="plain", by="b", term=2)
+    taken_over.run("e", "plain", 6.5, 7)
+    assert taken_over.wrong() == set()
+
+
+def test_a_lock_may_not_be_given_back_while_its_runs_go_on(committed: Story) -> None:
+    committed.run("e", "plain", 1, 3)
+    committed.tell(2, "a", "released", locks=["app/dispatch/plain"])
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+
+
+# --- 6 ---
+
+
+@pytest.fixture
+def in_line(story: Story) -> Story:
+    """Two committed events of one key, ``e`` before ``f``."""
+    story.execute("x", "e", "f")
+    story.store("x", "e", "f")
+    for event in ("e", "f"):
+        story.owe(event, "ordered")
+        story.owe_others(event)
+    return story
+
+
+def test_events_of_one_key_are_handled_one_after_the_other(in_line: Story) -> None:
+    in_line.run("e", "ordered", 1, 2, key="k", sequence=1)
+    in_line.settle(2, "e", handler="ordered")
+    in_line.run("f", "ordered", 3, 4, key="k", sequence=2)
+    assert in_line.wrong() == set()
+
+
+def test_an_event_may_not_start_before_one_of_its_key_that_comes_first(in_line: Story) -> None:
+    in_line.run("f", "ordered", 1, 2, key="k", sequence=2)
+    in_line.run("e", "ordered", 3, 4, key="k", sequence=1)
+    in_line.settle(4, "e", handler="ordered")
+    assert in_line.wrong() == {6}
+
+
+def test_an_event_may_not_start_before_the_outcome_of_the_one_before_it_is_written(in_line: Story) -> None:
+    in_line.run("e", "ordered", 1, 2, key="k", sequence=1)
+    in_line.run("f", "ordered", 3, 4, key="k", sequence=2)
+    in_line.settle(5, "e", handler="ordered")
+    assert in_line.wrong() == {6}
+
+
+def test_events_of_one_key_may_not_overlap(in_line: Story) -> None:
+    in_line.run("e", "ordered", 1, 4, key="k", sequence=1)
+    in_line.settle(2, "e", handler="ordered")
+    in_line.run("f", "ordered", 3, 5, key="k", sequence=2)
+    assert in_line.wrong() == {6}
+
+
+def test_a_former_holder_may_repeat_what_was_finished(in_line: Story) -> None:
+    in_line.run("e", "ordered", 1, 2, key="k", sequence=1)
+    in_line.settle(2, "e", handler="ordered", written=0)
+    in_line.run("e", "ordered", 3, 4, by="b", term=2, key="k", sequence=1)
+    in_line.settle(4, "e", handler="ordered", by="b", term=2)
+    in_line.run("f", "ordered", 5, 6, by="b", term=2, key="k", sequence=2)
+    assert in_line.wrong() == set()
+
+
+# --- 7 ---
+
+
+def test_what_is_left_over_is_found(story: Story) -> None:
+    story.final.left.append("a session")
+    assert story.wrong() == {7}
+
+
+def test_a_task_that_is_left_over_is_found(story: Story) -> None:
+    story.tell(9, "a", "tasks", how="<Task pending>")
+    assert story.wrong() == {7}
+
+
+def test_an_event_that_was_never_fanned_out_is_found(committed: Story) -> None:
+    committed.final.events[0] = msgspec.structs.replace(committed.final.events[0], delivered=False)
+    committed.owe_others("e")
+    assert committed.wrong() == {7}
+
+
+def test_a_row_that_is_still_due_is_found(committed: Story) -> None:
+    committed.owe("e", "plain", "PENDING")
+    committed.owe_others("e")
+    assert committed.wrong() == {7}
+
+
+def test_counters_that_say_something_else_are_found(committed: Story) -> None:
+    committed.run("e", "plain", 1, 2)
+    committed.settle(2, "e", handler="plain")
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    committed.tell(9, "a", "counters", counters={"succeeded": 1})
+    assert committed.wrong() == set()
+    committed.tell(10, "a", "counters", counters={"succeeded": 2})
+    assert committed.wrong() == {7}
+
+
+# --- 8 ---
+
+
+def test_what_may_run_only_once_may_not_start_twice(committed: Story) -> None:
+    committed.run("e", "once", 1, 2)
+    committed.run("e", "once", 3, 4)
+    committed.owe("e", "once")
+    committed.owe_others("e")
+    assert committed.wrong() == {8}
