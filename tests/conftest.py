@@ -36,6 +36,10 @@ EVERY_VERSION = {
 #: OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
 COSTLY = frozenset({"postgres", "mariadb"})
 
+#: Seconds after which a test that hangs is ended, and says where: several times what the slowest takes on a busy machine.
+HANGS = 180.0
+LONG = ("OUTBOXIO_FULL_SIZE", "OUTBOXIO_STORM_SECONDS")
+
 #: Which dialects each fixture runs its tests on.
 FIXTURES = {
     "database_url": frozenset(DIALECTS),
@@ -112,6 +116,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.definition.path.stem not in EVERY_VERSION:
             chosen = list({slot.dialect: slot for slot in reversed(chosen)}.values())[::-1]
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(map(os.environ.get, LONG)):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(HANGS))
 
 
 def _parameter(slot: Slot) -> object:

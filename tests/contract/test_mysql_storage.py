@@ -6,11 +6,12 @@ That they behave like every other database is tested with all of them.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,18 @@ async def test_events_that_exceed_a_packet_together_are_written_whole(mysql_url:
         assert sorted(record.payload["text"] for record in await outbox.admin.list() if record.payload) == texts
 
 
+async def test_due_rows_that_do_not_fit_into_one_text_are_found_all_the_same(mysql_url: str, look: Look) -> None:
+    journal = Journal()
+    async with small_packets(mysql_url, look) as outbox:
+        outbox.handler(Noted, name="handles")(journal)
+        texts = [f"{number:4}" + "x" * 60_000 for number in range(80)]
+        async with outbox.transaction("Large") as tx:
+            for text in texts:
+                tx.emit(Noted(text))
+        assert (await outbox.drain()).succeeded == len(texts)
+        assert sorted(envelope.event.text for envelope in journal.envelopes) == texts
+
+
 async def test_many_events_of_which_the_last_is_refused_leave_nothing(mysql_url: str, look: Look) -> None:
     async with small_packets(mysql_url, look) as outbox:
 
@@ -404,6 +417,26 @@ async def test_required_tls_is_there_on_every_connection(mysql_url: str, look: L
             assert cipher
         await look.fetch("DELETE FROM {events}")
         await check_flow(outbox, look)
+
+
+async def test_no_socket_outlives_an_outbox_that_speaks_tls(mysql_url: str, look: Look) -> None:
+    """TLS says its own goodbye after MySQL's."""
+    if not await has_tls(look):
+        pytest.skip("this server has no TLS")
+    before = open_sockets()
+    async with opened(Outbox(with_tls(mysql_url, "REQUIRED"), namespace="app")) as outbox:
+        await look.fetch(WALLETS)
+        await check_flow(outbox, look)
+        assert open_sockets() > before
+    assert open_sockets() == before
+
+
+def open_sockets() -> int:
+    number = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            number += os.readlink(descriptor).startswith("socket:")
+    return number
 
 
 async def ask_for_cipher(connection: Any) -> Any:

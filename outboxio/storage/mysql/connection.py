@@ -141,6 +141,25 @@ def is_closed(connection: Any) -> bool:
     return bool(reader.at_eof() or reader.exception() is not None or getattr(reader, "eof_received", False))
 
 
+async def hang_up(connection: Any) -> None:
+    """Say goodbye, and wait until its socket is closed: TLS says a goodbye of its own, which must not outlive the loop.
+
+    A server that has nothing to say to that is waited for no longer than FAREWELL_TIMEOUT.
+    """
+    if is_closed(connection):
+        drop(connection)
+        return
+    writer = connection._writer
+    try:
+        async with asyncio.timeout(FAREWELL_TIMEOUT):
+            await connection.ensure_closed()
+            with suppress(OSError):  # it hung up first
+                await writer.wait_closed()
+    except BaseException:
+        writer.transport.abort()
+        raise
+
+
 def drop(connection: Any) -> None:
     """Close it at once: what is still to be sent is of no interest any more."""
     writer = connection._writer

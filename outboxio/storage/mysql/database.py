@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
-from outboxio.storage.dedicated import FAREWELL_TIMEOUT
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, is_closed
+from outboxio.storage.mysql.connection import Dedicated, execute, fetch, hang_up
 from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
@@ -164,15 +163,8 @@ class MysqlDatabase:
     async def _release(self, connection: Any) -> None:
         if self._direct_arguments is None:
             await give_back(self._pool, connection)
-        elif is_closed(connection):
-            connection.close()
         else:
-            try:
-                async with asyncio.timeout(FAREWELL_TIMEOUT):
-                    await connection.ensure_closed()
-            except BaseException:
-                drop(connection)
-                raise
+            await hang_up(connection)
 
     async def _reaching(self, url: str | None, reach: Callable[[], Any]) -> Any:
         try:
