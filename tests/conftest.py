@@ -32,8 +32,8 @@ EVERY_VERSION = {
     "test_values",
 }  # fmt: skip
 
-#: Costly tests of what no dialect has a part in run on two databases of four, and with
-#: OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
+#: Costly tests of what no dialect has a part in run on two databases of four, on another one if neither is here, and
+#: with OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
 COSTLY = frozenset({"postgres", "mariadb"})
 
 #: Seconds after which a test that hangs is ended, and says where: several times what the slowest takes on a busy machine.
@@ -112,15 +112,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in FIXTURES.keys() & set(metafunc.fixturenames):
         chosen = [slot for slot in slots if slot.dialect in FIXTURES[fixture]]
         if metafunc.definition.get_closest_marker("costly") and not os.environ.get("OUTBOXIO_FULL_SIZE"):
-            chosen = [slot for slot in chosen if slot.dialect in COSTLY] or chosen[:1]
+            has_another_run = "OUTBOXIO_TEST_ONLY" in os.environ
+            chosen = [slot for slot in chosen if slot.dialect in COSTLY] or ([] if has_another_run else chosen[:1])
         if metafunc.definition.path.stem not in EVERY_VERSION:
             chosen = list({slot.dialect: slot for slot in reversed(chosen)}.values())[::-1]
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any(map(os.environ.get, LONG)):
-        for item in items:
+    for item in items:
+        if isinstance(item, pytest.Function) and FIXTURES.keys() & set(item.fixturenames):
+            item.add_marker(pytest.mark.database)
+        if not any(map(os.environ.get, LONG)):
             item.add_marker(pytest.mark.timeout(HANGS))
 
 
@@ -129,7 +132,7 @@ def _parameter(slot: Slot) -> object:
 
 
 _LEFT_OUT = pytest.param(
-    None, id="left-out", marks=pytest.mark.skip("OUTBOXIO_TEST_ONLY leaves out every dialect of this test")
+    None, id="left-out", marks=pytest.mark.skip("OUTBOXIO_TEST_ONLY leaves out every dialect that this test runs on")
 )
 
 

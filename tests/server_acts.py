@@ -47,6 +47,10 @@ class ServerActs(Protocol):
         """Who is connected to the test's database, but for the one who asks."""
         ...
 
+    async def held_up(self, words: str) -> list[int]:
+        """The sessions of the test's database that wait for a lock with such a statement."""
+        ...
+
     async def locks(self) -> list[Any]:
         """The cluster locks that sessions of the test's database hold, where the server can list them."""
         ...
@@ -107,9 +111,13 @@ class PostgresActs:
 
     async def sessions(self) -> list[dict[str, Any]]:
         return await self._fetch(
-            "SELECT pid, state, query FROM pg_stat_activity"
+            "SELECT pid, state, query, wait_event_type FROM pg_stat_activity"
             " WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
+
+    async def held_up(self, words: str) -> list[int]:
+        sessions = await self.sessions()
+        return [s["pid"] for s in sessions if s["wait_event_type"] == "Lock" and words in s["query"]]
 
     async def locks(self) -> list[Any]:
         return await self._fetch(
@@ -164,6 +172,16 @@ class MysqlActs:
         async with mysql.connected(self._url) as connection:
             name = urlsplit(self._url).path[1:]
             return [session for session in await mysql.sessions(connection) if session["db"] == name]
+
+    async def held_up(self, words: str) -> list[int]:
+        async with mysql.connected(self._url) as connection:
+            waiting = await mysql.waiting_for_rows(connection)
+        return [
+            session["Id"]
+            for session in await self.sessions()
+            if session["Id"] in waiting or str(session["State"]).startswith("Waiting for table")
+            if words in str(session["Info"])
+        ]
 
     async def locks(self) -> list[Any]:
         return []  # without performance_schema they cannot be listed; each ends with its session

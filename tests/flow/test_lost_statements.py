@@ -89,20 +89,10 @@ async def run_on(connection: Any, statement: str) -> None:
         await connection.execute(statement)
 
 
-async def running_now(acts: ServerActs, words: str) -> list[int]:
-    """The sessions that are in the middle of such a statement."""
-    return [
-        session.get("pid") or session["Id"]
-        for session in await acts.sessions()
-        if words in str(session.get("query") or session.get("Info"))
-        and (session.get("state") == "active" or session.get("Command") == "Query")
-    ]
-
-
 async def kill_in_the_middle(acts: ServerActs, words: str) -> None:
     """Wait until a session is in the middle of such a statement, and end it."""
-    await eventually(lambda: running_now(acts, words))
-    await acts.end(await running_now(acts, words))
+    await eventually(lambda: acts.held_up(words))
+    await acts.end(await acts.held_up(words))
 
 
 async def all_handled(look: Look, number: int) -> bool:
@@ -408,7 +398,7 @@ async def test_a_settlement_waits_for_the_raise_of_its_term_and_is_refused_then(
     async with open_transaction(rows) as (successor, commit):
         await run_on(successor, RAISE)
         settling = settle(database, bucket_of(kind, found, lease))
-        await eventually(lambda: running_now(acts, SETTLE[rows.driver]))
+        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
         assert not settling.done()
         await commit()
         assert await settling == 0
@@ -425,7 +415,7 @@ async def test_a_settlement_waits_for_a_raise_that_is_taken_back_and_is_written_
     async with open_transaction(rows) as (successor, _):
         await run_on(successor, RAISE)
         settling = settle(database, bucket_of(kind, found, lease))
-        await eventually(lambda: running_now(acts, SETTLE[rows.driver]))
+        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
         assert not settling.done()
         await run_on(successor, "ROLLBACK")
         assert await settling == number
@@ -455,9 +445,9 @@ async def test_the_raise_of_a_term_waits_for_the_settlement_that_is_under_way(
         successor, commit = await stack.enter_async_context(open_transaction(rows))
         async with obstacle(rows, ROWS, table="eventlog.event_notifications", condition=last):
             settling = settle(database, bucket_of(kind, found, lease))
-            await eventually(lambda: running_now(acts, SETTLE[rows.driver]))
+            await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
             raising = asyncio.create_task(run_on(successor, RAISE))
-            await eventually(lambda: running_now(acts, "UPDATE eventlog.leases"))
+            await eventually(lambda: acts.held_up("UPDATE eventlog.leases"))
             assert not settling.done()
             assert not raising.done()
         assert await settling == 2, "the successor came first"
@@ -490,7 +480,7 @@ async def test_of_a_bucket_whose_leases_are_partly_over_the_rest_is_written(
     async with open_transaction(rows) as (successor, commit):
         await run_on(successor, RAISE)
         settling = settle(database, Bucket(State.SUCCEEDED, 1, outcomes))
-        await eventually(lambda: running_now(acts, SETTLE[rows.driver]))
+        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
         assert not settling.done()
         await commit()
         assert await settling == 2
