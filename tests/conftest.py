@@ -36,7 +36,8 @@ EVERY_VERSION = {
 #: with OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
 COSTLY = frozenset({"postgres", "mariadb"})
 
-#: Seconds after which a test that hangs is ended, and says where: several times what the slowest takes on a busy machine.
+#: Seconds after which a test that hangs is ended, and says where: several times what the slowest takes, on a busy
+#: machine.
 HANGS = 180.0
 LONG = ("OUTBOXIO_FULL_SIZE", "OUTBOXIO_STORM_SECONDS")
 
