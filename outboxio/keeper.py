@@ -1,8 +1,8 @@
 """Keeping the cluster locks of one shard: trying for those that are lacking, and proving those that are held.
 
 A lock is worth what its session is worth. Three things end the trust in it: the driver reports the session's end, a
-heartbeat fails, or the last proof is older than twice the heartbeat interval, which is when the server itself ends a
-silent session. The last one needs no report, so a process that was frozen starts nothing when it wakes up.
+heartbeat fails, or the last proof is older than 1.8 times the heartbeat interval, which is when the server itself ends
+a silent session. The last one needs no report, so a process that was frozen starts nothing when it wakes up.
 
 Each acquisition raises the term in ``leases``; outcomes are written only under the newest one. If this process takes
 a lock again and its term went up by exactly one, nobody held it in between: what is in flight stays valid. If another
@@ -20,7 +20,7 @@ from outboxio.clock import ShardClock, utc_now
 from outboxio.names import LockName
 from outboxio.outcome import Lease
 from outboxio.round import Round
-from outboxio.storage.protocols import ClusterLock
+from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,8 @@ class LockKeeper:
         self._taken(name, lease)
 
     def _prove(self, moment: float) -> None:
-        """The session lived at ``moment``, so the server keeps it until twice the heartbeat after that."""
-        self._trusted_until = moment + 2 * self._heartbeat
+        """The session lived at ``moment``, so the server keeps it for its longest silence after that."""
+        self._trusted_until = moment + LONGEST_SILENCE * self._heartbeat
         self._proven_until(self._trusted_until)
 
     def _session_ended(self) -> None:

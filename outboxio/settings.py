@@ -94,8 +94,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time that running handlers get to finish when ``running()`` is left, before they are cancelled. Zero: none."""
 
     lock_heartbeat: Duration = default_duration("5s")
-    """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for twice
-    as long. 50 ms to 1 day."""
+    """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for 1.8
+    times as long, so that a standby has it within twice. 50 ms to 1 day."""
 
     subscription_ttl: Duration = default_duration("7d")
     """Time for which a handler that no process has any more still gets its notifications."""
@@ -167,8 +167,8 @@ _RANGES: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
     # An idle loop must not become a busy one, and polling is what finds the work whose wake-up was lost.
     "fanout_poll_delay": (timedelta(milliseconds=1), _DAY),
     "handling_poll_delay": (timedelta(milliseconds=1), _DAY),
-    # The server drops a holder that is silent for two heartbeats. Any less, and one pause of the garbage collector or
-    # the network costs the lock; any more, and a frozen holder keeps it for days.
+    # The server drops a holder that is silent for nearly two heartbeats. Any less, and one pause of the garbage collector
+    # or the network costs the lock; any more, and a frozen holder keeps it for days.
     "lock_heartbeat": (timedelta(milliseconds=50), _DAY),
     "outcome_delay": (timedelta(0), _CENTURY),
     "shutdown_timeout": (timedelta(0), _CENTURY),

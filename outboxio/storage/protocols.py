@@ -21,6 +21,10 @@ from outboxio.notification import Notification, NotificationRecord, Wanted
 from outboxio.outcome import Bucket
 from outboxio.subscription import Subscription
 
+#: Heartbeats after which a session that has the locks is ended by its server, and is not trusted any more, if it was
+#: silent for so long. The rest of two is for the standby, which has the lock within two.
+LONGEST_SILENCE = 1.8
+
 
 class CommitLost(Exception):
     """The connection was lost while COMMIT was under way; nobody knows yet whether it took effect."""

@@ -25,6 +25,7 @@ from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession
 from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, where
+from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class MysqlDatabase:
         # that freezes between them must not keep the lease rows locked that its successor raises, nor the rows that its
         # successor makes: those of ordered handlers cannot be passed by.
         for loop in (self._settle, self._fanout):
-            loop.end_silent_transactions(max(1, math.ceil(heartbeat * 2)))
+            loop.end_silent_transactions(max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
         return MysqlClusterLock(self._loop_connection(), self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:

@@ -18,7 +18,7 @@ from outboxio.names import LockName
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, is_closed
 from outboxio.storage.mysql.flavour import Server, Statement, in_both
 from outboxio.storage.mysql.values import as_json
-from outboxio.storage.protocols import Acquired
+from outboxio.storage.protocols import LONGEST_SILENCE, Acquired
 
 # Names of locks are the server's and not a database's, and so is the one eventlog.
 TRY = in_both("""
@@ -54,8 +54,8 @@ class MysqlClusterLock:
         self._owner = owner[:255]
         self._timeout = max(heartbeat, 1.0)
         # The server counts in whole seconds; a fraction less would end a session that beats on time.
-        session.set("wait_timeout", max(1, math.ceil(heartbeat * 2)))
-        session.set("net_write_timeout", max(1, math.ceil(heartbeat * 2)))
+        session.set("wait_timeout", max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
+        session.set("net_write_timeout", max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
         self._lost: Callable[[], None] = _nothing
         self._look: asyncio.TimerHandle | None = None
 

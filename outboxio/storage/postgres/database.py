@@ -24,6 +24,7 @@ from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.session import PooledSession, PostgresSession
 from outboxio.storage.postgres.starts import PostgresStarts
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
+from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class PostgresDatabase:
         return PostgresSession(connection) if is_ours else None
 
     def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> PostgresClusterLock:
-        silence = str(round(heartbeat * 2000))
+        silence = str(round(heartbeat * LONGEST_SILENCE * 1000))
         # A settlement that writes events as well is a transaction of several statements. A process that freezes between
         # them must not keep the lease rows locked that its successor raises.
         self._settle.set("idle_in_transaction_session_timeout", silence)
