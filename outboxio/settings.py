@@ -167,8 +167,8 @@ _RANGES: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
     # An idle loop must not become a busy one, and polling is what finds the work whose wake-up was lost.
     "fanout_poll_delay": (timedelta(milliseconds=1), _DAY),
     "handling_poll_delay": (timedelta(milliseconds=1), _DAY),
-    # The server drops a holder that is silent for nearly two heartbeats. Any less, and one pause of the garbage collector
-    # or the network costs the lock; any more, and a frozen holder keeps it for days.
+    # The server drops a holder that is silent for nearly two heartbeats. Any less, and one pause of the garbage
+    # collector or the network costs the lock; any more, and a frozen holder keeps it for days.
     "lock_heartbeat": (timedelta(milliseconds=50), _DAY),
     "outcome_delay": (timedelta(0), _CENTURY),
     "shutdown_timeout": (timedelta(0), _CENTURY),
