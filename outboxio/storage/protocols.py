@@ -237,13 +237,16 @@ class NotificationRepository(Protocol):
     async def count_states(self, namespace: str) -> dict[str, int]: ...
 
     async def unfinished_names(self, namespace: str) -> list[str]:
-        """The handler names that have unfinished rows, without reading these."""
+        """The handler names that have unfinished rows, BLOCKED ones included, without reading these."""
         ...
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int: ...
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
-        """End unfinished rows of these names whose retention began before ``before``; how many."""
+        """End unfinished rows of these names whose retention began before ``before``; how many.
+
+        Each by its own retention, BLOCKED or not, but none that is DYING. At most ``limit`` at once.
+        """
         ...
 
     async def select(

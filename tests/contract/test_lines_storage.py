@@ -261,6 +261,55 @@ async def test_only_blocked_rows_are_unblocked(store: Store) -> None:
     assert (await store.row(4)).retention_from == NOW
 
 
+# --- lines of a handler that is gone -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", UNFINISHED)
+@pytest.mark.parametrize("key", ["a", None])
+async def test_a_name_is_unfinished_whatever_its_rows_wait_for(store: Store, key: str | None, state: str) -> None:
+    for name in ("audit", "books"):
+        await store.subscribe(name)
+    await store.owe(key, key)
+    await store.put("SUCCEEDED", 2)
+    await store.put(state, 1)
+    await store.put("DEAD", 1, name="books")
+
+    notifications = store.database.notifications
+    assert await notifications.unfinished_names("app") == ["audit", "ledger"]
+    assert await notifications.unfinished_names("another") == []
+    assert await notifications.count_unfinished("app", ["books", "ledger"]) == 1
+    assert await notifications.count_unfinished("app", ["ledger", "audit"]) == 2
+    assert await notifications.count_unfinished("another", ["ledger"]) == 0
+
+
+@pytest.mark.parametrize("key", ["a", None])
+async def test_each_row_expires_by_its_own_retention(store: Store, key: str | None) -> None:
+    await store.subscribe("other")
+    for moment in (NOW - timedelta(microseconds=1), NOW):
+        await store.owe(*[key] * 4, now=moment)
+    for first in (1, 5):
+        for label, state in enumerate(UNFINISHED, first):
+            await store.put(state, label, updated=NOW)
+
+    expire = store.database.notifications.expire
+    assert await expire("another", ["ledger"], NOW, LATER, 100) == 0
+    assert await expire("app", ["ledger", "nobody"], NOW, LATER, 100) == 3
+
+    rows = await store.rows("ledger")
+    assert [str(row.state) for row in rows] == ["EXPIRED", "EXPIRED", "EXPIRED", "DYING", *UNFINISHED]
+    assert [row.updated_date for row in rows] == [LATER, LATER, LATER, *[NOW] * 5]
+    assert [str(row.state) for row in await store.rows("other")] == [*UNFINISHED, *UNFINISHED]
+
+
+async def test_no_more_rows_expire_at_once_than_are_asked_for(store: Store) -> None:
+    await store.owe("a", "a", None, "b", "b", "c")
+    await store.put("BLOCKED", 2, 3, 5)
+
+    expire = store.database.notifications.expire
+    assert [await expire("app", ["ledger"], LATER, LATER, 4) for _ in range(3)] == [4, 2, 0]
+    assert await store.labels("EXPIRED") == [1, 2, 3, 4, 5, 6]
+
+
 # --- handlers of one event, by priority ------------------------------------------------------------
 
 

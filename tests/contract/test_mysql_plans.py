@@ -161,6 +161,9 @@ class Polls:
     async def release(self) -> int:
         return await self._database.lines.release((await self._settled_ids())[:100], NOW)
 
+    async def expire(self, before: datetime, *names: str) -> int:
+        return await self._database.notifications.expire("app", names, before, NOW, 10)
+
     async def purge(self) -> tuple[int, int, int]:
         """With everything too young by a day."""
         before, retention = LONG_AGO - timedelta(days=1), self._database.retention
@@ -186,6 +189,9 @@ class Polls:
 
 Poll = Callable[[Polls], Awaitable[Any]]
 
+WITH_WORK = ["dying", "gone", "h", "idle", "keyed", "lapsed", "ledger", "other", "quick", "settled", "strict",
+             "strict-too", "unblocked", "waiting", "without-a-slot"]  # fmt: skip
+
 #: What each is called, the loop on whose connection it runs, and what it finds.
 POLLS: dict[str, tuple[str, Poll, Any]] = {
     "a fan-out of a batch": ("_fanout", lambda polls: polls.fan_out(), BATCH),
@@ -206,13 +212,20 @@ POLLS: dict[str, tuple[str, Poll, Any]] = {
     "unfinished names": (
         "_admin",
         lambda polls: polls._database.notifications.unfinished_names("app"),
-        ["h", "idle", "ledger", "other", "quick", "settled", "unblocked", "without-a-slot"],
+        WITH_WORK,
     ),
     "counting unfinished rows": (
         "_admin",
         lambda polls: polls._database.notifications.count_unfinished("app", ["quick", "other"]),
         BATCH,
     ),
+    "counting blocked rows": (
+        "_admin",
+        lambda polls: polls._database.notifications.count_unfinished("app", ["gone", "nobody"]),
+        100,
+    ),
+    "expiring nothing": ("_admin", lambda polls: polls.expire(LONG_AGO, "gone", "nobody"), 0),
+    "expiring a few": ("_admin", lambda polls: polls.expire(NOW, "lapsed", "nobody"), 10),
     "finding the rows that others wait for": ("_find", lambda polls: polls.find_due("ledger"), 2),
     "finding nothing where all wait": ("_find", lambda polls: polls.find_due("waiting"), 0),
     "the head of a key": ("_find", lambda polls: polls.heads("ledger", "k0"), ["k0"]),
@@ -281,10 +294,14 @@ async def fill_a_little(tables: Tables) -> None:
     await tables.notifications(2, "ledger", keys=2)
     await tables.notifications(2, "unblocked", keys=2)
     await tables.notifications(100, "unblocked", State.BLOCKED, keys=2)
+    await tables.notifications(100, "gone", State.BLOCKED, keys=2)
+    await tables.notifications(100, "lapsed", State.BLOCKED, keys=2)
     await tables.notifications(2, "waiting", State.DEAD, keys=2)
+    await tables.notifications(2, "waiting", State.BLOCKED, keys=2)
     await tables.notifications(2, "dying", State.BLOCKED, keys=2)
     await tables.notifications(20, "keyed", State.BLOCKED, keys=20)
     await tables.notifications(60, "strict", State.BLOCKED)
+    await tables.notifications(1, "strict-too", State.BLOCKED)
 
 
 async def fill_much(tables: Tables) -> None:

@@ -293,6 +293,86 @@ async def test_an_expired_head_parks_its_key(make_outbox: MakeOutbox, clock: Mov
     assert await states_of(look, "a") == ["EXPIRED", "BLOCKED"]
 
 
+async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = await make_outbox(clock=clock)
+    gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
+    await post(gone, ("a", 1), ("a", 2))
+    await gone.drain()
+    clock.advance("2d")
+    await post(gone, ("a", 3))
+    await gone.drain()
+    await gone.admin.unsubscribe("ledger")
+    outbox.handler(WalletOpened, name="first")(Journal())
+
+    assert (await outbox.drain()).expired == 0
+    assert "'ledger'" in caplog.text
+    assert (await outbox.admin.counts())["unroutable"] == 2
+
+    clock.advance("6d")
+    assert (await outbox.drain()).expired == 1
+    assert await states_of(look, "a") == ["DEAD", "EXPIRED", "BLOCKED"]
+    clock.advance("2d")
+    assert (await outbox.drain()).expired == 1
+    assert (await outbox.admin.counts())["unroutable"] == 0
+
+    clock.advance("100d")
+    assert (await outbox.admin.purge()).notifications == 3
+
+
+async def test_a_handler_that_comes_back_goes_on_where_its_lines_were_left(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    gone = await make_outbox(clock=clock)
+    gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: ValueError("not yet")))
+    await post(gone, ("a", 1), ("a", 2), ("b", 1), ("a", 3), ("b", 2))
+    await gone.drain()
+    await gone.admin.unsubscribe("ledger")
+    outbox.handler(WalletOpened, name="first")(Journal())
+    clock.advance("6d")
+    await outbox.drain()
+    assert (await outbox.admin.counts())["unroutable"] == 5
+
+    back = await make_outbox(clock=clock)
+    ledger = Ledger()
+    back.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
+    drained = await back.drain()
+
+    assert (drained.succeeded, drained.expired) == (5, 0)
+    assert by_key(ledger) == {"a": [1, 2, 3], "b": [1, 2]}
+    assert (await back.admin.counts())["unroutable"] == 0
+
+
+async def test_what_expired_behind_its_head_parks_the_key_for_a_handler_that_comes_back(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look
+) -> None:
+    gone = await make_outbox(clock=clock)
+    gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
+    await post(gone, ("a", 1), ("a", 2))
+    await gone.drain()
+    clock.advance("2d")
+    await post(gone, ("a", 3))
+    await gone.drain()
+    await gone.admin.unsubscribe("ledger")
+    outbox.handler(WalletOpened, name="first")(Journal())
+    clock.advance("6d")
+    await outbox.admin.retry([record.id for record in await outbox.admin.list(state="DEAD")])
+    await outbox.drain()
+    assert await states_of(look, "a") == ["PENDING", "EXPIRED", "BLOCKED"]
+
+    back = await make_outbox(clock=clock)
+    ledger = Ledger()
+    back.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
+    await back.drain()
+    assert by_key(ledger) == {"a": [1]}
+    assert await states_of(look, "a") == ["SUCCEEDED", "EXPIRED", "BLOCKED"]
+
+    await back.admin.resume("ledger", "a")
+    await back.drain()
+    assert by_key(ledger) == {"a": [1, 3]}
+
+
 async def test_a_name_and_its_aliases_are_one_queue(make_outbox: MakeOutbox, look: Look) -> None:
     old = await make_outbox(settings=Settings(handling_enabled=False))
     old.handler(MoneyDeposited, name="books", ordered=True)(Ledger())

@@ -15,7 +15,7 @@ from outboxio.notification import BEGINNING, Context, Notification, Notification
 from outboxio.outcome import Bucket
 from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, id_list
 from outboxio.storage.mysql.flavour import Server, Statement, in_both
-from outboxio.storage.mysql.lines import ENDED
+from outboxio.storage.mysql.lines import BLOCKED, ENDED
 from outboxio.storage.mysql.session import insert_events
 from outboxio.storage.mysql.values import as_json, as_moment
 
@@ -130,25 +130,39 @@ COUNT_STATES = in_both("""
 SELECT state, COUNT(*) FROM eventlog.event_notifications WHERE namespace = %(namespace)s GROUP BY state
 """)
 
-# One jump along the due index to the next handler name. As one recursive statement it would read every row between.
+# One jump to the next handler name, along the due index and what is BLOCKED in that of lines. As one recursive
+# statement it would read every row between.
 NEXT_UNFINISHED_NAME = f"""
-SELECT MIN(n.handler_name) FROM {_BY_DUE}
-WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name > %(name)s
+SELECT MIN(name) FROM (
+  SELECT MIN(n.handler_name) AS name FROM {_BY_DUE}
+  WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name > %(name)s
+  UNION ALL
+  SELECT MIN(n.handler_name) FROM {_BY_LINE}
+  WHERE n.namespace = %(namespace)s AND n.line_part = {BLOCKED} AND n.handler_name > %(name)s) nexts
 """
 
+_OF_NAMES = "JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {text} PATH '$')) w STRAIGHT_JOIN"
+_DUE_OF_NAMES = f"""{_OF_NAMES} {_BY_DUE}
+  ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name"""
+_BLOCKED_OF_NAMES = f"""{_OF_NAMES} {_BY_LINE}
+  ON n.namespace = %(namespace)s AND n.line_part = {BLOCKED} AND n.handler_name = w.name"""
+
 COUNT_UNFINISHED = in_both(f"""
-SELECT COUNT(*) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
-  ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
+SELECT (SELECT COUNT(*) FROM {_DUE_OF_NAMES}) + (SELECT COUNT(*) FROM {_BLOCKED_OF_NAMES})
 """)
 
+# Each part has the limit as well: a server is free to read all of them before it heeds that of the whole.
 FIND_EXPIRED = in_both(f"""
-SELECT n.id FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name {{text}} PATH '$')) w STRAIGHT_JOIN {_BY_DUE}
-  ON n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
-WHERE n.state <> 'DYING' AND n.retention_from < %(before)s LIMIT %(limit)s
+(SELECT n.id FROM {_DUE_OF_NAMES}
+WHERE n.state <> 'DYING' AND n.retention_from < %(before)s LIMIT %(limit)s)
+UNION ALL
+(SELECT n.id FROM {_BLOCKED_OF_NAMES}
+WHERE n.retention_from < %(before)s LIMIT %(limit)s)
+LIMIT %(limit)s
 """)
 EXPIRE = in_both(f"""
 UPDATE {_BY_ID} SET n.state = 'EXPIRED', n.updated_date = %(now)s
-WHERE n.id IN ({{ids}}) AND n.state IN ('PENDING', 'FAILED') AND n.retention_from < %(before)s
+WHERE n.id IN ({{ids}}) AND n.state IN ('PENDING', 'FAILED', 'BLOCKED') AND n.retention_from < %(before)s
 """)
 
 # Only ids are sorted: MySQL has no room to sort rows with large documents in them.

@@ -86,29 +86,49 @@ SELECT EXISTS (SELECT FROM unnest($3::text[]) AS w(handler_name) CROSS JOIN LATE
 
 COUNT_STATES = "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = $1 GROUP BY state"
 
-# Jumps from one handler name to the next along the due index.
+# Jumps from one handler name to the next along the due index and that of lines, which has what is BLOCKED. Whatever
+# else is in line is no news, but to pass over it would be to read it; ``least`` passes over NULL.
 UNFINISHED_NAMES = """
 WITH RECURSIVE names(name) AS (
-  (SELECT handler_name FROM eventlog.event_notifications
-   WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') ORDER BY handler_name LIMIT 1)
+  SELECT ''
   UNION ALL
-  SELECT (SELECT handler_name FROM eventlog.event_notifications
-          WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') AND handler_name > names.name
-          ORDER BY handler_name LIMIT 1)
-  FROM names WHERE names.name IS NOT NULL)
-SELECT name FROM names WHERE name IS NOT NULL
+  SELECT least(
+    (SELECT handler_name::text FROM eventlog.event_notifications
+     WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') AND handler_name > names.name
+     ORDER BY handler_name LIMIT 1),
+    (SELECT handler_name::text FROM eventlog.event_notifications
+     WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')
+       AND (ordering_key IS NOT NULL OR state = 'BLOCKED') AND handler_name > names.name
+     ORDER BY handler_name LIMIT 1))
+  FROM names WHERE name IS NOT NULL)
+SELECT name FROM names WHERE name <> ''
 """
 
+# Name by name: for several at once the planner would walk the lines of all names.
 COUNT_UNFINISHED = """
-SELECT count(*) FROM eventlog.event_notifications
-WHERE namespace = $1 AND handler_name = ANY ($2::text[]) AND state IN ('PENDING', 'FAILED', 'DYING')
+SELECT coalesce(sum((
+  SELECT count(*) FROM eventlog.event_notifications
+  WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED', 'DYING')
+) + (
+  SELECT count(*) FROM eventlog.event_notifications
+  WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED')), 0)
+FROM unnest($2::text[]) AS w(handler_name)
 """
 
+# In the order of the index in which they are: for any other the planner would walk the primary key, and so the table.
+# Nothing is waited for, so it does not matter in which order they are locked.
 EXPIRE = """
-UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHERE id IN (
-  SELECT id FROM eventlog.event_notifications
-  WHERE namespace = $1 AND handler_name = ANY ($2::text[]) AND state IN ('PENDING', 'FAILED') AND retention_from < $3
-  ORDER BY id LIMIT $5 FOR UPDATE SKIP LOCKED)
+UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHERE id = ANY (ARRAY(
+  SELECT due.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+    SELECT id FROM eventlog.event_notifications
+    WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED') AND retention_from < $3
+    ORDER BY next_retry_at, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) due
+  UNION ALL
+  SELECT blocked.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+    SELECT id FROM eventlog.event_notifications
+    WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED' AND retention_from < $3
+    ORDER BY ordering_key, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) blocked
+  LIMIT $5))
 """
 
 SELECT = f"""

@@ -39,8 +39,10 @@ _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != 
 
 # SQLite uses a partial index for a query only if it repeats the index's own condition word for word.
 _UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
+_IN_LINE = "state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (ordering_key IS NOT NULL OR state = 'BLOCKED')"
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
 _BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
+_BY_LINE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_line"
 # SQLite's own name for the index of a table's first key, here that of the primary key.
 _BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
 
@@ -97,33 +99,52 @@ SELECT json_group_object(state, number) FROM (
   SELECT state, count(*) AS number FROM eventlog_event_notifications WHERE namespace = :namespace GROUP BY state)
 """
 
-# Jumps from one handler name to the next along the due index.
+# Jumps from one handler name to the next along the due index and that of lines, which has what is BLOCKED. Whatever
+# else is in line is no news, but to pass over it would be to read it.
 UNFINISHED_NAMES = f"""
 WITH RECURSIVE names(name) AS (
-  SELECT (SELECT handler_name FROM {_BY_DUE}
-          WHERE namespace = :namespace AND {_UNFINISHED} ORDER BY handler_name LIMIT 1)
+  SELECT ''
   UNION ALL
-  SELECT (SELECT handler_name FROM {_BY_DUE}
-          WHERE namespace = :namespace AND {_UNFINISHED} AND handler_name > names.name ORDER BY handler_name LIMIT 1)
+  SELECT (SELECT min(name) FROM (
+    SELECT (SELECT handler_name FROM {_BY_DUE}
+      WHERE namespace = :namespace AND {_UNFINISHED} AND handler_name > names.name
+      ORDER BY handler_name LIMIT 1) AS name
+    UNION ALL
+    SELECT (SELECT handler_name FROM {_BY_LINE}
+      WHERE namespace = :namespace AND {_IN_LINE} AND handler_name > names.name
+      ORDER BY handler_name LIMIT 1)))
   FROM names WHERE names.name IS NOT NULL)
-SELECT json_group_array(name) FROM names WHERE name IS NOT NULL
+SELECT json_group_array(name) FROM names WHERE name <> ''
 """
 
 COUNT_UNFINISHED = f"""
-SELECT count(*) FROM {_BY_DUE}
-WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+SELECT (
+  SELECT count(*) FROM {_BY_DUE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+) + (
+  SELECT count(*) FROM {_BY_LINE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_IN_LINE}
+    AND state = 'BLOCKED')
 """
 
-# Found without the write lock, for it may have to read the whole backlog of these names.
+# Found without the write lock, for it may have to read the whole backlog of these names. No index has all of these
+# rows: those that are BLOCKED are only in line.
 FIND_EXPIRED = f"""
-SELECT json_group_array(id) FROM (SELECT id FROM {_BY_DUE}
+SELECT json_group_array(id) FROM (
+  SELECT id FROM {_BY_DUE}
   WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
-    AND state <> 'DYING' AND retention_from < :before LIMIT :limit)
+    AND state <> 'DYING' AND retention_from < :before
+  UNION ALL
+  SELECT id FROM {_BY_LINE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_IN_LINE}
+    AND state = 'BLOCKED' AND retention_from < :before
+  LIMIT :limit)
 """
 
 EXPIRE = f"""
 UPDATE {_BY_ID} SET state = 'EXPIRED', updated_date = :now
-WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED') AND retention_from < :before
+WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED', 'BLOCKED')
+  AND retention_from < :before
 """
 
 SELECT = f"""
