@@ -32,6 +32,8 @@ from outboxio.storage.postgres.lines import (
 )
 from outboxio.storage.postgres.notifications import (
     ANY_DUE,
+    COUNT_UNFINISHED,
+    EXPIRE,
     FIND_DUE,
     REPLAY,
     RESUME,
@@ -274,6 +276,12 @@ LINES: dict[str, tuple[str, Sequence[Any], str]] = {
     "blocked rows without a key": (FIND_BLOCKED, ["app", ["plain", "ledger"], 5, 10], "line"),
     "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [10], [BEGINNING[0]], [BEGINNING[1]]], "due"),
     "resuming": (RESUME, ["app", ["ledger"], "dead1", NOW], "parked"),
+    "unfinished names": (UNFINISHED_NAMES, ["app"], "line"),
+    "counting what waits of a name beside it": (COUNT_UNFINISHED, ["app", ["old", "nobody"]], "line"),
+    "expiring a few": (EXPIRE, ["app", ["ledger"], NOW, NOW, 10], "line"),
+    "expiring blocked rows": (EXPIRE, ["app", ["plain"], NOW, NOW, 10], "line"),
+    "expiring due rows": (EXPIRE, ["app", ["ledger"], NOW, NOW, 3], "due"),
+    "expiring nothing": (EXPIRE, ["app", ["old", "nobody"], NOW, NOW, 10], "line"),
 }
 
 
