@@ -9,8 +9,8 @@ Three things go on at once, and meet only in this object's memory:
 
 How a row is found although other rows became due behind it: each name has a position up to which its rows were read.
 While there is a backlog, reading goes on from there; a sweep from the beginning, skipping what is in flight, follows
-as soon as the backlog ends, and at least twice a second while it lasts. So a retry, a late commit or a row that an
-operator put back is never missed, and a drain reads every row once.
+as soon as the backlog ends (at most five times a second, if much is in flight), and at least twice a second while it
+lasts. So a late commit or a row that an operator put back is never missed, and a drain reads nearly every row once.
 
 What is due may still have to wait, for its ordering key or for other handlers: ``lines.py`` decides that between
 finding and running. So does ``crashes.py``, after a process has died. How a handler is called, and what its end means,
@@ -43,7 +43,16 @@ from outboxio.lines import Lines
 from outboxio.notification import BEGINNING, Notification, State, Wanted
 from outboxio.options import DeadHook
 from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown
-from outboxio.queues import LONGEST_GRACE, SWEEP_IN_FLIGHT, BatchRun, HandlerQueue, Run, Source, Turns
+from outboxio.queues import (
+    LONGEST_GRACE,
+    SHORTEST_GATHERING,
+    SWEEP_IN_FLIGHT,
+    BatchRun,
+    HandlerQueue,
+    Run,
+    Source,
+    Turns,
+)
 from outboxio.quota import Quotas
 from outboxio.round import Round
 from outboxio.settings import Settings
@@ -359,7 +368,7 @@ class Dispatcher:
             queue.gather_timer.cancel()
             queue.gather_timer = None
         if queue.gathering and queue.gather_timer is None:
-            wait = max(queue.batch.longest_wait, SWEEP_IN_FLIGHT)
+            wait = max(queue.batch.longest_wait, SHORTEST_GATHERING)
             queue.gather_timer = asyncio.get_running_loop().call_later(wait, self._wait_is_over, queue)
 
     def _wait_is_over(self, queue: HandlerQueue) -> None:

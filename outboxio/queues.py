@@ -23,7 +23,8 @@ from outboxio.settings import Settings
 from outboxio.storage.protocols import Session
 
 SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
-SWEEP_IN_FLIGHT = 0.05  # seconds between sweeps while so much is in flight that reading past it costs something
+SWEEP_IN_FLIGHT = 0.2  # seconds between sweeps while so much is in flight that reading it again costs something
+SHORTEST_GATHERING = 0.05  # seconds that a batch which is not full waits at least, if it waits
 FEW_IN_FLIGHT = 100
 MOST_READY = 10_000  # rows that all handlers together have ready at most
 FIRST_WINDOW = 128  # rows that a handler has ready at most, to begin with

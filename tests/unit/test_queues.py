@@ -8,8 +8,9 @@ from uuid import UUID
 from outboxio.clock import as_micros, from_micros
 from outboxio.event import Event, EventTypes
 from outboxio.handler import HandlerRegistry, make_handler
-from outboxio.notification import Notification
-from outboxio.queues import HandlerQueue
+from outboxio.notification import BEGINNING, Notification
+from outboxio.outcome import Lease
+from outboxio.queues import FEW_IN_FLIGHT, HandlerQueue, Source
 from outboxio.settings import Settings
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 123457)
@@ -24,10 +25,14 @@ async def handle(envelope: object) -> None:
     return None
 
 
-def test_a_row_is_too_old_after_its_window_and_not_at_its_end() -> None:
+def queue_of(**settings: timedelta) -> HandlerQueue:
     handler = make_handler(handle, name="h", event_types=(Opened,), aliases=(), topic=None, where="here")
     HandlerRegistry(EventTypes()).add(handler)
-    queue = HandlerQueue(handler, Settings(handling_retention_window=WEEK), 1, None)
+    return HandlerQueue(handler, Settings(**settings), 1, None)
+
+
+def test_a_row_is_too_old_after_its_window_and_not_at_its_end() -> None:
+    queue = queue_of(handling_retention_window=WEEK)
     made = as_micros(NOW - WEEK)
     row = Notification(UUID(int=1), "h", "Opened", "{}", "PENDING", 0, made, made, 1, None)
 
@@ -38,3 +43,32 @@ def test_a_row_is_too_old_after_its_window_and_not_at_its_end() -> None:
 def test_a_moment_as_microseconds_is_the_same_moment() -> None:
     for moment in (NOW, datetime(1970, 1, 1), datetime(1999, 12, 31, 23, 59, 59, 999999), datetime(9999, 12, 31)):
         assert from_micros(as_micros(moment)) == moment
+
+
+def source(*, in_flight: int, has_backlog: bool = False) -> Source:
+    read = Source("h", queue_of(), Lease("app/dispatch/h", "h", 1))
+    read.position = (NOW, 7)
+    read.in_flight, read.has_backlog = in_flight, has_backlog
+    return read
+
+
+def reads_again(read: Source, *moments: float) -> list[bool]:
+    """Whether the reads at these moments begin at the beginning, where they find what is in flight once more."""
+    return [read.next_read(1000, moment).after == BEGINNING for moment in moments]
+
+
+def test_while_little_is_in_flight_every_read_begins_at_the_beginning() -> None:
+    assert reads_again(source(in_flight=FEW_IN_FLIGHT), 10, 10.001, 10.002) == [True] * 3
+
+
+def test_while_much_is_in_flight_few_reads_find_it_again() -> None:
+    assert reads_again(source(in_flight=FEW_IN_FLIGHT + 1), 10, 10.1, 10.19, 10.25, 10.3) == [1, 0, 0, 1, 0]
+
+
+def test_while_a_backlog_is_read_fewer_still_do() -> None:
+    assert reads_again(source(in_flight=1, has_backlog=True), 10, 10.2, 10.45, 10.55, 10.7) == [1, 0, 0, 1, 0]
+
+
+def test_a_read_that_begins_at_the_beginning_has_room_for_what_is_in_flight() -> None:
+    read = source(in_flight=500)
+    assert [read.next_read(1000, moment).limit for moment in (10, 10.1)] == [1500, 1000]
