@@ -1,8 +1,12 @@
-"""One shard of three goes silent: the others do not notice, and it is back soon after its network is."""
+"""One shard of three goes silent: the others do not notice, and it is back soon after its network is.
+
+``OUTBOXIO_FULL_SIZE=1`` holds it to what is promised in figures, under a load that lasts; they are printed with ``-s``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -19,21 +23,24 @@ from tests.flow.proxy import Proxy, proxy_to
 from tests.servers import DIALECTS, Server
 
 SHARDS = ("first", "second", "third")
-SILENCE = 4.0  # seconds, several times as long as the locks are proven
-PAUSE = 0.02  # seconds between two actions on a shard
+FULL = bool(os.environ.get("OUTBOXIO_FULL_SIZE"))
+BEFORE = 10.0 if FULL else 1.0  # seconds of load
+SILENCE = 30.0 if FULL else 4.0  # seconds, several times as long as the locks are proven
+HEARTBEAT = "5s" if FULL else "500ms"
+PAUSE = 0.01 if FULL else 0.02  # seconds between two actions on a shard
 
 
 class Handled:
-    """How many events of each shard were handled, and how late the latest was."""
+    """How many events of each shard were handled, and how late each was."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.numbers = Counter[str]()
-        self.latest = 0.0
+        self.delays = list[float]()
         outbox.handler(MoneyDeposited, name="receipt")(self._handle)
 
     async def _handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:
         self.numbers[envelope.shard] += 1
-        self.latest = max(self.latest, time.monotonic() - float(envelope.event.amount))
+        self.delays.append(time.monotonic() - float(envelope.event.amount))
 
 
 @pytest.fixture
@@ -60,24 +67,36 @@ async def deposit(outbox: Outbox, shard: str, until: float) -> int:
 
 async def test_a_silent_shard_disturbs_no_other_and_recovers(third: tuple[dict[str, str], Proxy]) -> None:
     urls, proxy = third
-    async with Outbox(urls, namespace="app", settings=Settings(lock_heartbeat="500ms")) as outbox:
+    async with Outbox(urls, namespace="app", settings=Settings(lock_heartbeat=HEARTBEAT)) as outbox:
         handled = Handled(outbox)
         await outbox.migrate()
         async with outbox.running():
-            before = await asyncio.gather(*(deposit(outbox, shard, time.monotonic() + 1) for shard in SHARDS))
+            until = time.monotonic() + BEFORE
+            before = await asyncio.gather(*(deposit(outbox, shard, until) for shard in SHARDS))
             await eventually(lambda: handled.numbers.total() == sum(before))
-            handled.latest = 0.0
+            handled.delays.clear()
 
             proxy.fall_silent()
             until = time.monotonic() + SILENCE
             meanwhile = await asyncio.gather(*(deposit(outbox, shard, until) for shard in SHARDS[:2]))
             expected = dict(zip(SHARDS, map(sum, zip(before, meanwhile, strict=False)), strict=False))
             await eventually(lambda: all(handled.numbers[shard] == number for shard, number in expected.items()))
-            assert handled.latest < SILENCE / 2, "an event waited for a shard that is not its own"
-            assert all(m > b * SILENCE / 4 for b, m in zip(before, meanwhile, strict=False)), "a shard was slowed down"
+            delays, kept = sorted(handled.delays), sum(meanwhile) / SILENCE / (sum(before[:2]) / BEFORE)
 
             proxy.speak_again()
-            after = await deposit(outbox, "third", time.monotonic() + 0.5)
+            back_at = time.monotonic()
+            after = await deposit(outbox, "third", back_at + 0.5)
             await eventually(lambda: handled.numbers["third"] == before[2] + after, timeout=10)
+            recovered = time.monotonic() - back_at
     rows = await asyncio.gather(*(Look(url).states() for url in urls.values()))
     assert [set(states) for states in rows] == [{"SUCCEEDED"}] * 3
+
+    p99 = delays[len(delays) * 99 // 100]
+    print(
+        f"\nthe other shards: {sum(before[:2]) / BEFORE:.0f} events/s before, {kept:.1%} of that in {SILENCE:g} s of "
+        f"silence, p99 {p99 * 1000:.0f} ms; the third has caught up {recovered:.2f} s after its return"
+    )
+    assert delays[-1] < SILENCE / 2, "an event waited for a shard that is not its own"
+    assert kept > (0.95 if FULL else 0.25), "a shard was slowed down"
+    assert p99 < (0.5 if FULL else 2.0)
+    assert recovered < 10
