@@ -13,6 +13,8 @@ from random import Random
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
+import aiomysql
+import asyncpg
 from msgspec import Struct
 
 from outboxio import Outbox
@@ -296,9 +298,12 @@ class Arena:
 
     async def is_quiet(self) -> bool:
         """Whether nothing is left to do."""
-        states = await self.look.states()
         undelivered = "SELECT count(*) FROM {events} WHERE delivered = FALSE AND event_type IS NOT NULL"
-        return not states.keys() - TERMINAL and not await self.look.value(undelivered)
+        try:
+            states = await self.look.states()
+            return not states.keys() - TERMINAL and not await self.look.value(undelivered)
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error):
+            return False  # the server is so busy, or so new, that it hangs up; the next look knows more
 
     async def end(self) -> None:
         """Have every instance leave, look at what they leave behind, and let them go."""

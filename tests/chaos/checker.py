@@ -130,6 +130,14 @@ class Case(Struct, dict=True):
         return found
 
     @cached_property
+    def proofs(self) -> dict[str, list[Line]]:
+        """The proofs of each process's locks, in the order of time."""
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines("proven"):
+            found[line.process].append(line)
+        return found
+
+    @cached_property
     def first_ends(self) -> dict[str, int]:
         """When each notification was brought to its end, as early as that can have been."""
         ends: dict[str, int] = {}
@@ -247,7 +255,9 @@ def _exactly_one_effect(case: Case) -> Iterator[str]:
 
 def _only_under_newest_term(case: Case) -> Iterator[str]:
     for lock, taken in case.newest.items():
-        for before, after in pairwise(taken):
+        # Who was frozen in the middle of writing down what it took writes the rest when others have taken it since.
+        in_time = [line for line in taken if line.at <= _proven_until(case, line.process, line.at, NEVER) + SAME_MOMENT]
+        for before, after in pairwise(in_time):
             if after.term <= before.term:
                 yield (
                     f"term {after.term} of {lock} was given to {after.process} after {before.process} had {before.term}"
@@ -301,16 +311,18 @@ def _overlaps(runs: Sequence[Run], what: str) -> Iterator[str]:
 
 
 def _unproven(case: Case) -> Iterator[str]:
-    proofs: dict[str, list[Line]] = defaultdict(list)
-    for line in case.lines("proven"):
-        proofs[line.process].append(line)
     for run in case.runs:
-        mine = proofs.get(run.line.process, [])
-        last = bisect_right(mine, run.line.decided, key=lambda line: line.at)
-        until = mine[last - 1].until if last else 0
+        until = _proven_until(case, run.line.process, run.line.decided, 0)
         if run.line.decided > until + SAME_MOMENT:
             late = (run.line.decided - until) / 1e9
             yield f"{run} was decided on {late:.3f} s after the last proof of its locks was over"
+
+
+def _proven_until(case: Case, process: str, at: int, unknown: int) -> int:
+    """Until when the locks of a process were proven, as it knew at a moment."""
+    proofs = case.proofs.get(process, [])
+    last = bisect_right(proofs, at, key=lambda line: line.at)
+    return proofs[last - 1].until if last else unknown
 
 
 def _after_the_end(case: Case) -> Iterator[str]:
@@ -331,7 +343,7 @@ def _released_too_early(case: Case) -> Iterator[str]:
     for line in case.lines("released"):
         for run in case.runs:
             is_open = run.line.process == line.process and run.line.at < line.at < run.end
-            if is_open and _lock_of(run.line.handler) in line.locks and run.line.how != "ignores":
+            if is_open and _lock_of(run.line.handler) in line.locks and run.line.how != "ignore":
                 yield f"{line.process} gave back the lock of {run.line.handler} while {run} went on"
 
 

@@ -241,6 +241,14 @@ def test_a_term_that_was_given_twice_is_found(taken_over: Story) -> None:
     assert taken_over.wrong() == {4}
 
 
+def test_who_was_frozen_while_it_wrote_down_what_it_took_has_taken_it_before(taken_over: Story) -> None:
+    taken_over.tell(1, "a", "proven", until=6 * SECOND)
+    taken_over.tell(7, "a", "taken", lock="app/dispatch/plain", term=1)
+    assert taken_over.wrong() == set()
+    taken_over.tell(7, "a", "proven", until=9 * SECOND)
+    assert taken_over.wrong() == {4}
+
+
 # --- 5 ---
 
 
@@ -297,6 +305,14 @@ def test_a_lock_may_not_be_given_back_while_its_runs_go_on(committed: Story) -> 
     committed.owe("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {5}
+
+
+def test_nobody_can_wait_for_a_handler_that_ignores_its_cancellation(committed: Story) -> None:
+    committed.run("e", "plain", 1, 3, how="ignore")
+    committed.tell(2, "a", "released", locks=["app/dispatch/plain"])
+    committed.owe("e", "plain")
+    committed.owe_others("e")
+    assert committed.wrong() == set()
 
 
 # --- 6 ---
