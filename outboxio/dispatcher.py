@@ -878,8 +878,13 @@ class Dispatcher:
                     return
             except Exception as error:
                 if loop.time() + pause > deadline:
-                    unwritten = [outcome for bucket in self._writing for outcome in bucket.outcomes]
-                    raise ShutdownError([o.notification_id for o in (*unwritten, *self._waiting)]) from error
+                    unwritten = [outcome for bucket in self._writing for outcome in bucket.outcomes] + self._waiting
+                    if not unwritten:
+                        logger.warning(
+                            "records of runs that have ended are left behind: %s", shown(error, self.caller.redact)
+                        )
+                        return
+                    raise ShutdownError([outcome.notification_id for outcome in unwritten]) from error
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 1.0)
 

@@ -59,7 +59,7 @@ class DoesNotApply(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    mutants = [Mutant.read(patch) for patch in sorted(MUTANTS.glob(f"*{options.only}*.patch"))]
+    mutants = [Mutant.read(patch) for patch in sorted(MUTANTS.glob("*.patch")) if options.only in patch.stem]
     bad = 0
     for stage in dict.fromkeys(mutant.stage for mutant in mutants if not options.no_control):
         found = _found_in_unbroken(stage, options.seed)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from outboxio import Batch, EventEnvelope, HandlerFailed, Outbox, RetryPolicy, Settings
+from outboxio import Batch, EventEnvelope, HandlerFailed, Outbox, RetryPolicy, Settings, dispatcher
 from outboxio.storage.protocols import StartedRun
 from outboxio.testing import MovableClock
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.probes import MakeOutbox
-from tests.spies import Gate, counters, deposits
+from tests.spies import Gate, breaks, counters, deposits, watch
 from tests.storage import NOW, database_of
 from tests.wire import Wire, watched
 
@@ -473,3 +473,24 @@ async def test_a_record_that_cannot_be_written_keeps_the_run_from_beginning(
 
     clock.advance("5s")
     assert (await outbox.drain()).succeeded == 1
+
+
+async def test_a_record_that_cannot_be_removed_at_shutdown_is_no_lost_outcome(
+    make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatcher, "LONGEST_GRACE", 0.2)
+    outbox = await make_outbox(settings=Settings(shutdown_timeout="200ms"))
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="mail")(journal)
+    await owe(outbox, 1)
+    await die(look, "mail")
+    await suspect(outbox, "mail", 0)
+    starts = watch(outbox, "starts")
+    starts.trouble["remove"] = breaks(1_000_000)
+
+    async with outbox.running():
+        await journal.calls(1)
+        await eventually(lambda: counters(outbox).succeeded == 1)
+
+    assert "records of runs that have ended are left behind" in caplog.text
+    assert await look.states() == {"SUCCEEDED": 1}
