@@ -772,8 +772,10 @@ def _as_server_user(home: Path) -> dict[str, Any]:
     """How to start a program of a server: in its own directory, and not as root, which servers refuse."""
     user = _server_user()
     identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
-    # Not the whole environment: PGPORT, PGOPTIONS and their like are meant for somebody else's server.
-    return {"cwd": home, "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home)}, **identity}
+    # Not the whole environment: PGPORT, PGOPTIONS and their like are meant for somebody else's server. TMPDIR: at their
+    # start MySQL and MariaDB remove all temporary tables there, and MariaDB crashes if it is just making one.
+    environ = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home)}
+    return {"cwd": home, "env": environ, **identity}
 
 
 def _server_user() -> pwd.struct_passwd | None:
