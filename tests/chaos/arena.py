@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
@@ -277,10 +278,10 @@ class Arena:
                 await session.rollback()
 
     async def switch(self, name: str, value: str) -> None:
-        """Turn a switch in the database, as soon as that is up."""
+        """Turn a switch in the database, as soon as that is up and lets somebody write."""
 
         async def is_turned() -> bool:
-            with suppress(*self.acts.cut):
+            with suppress(*self.acts.cut, sqlite3.OperationalError):
                 await self.look.fetch(f"UPDATE chaos_switches SET value = '{value}' WHERE name = '{name}'")
                 return True
             return False
@@ -302,7 +303,7 @@ class Arena:
         try:
             states = await self.look.states()
             return not states.keys() - TERMINAL and not await self.look.value(undelivered)
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error):
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error, sqlite3.OperationalError):
             return False  # the server is so busy, or so new, that it hangs up; the next look knows more
 
     async def end(self) -> None:
