@@ -37,7 +37,7 @@ lint: $(VENV)/.with-dev ## judge format, style, types and who imports whom
 bench: $(VENV)/.with-bench ## how fast it is, beside bare SQL and its peers; DATABASE=<url>, SCENARIO=drain,execute
 	@$(BENCH) --size quick $(ARGS)
 
-bench-full: $(VENV)/.with-bench ## the same in the sizes of docs/performance.md, which ARGS=--write writes
+bench-full: $(VENV)/.with-bench ## the same in large sizes; ARGS=--write writes docs/performance.md
 	@$(BENCH) --size full $(ARGS)
 
 chaos: $(VENV)/.with-dev ## processes are killed and servers stopped, and what happened is judged; ARGS='--seed 7 --seconds 20'

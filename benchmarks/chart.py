@@ -29,16 +29,17 @@ def draw(results: Results, path: Path) -> None:
     databases = [d.id for d in results.databases if results.settings(d.id, "drain")] or [
         d.id for d in results.databases
     ]
-    figure, panels = plt.subplots(
-        len(databases) + 1, 2, figsize=(11, 2.6 * (len(databases) + 1)), squeeze=False, layout="constrained"
-    )
+    has_courses = any(results.settings(d.id, name) for d in results.databases for name in ("sustained", "backlog"))
+    rows = len(databases) + has_courses
+    figure, panels = plt.subplots(rows, 2, figsize=(11, 2.6 * rows), squeeze=False, layout="constrained")
     figure.suptitle("outboxio: events per second, median and spread of all rounds", fontsize=12)
     for row, database in enumerate(databases):
         settings = results.settings(database, "drain")
         _bars(panels[row][0], results, database, settings[0] if settings else None)
         _settings(panels[row][1], results, database, settings)
-    _backlogs(panels[-1][0], results)
-    _windows(panels[-1][1], results)
+    if has_courses:
+        _backlogs(panels[-1][0], results)
+        _windows(panels[-1][1], results)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -138,9 +138,9 @@ def _conditions(results: Results) -> Iterator[str]:
     yield ""
     yield "```sh"
     yield "make bench                                        # small sizes, a minute or two for each database"
-    yield "make bench-full                                   # the sizes of this page"
+    yield "make bench-full                                   # large sizes, an hour or two"
     yield "make bench DATABASE=postgresql://... SCENARIO=drain,execute"
-    yield f"{REPEAT[results.size]:49} # this page"
+    yield f"{REPEAT[results.size]:49} # a page like this one"
     yield "```"
 
 
