@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, co
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
 from outboxio.storage.mysql.lines import MysqlLines
-from outboxio.storage.mysql.lock import MysqlClusterLock
+from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.pool import Pool
 from outboxio.storage.mysql.retention import MysqlRetention
@@ -25,7 +24,6 @@ from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession
 from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, where
-from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
@@ -78,7 +76,7 @@ class MysqlDatabase:
         # that freezes between them must not keep the lease rows locked that its successor raises, nor the rows that its
         # successor makes: those of ordered handlers cannot be passed by.
         for loop in (self._settle, self._fanout):
-            loop.end_silent_transactions(max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
+            loop.end_silent_transactions(longest_silence(heartbeat))
         return MysqlClusterLock(self._loop_connection(), self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:

@@ -53,9 +53,8 @@ class MysqlClusterLock:
         self._watched: Any = None
         self._owner = owner[:255]
         self._timeout = max(heartbeat, 1.0)
-        # The server counts in whole seconds; a fraction less would end a session that beats on time.
-        session.set("wait_timeout", max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
-        session.set("net_write_timeout", max(1, math.ceil(heartbeat * LONGEST_SILENCE)))
+        session.set("wait_timeout", longest_silence(heartbeat))
+        session.set("net_write_timeout", longest_silence(heartbeat))
         self._lost: Callable[[], None] = _nothing
         self._look: asyncio.TimerHandle | None = None
 
@@ -150,6 +149,11 @@ class MysqlClusterLock:
         if self._look is not None:
             self._look.cancel()
             self._look = None
+
+
+def longest_silence(heartbeat: float) -> int:
+    """Seconds after which the server ends a silent session: whole ones, and no fraction less than it is trusted."""
+    return max(1, math.ceil(heartbeat * LONGEST_SILENCE))
 
 
 def _give_back(leases: int) -> Statement:
