@@ -86,7 +86,10 @@ def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:
     """Start a server, if need be."""
     try:
         server = servers.take(slot)
-    except (pytest.skip.Exception, pytest.fail.Exception) as reason:
+    except (
+        pytest.skip.Exception,
+        pytest.fail.Exception,
+    ) as reason:  # how they say that they cannot start
         raise NotHere(str(reason)) from None
     with empty(server) as url:
         version = _version(url)

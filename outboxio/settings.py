@@ -95,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     lock_heartbeat: Duration = default_duration("5s")
     """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for 1.8
-    times as long, so that a standby has it within twice. 50 ms to 1 day."""
+    times as long. 50 ms to 1 day."""
 
     subscription_ttl: Duration = default_duration("7d")
     """Time for which a handler that no process has any more still gets its notifications."""

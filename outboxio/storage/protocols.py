@@ -22,7 +22,7 @@ from outboxio.outcome import Bucket
 from outboxio.subscription import Subscription
 
 #: Heartbeats after which a session that has the locks is ended by its server, and is not trusted any more, if it was
-#: silent for so long. The rest of two is for the standby, which has the lock within two.
+#: silent for so long. The rest of two is for the standby.
 LONGEST_SILENCE = 1.8
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings
 from outboxio.names import LockName
-from tests.app import Emit, MoneyDeposited, eventually, opened
+from outboxio.storage.mysql.connection import fetch
+from tests.app import Emit, Look, MoneyDeposited, eventually, opened
 
 HEARTBEAT = 0.05
 
@@ -26,3 +29,25 @@ async def test_a_run_that_waited_behind_a_blocked_event_loop_starts_only_under_p
         async with outbox.running():
             await eventually(lambda: len(held) >= 2)
     assert held == [True] * len(held)
+
+
+async def test_a_server_ends_a_silent_session_when_it_is_trusted_no_more_with_time_left_for_the_standby(
+    server_url: str,
+) -> None:
+    is_postgres = Look(server_url).dialect == "postgres"
+    ask = "SELECT setting::int / 1000 FROM pg_settings WHERE name = 'idle_session_timeout'"
+    settings = Settings(lock_heartbeat="5s")
+    async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox, outbox.running():
+        work: Any = outbox._shards["default"].work
+        keeper = work.keeper
+        await eventually(lambda: not keeper.lacking)
+        trusted_for = keeper._trusted_until - asyncio.get_running_loop().time()
+
+        async def patience(connection: Any) -> int:
+            if is_postgres:
+                return int(await connection.fetchval(ask))
+            [[seconds]] = await fetch(connection, "SELECT @@SESSION.wait_timeout")
+            return int(seconds)
+
+        assert await keeper._lock._session.use(patience) == 9
+    assert 0 < trusted_for <= 9
