@@ -293,9 +293,8 @@ async def test_an_expired_head_parks_its_key(make_outbox: MakeOutbox, clock: Mov
     assert await states_of(look, "a") == ["EXPIRED", "BLOCKED"]
 
 
-async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
-    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look, caplog: pytest.LogCaptureFixture
-) -> None:
+async def leave_a_line_behind(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    """A handler that is gone has a DEAD event, and behind it a BLOCKED one, and another two days younger."""
     gone = await make_outbox(clock=clock)
     gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
     await post(gone, ("a", 1), ("a", 2))
@@ -304,6 +303,12 @@ async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
     await post(gone, ("a", 3))
     await gone.drain()
     await gone.admin.unsubscribe("ledger")
+
+
+async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    await leave_a_line_behind(make_outbox, clock)
     outbox.handler(WalletOpened, name="first")(Journal())
 
     assert (await outbox.drain()).expired == 0
@@ -347,14 +352,7 @@ async def test_a_handler_that_comes_back_goes_on_where_its_lines_were_left(
 async def test_what_expired_behind_its_head_parks_the_key_for_a_handler_that_comes_back(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
-    gone = await make_outbox(clock=clock)
-    gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
-    await post(gone, ("a", 1), ("a", 2))
-    await gone.drain()
-    clock.advance("2d")
-    await post(gone, ("a", 3))
-    await gone.drain()
-    await gone.admin.unsubscribe("ledger")
+    await leave_a_line_behind(make_outbox, clock)
     outbox.handler(WalletOpened, name="first")(Journal())
     clock.advance("6d")
     await outbox.admin.retry([record.id for record in await outbox.admin.list(state="DEAD")])
