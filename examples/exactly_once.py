@@ -42,7 +42,7 @@ class Visitors(Action):
 
 def sql(tx: Transaction, statement: str) -> str:
     """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
+    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
     return re.sub(r"\$\d", "%s", statement) if is_mysql else statement
 
 

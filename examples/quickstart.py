@@ -48,7 +48,7 @@ class DepositMoney(Action):
 
 def sql(tx: Transaction, statement: str) -> str:
     """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
+    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
     return statement.replace("$1", "%s").replace("$2", "%s") if is_mysql else statement
 
 

@@ -34,7 +34,7 @@ from outboxio.errors import (
 from outboxio.event import ActionRecord, Event
 from outboxio.handler import Handler, HandlerRegistry
 from outboxio.ids import uuid7
-from outboxio.notification import State
+from outboxio.notification import DYING, State
 from outboxio.options import Delivery
 from outboxio.outcome import Bucket, Outcome, failure, hook_crash, hook_failure, shown, success, verdict_of
 from outboxio.queues import BatchRun, Run
@@ -115,12 +115,12 @@ class Caller:
 
     async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
         """Call the handler, or the hooks that are owed, for one row; ``None`` if there is nothing to write."""
-        queue, before = run.queue, None
+        queue, before, is_dying = run.queue, None, run.notification.state == DYING
         try:
-            envelope = self._open_dead(run) if run.notification.state == State.DYING else self._open(run)
+            envelope = self._open_dead(run) if is_dying else self._open(run)
             current_envelope.set(envelope)
             before = contextvars.copy_context()
-            if queue.is_plain and run.notification.state != State.DYING:
+            if queue.is_plain and not is_dying:
                 await queue.function(cast(Any, envelope))
             elif queue.is_watched:
                 await self._recorded(run, (run,), lambda: self._deliver(run, envelope))
@@ -142,8 +142,8 @@ class Caller:
 
     async def _deliver(self, run: Run, envelope: Envelope) -> None:
         """Call a handler that asks for more than at least once, or hooks."""
-        if run.notification.state == State.DYING:
-            await self._in_transaction(run, {run: envelope}, (State.DYING,), self._bury)
+        if run.notification.state == DYING:
+            await self._in_transaction(run, {run: envelope}, (DYING,), self._bury)
         elif run.queue.delivery is Delivery.TRANSACTIONAL:
             await self._in_transaction(run, {run: envelope}, _STARTABLE, self._perform)
         elif run.queue.delivery is Delivery.AT_LEAST_ONCE:
@@ -286,7 +286,7 @@ class Caller:
                 await to_the_end(roll_back(session))
                 raise
             try:
-                await to_the_end(commit(session, tx))
+                await commit(session, tx)
             except CommitUnknown as error:
                 raise _NobodyKnows from error
             finally:
@@ -307,7 +307,7 @@ class Caller:
         if not claimed:
             raise TakenByAnother
         self._counters.refused += len(envelopes) - len(claimed)
-        if states == (State.DYING,):
+        if states == (DYING,):
             run.verdict = verdict_of(errors[run.notification.id])
         return claimed
 
@@ -403,7 +403,7 @@ class Caller:
 
     def _succeeded(self, run: Run, envelope: Envelope) -> Outcome:
         outcome = success(run.notification, run.lease)
-        if envelope.emitted:
+        if envelope.has_emitted:
             outcome.emitted = (self._action_of(run, envelope), envelope.emitted)
         return outcome
 
@@ -446,10 +446,10 @@ class Caller:
     def judge(self, run: Run, error: BaseException) -> Outcome:
         """What a failure means for one row: another try, or the end."""
         queue, notification = run.queue, run.notification
-        if notification.state == State.DYING and isinstance(error, CrashedProcess):
+        if notification.state == DYING and isinstance(error, CrashedProcess):
             logger.error("event %s is DEAD without its hook: %s", notification.event_id, shown(error))
             return hook_crash(notification, run.lease, error, self._clock())
-        if notification.state == State.DYING:
+        if notification.state == DYING:
             logger.error(
                 "a hook of handler %r failed for event %s, and is tried again: %s",
                 queue.handler.name, notification.event_id, shown(error, self.redact),

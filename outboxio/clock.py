@@ -48,5 +48,11 @@ class ShardClock:
         return utc_now() + self.offset if self._given is None else naive_utc(self._given())
 
     def correct(self, database_now: datetime, asked: datetime, answered: datetime) -> None:
-        """Take over the database's clock, read between two local moments."""
-        self.offset = database_now - (asked + (answered - asked) / 2)
+        """Take over the database's clock, read at some time between two local moments.
+
+        An offset that may still be right stays. So a slow answer, of which nobody knows when it was read, does not move
+        the clock, and what was due stays due.
+        """
+        least, most = database_now - answered, database_now - asked
+        if not least <= self.offset <= most:
+            self.offset = least + (most - least) / 2

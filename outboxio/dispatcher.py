@@ -40,7 +40,7 @@ from outboxio.envelope import HandlerContext, current_envelope
 from outboxio.errors import ShutdownError
 from outboxio.handler import HandlerRegistry
 from outboxio.lines import Lines
-from outboxio.notification import BEGINNING, Notification, State, Wanted
+from outboxio.notification import BEGINNING, DYING, Notification, State, Wanted
 from outboxio.options import DeadHook
 from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown
 from outboxio.queues import (
@@ -120,6 +120,7 @@ class Dispatcher:
         self._writing: list[Bucket] = []
         self._flush_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
         self._workers: set[asyncio.Task[None]] = set()
         self._stuck: dict[asyncio.Task[None], list[UUID]] = {}
         self._left_behind = left_behind
@@ -289,6 +290,8 @@ class Dispatcher:
 
     def _next_reads(self, now: float) -> list[tuple[Source, Wanted]]:
         batch = self._settings.handling_batch_size
+        for source in self._sources.values():
+            source.queue.may_have_more = True  # until it was read to the end
         if self._stopping or now > self._proven_until:
             return []
         if len(self._waiting) > 4 * self._settings.outcome_batch + batch:
@@ -341,7 +344,7 @@ class Dispatcher:
             return 0
         if run.notification.retention_us < queue.retention_renewed:
             run.notification.retention_us = queue.retention_renewed
-        if queue.batch is not None and run.notification.state != State.DYING:
+        if queue.batch is not None and run.notification.state != DYING:
             queue.gathering.append(run)
             return 0
         queue.ready.append(run)
@@ -393,13 +396,22 @@ class Dispatcher:
         full = {source.name for source, wanted in asked if counts.get(source.name, 0) >= wanted.limit}
         self._quotas.learn([source.name for source, _ in asked], counts, full)
         for source, _ in asked:
+            source.queue.may_have_more = False
+        for source, _ in asked:
             source.has_backlog = source.queue.was_full = source.name in full
+            source.queue.may_have_more |= source.has_backlog
             if source.name in last:
                 reached = (last[source.name].next_retry_at, last[source.name].sequence)
-                source.position = max(source.position, reached) if source.sweeps else reached
-            if not source.has_backlog and not source.sweeps:
-                asyncio.get_running_loop().call_later(SWEEP_IN_FLIGHT, self.wake_finding)
+                # A sweep that was cut short has not seen what lies before the position: it is read on from there.
+                is_whole_sweep = source.sweeps and not source.has_backlog
+                source.position = max(source.position, reached) if is_whole_sweep else reached
+            if not source.has_backlog and not source.sweeps and self._sweep_timer is None:
+                self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_IN_FLIGHT, self._time_to_sweep)
         return any(source.has_backlog and source.queue.wants_more for source, _ in asked)
+
+    def _time_to_sweep(self) -> None:
+        self._sweep_timer = None
+        self.wake_finding()
 
     # --- running -------------------------------------------------------------------------------
 
@@ -409,33 +421,35 @@ class Dispatcher:
             queue.is_listed = True
             self._runnable.append(queue)
 
-    def _has_slot(self, queue: HandlerQueue) -> bool:
-        """Every handler has its share of the slots, and any that others have not claimed beyond theirs.
+    def _is_slot_free(self) -> bool:
+        """Whether a handler that has its share of the slots may have more: any that others have not claimed as theirs.
 
         So however many runs of slow handlers there are, another handler can always start something at once.
         """
-        if len(queue.running) < queue.share:
-            return True
         free = self._settings.concurrency - self._running
         return free > min(self._unclaimed, self._settings.concurrency // 2)
 
     def _next_run(self) -> Run | None:
-        while self._runnable:
-            queue = self._runnable.popleft()
+        runnable = self._runnable
+        while runnable:
+            queue = runnable.popleft()
             queue.is_listed = False
-            if not queue.ready or len(queue.running) >= queue.limit:
+            ready, running = queue.ready, queue.running
+            if not ready or len(running) >= queue.limit:
                 continue
-            if not self._has_slot(queue):
+            if len(running) < queue.share:
+                self._unclaimed -= 1
+            elif not self._is_slot_free():
                 self._held_back.append(queue)
                 continue
-            if len(queue.running) < queue.share:
-                self._unclaimed -= 1
-            run = queue.ready.popleft()
-            queue.running[run] = None
+            run = ready.popleft()
+            running[run] = None
             self._ready -= 1
             self._running += 1
             self._list(queue)
-            if len(queue.ready) == queue.window // 2 or (queue.batch is not None and queue.wants_more):
+            if queue.may_have_more and (
+                len(ready) == queue.window // 2 or (queue.batch is not None and queue.wants_more)
+            ):
                 self.wake_finding()
             return run
         return None
@@ -525,7 +539,7 @@ class Dispatcher:
         if isinstance(run, BatchRun):
             return await self._run_batch(run, task, now)
         queue, notification = run.queue, run.notification
-        is_dying = notification.state == State.DYING
+        is_dying = notification.state == DYING
         if not is_dying and queue.is_too_old(notification, self._now):
             self._finished(run, expired(notification, run.lease))
             return True
@@ -786,7 +800,7 @@ class Dispatcher:
                 return list(bucket.halves())
             self._refused(bucket, len(bucket.outcomes) - settled)
         self.counters.count(bucket.state, settled)
-        if bucket.state in (State.FAILED, State.DYING):
+        if bucket.state in (State.FAILED, DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         self._forget(outcome.notification_id for outcome in bucket.outcomes)
         return []
@@ -841,7 +855,7 @@ class Dispatcher:
         await self._interrupt()
         await self._settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)))
         gathering = [queue.gather_timer for queue in self._queues.values()]
-        for timer in (self._flush_timer, self._watch_timer, *gathering):
+        for timer in (self._flush_timer, self._watch_timer, self._sweep_timer, *gathering):
             if timer is not None:
                 timer.cancel()
 

@@ -7,6 +7,7 @@ from typing import TypedDict
 from uuid import UUID
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.clock import naive_utc
 from outboxio.codec import encode_object
@@ -58,14 +59,16 @@ class Emitter:
             raise TooManyHops(cause.hops + 1, self._max_hops, cause.handler_name)
         name = self._types.register(type(event))
         subject = f"event {name}"
-        return EventRecord(
+        record = EventRecord(
             id=self.new_id(),
             event_type=name,
             payload=encode_object(event, subject, stores_nul=self.stores_nul),
             model_id=_text(model_id, subject, "model_id"),
             model_type=_text(model_type, subject, "model_type"),
-            **self.marks(subject, ordering_key=ordering_key, topic=topic, available_at=available_at),
         )
+        if ordering_key is None and topic is None and available_at is None:
+            return record  # as most are
+        return replace(record, **self.marks(subject, ordering_key=ordering_key, topic=topic, available_at=available_at))
 
     def new_id(self) -> UUID:
         return uuid7()

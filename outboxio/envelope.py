@@ -259,6 +259,10 @@ class EventEnvelope(Generic[E_co]):
         return Cause(context.event_id, row.handler_name, context.correlation_id, context.hops)
 
     @property
+    def has_emitted(self) -> bool:
+        return self._emitted is not None
+
+    @property
     def emitted(self) -> list[EventRecord]:
         """What ``emit`` recorded in this run."""
         return self._emitted or []

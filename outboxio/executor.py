@@ -163,7 +163,7 @@ class ActionExecutor:
         tx: Transaction | None = None
         try:
             async with target.database.session() as session:
-                await session.begin()
+                await session.begin(soon=True)
                 tx = Transaction(
                     session,
                     target.emitter,
@@ -178,14 +178,19 @@ class ActionExecutor:
                 try:
                     yield tx
                     tx.close()
-                    await self._write(target, tx, record)
+                    tx.require_open("a statement on tx.connection")
                 except BaseException:
                     tx.abandon()
                     await to_the_end(roll_back(session))
                     raise
                 finally:
                     open_transaction.reset(token)
-                await to_the_end(commit(session, tx))
+                try:
+                    rows = record.completed(target.clock()), self._events_of(tx)
+                    await commit(session, tx, *rows)
+                except Exception as error:
+                    await _explain(target, error)
+                    raise
         finally:
             # Even if this task was cancelled meanwhile: what is committed waits to be fanned out.
             if tx is not None and tx.is_committed:
@@ -281,18 +286,26 @@ class ActionExecutor:
         )
 
     async def _write(self, target: WritableShard, tx: Transaction, record: ActionRecord) -> None:
-        events = tx.events
+        """Write the rows of an action that does not end its transaction."""
+        events = self._events_of(tx)
         if not events:
-            if not self._record_empty_actions:
-                tx.require_open("a statement on tx.connection")
-                return
-            events = [EventRecord(id=uuid7())]
+            tx.require_open("a statement on tx.connection")
+            return
         try:
             await tx.write(record.completed(target.clock()), events)
         except Exception as error:
-            if target.database.lacks_schema(error):
-                await target.database.schema.check()
+            await _explain(target, error)
             raise
+
+    def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
+        """What an action has emitted, or the sentinel of one that has emitted nothing."""
+        return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+async def _explain(target: WritableShard, error: Exception) -> None:
+    """Where tables are missing, or are not as they should be, raise what says so."""
+    if target.database.lacks_schema(error):
+        await target.database.schema.check()
 
 
 def _awaitable(performing: Awaitable[T], name: str) -> Awaitable[T]:

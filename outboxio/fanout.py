@@ -6,12 +6,14 @@ decides how much of each event type a round takes, and keeps this instance's own
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from outboxio.clock import Clock
 from outboxio.handler import HandlerRegistry
+from outboxio.queues import SWEEP_IN_BACKLOG
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
 from outboxio.storage.protocols import Database
@@ -72,6 +74,8 @@ class Fanout:
         self._quotas = Quotas(batch_size)
         self._holds_lock = holds_lock
         self._fanned_out = fanned_out
+        self._reached: dict[str, int] = {}
+        self._swept_at = float("-inf")
         self.events = 0
         """How many events this process has fanned out."""
         self.notifications = 0
@@ -81,15 +85,24 @@ class Fanout:
         """Fan out at most about one batch; does nothing while another process holds the lock."""
         if not self._holds_lock():
             return NOTHING
-        now, rooms = self._clock(), self._quotas.rooms()
+        now, rooms, after = self._clock(), self._quotas.rooms(), self._where_to_begin()
         done = await self._database.events.fan_out(
-            self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size
+            self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size, after
         )
         self._quotas.learn(rooms, done.events, done.full)
+        self._reached = {key: done.reached[key] for key in done.full if key in done.reached}
         found = sum(done.events.values())
         self.events += found
         self.notifications += done.notifications
         if found:
             logger.debug("fanned out %d events into %d notifications", found, done.notifications)
             self._fanned_out()
-        return Round(found, more=bool(done.full))
+        return Round(found, more=bool(done.full or after))
+
+    def _where_to_begin(self) -> dict[str, int]:
+        """Where each key of a backlog was read up to; nothing when it is time to look for what was committed late."""
+        now = asyncio.get_running_loop().time()
+        if self._reached and now - self._swept_at < SWEEP_IN_BACKLOG:
+            return self._reached
+        self._swept_at = now
+        return {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
+from collections.abc import Iterator
 from uuid import UUID
 
 _VERSION_AND_VARIANT = (7 << 76) | (2 << 62)
@@ -18,5 +20,28 @@ def uuid7() -> UUID:
     """
     milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
     fraction = (nanoseconds << 12) // 1_000_000
-    random = int.from_bytes(os.urandom(8), "big") & _RANDOM_BITS
+    random = _random() & _RANDOM_BITS
     return UUID(int=(milliseconds << 80) | (fraction << 64) | _VERSION_AND_VARIANT | random)
+
+
+_randoms: Iterator[int] = iter(())
+_AT_ONCE = struct.Struct("256Q")  # a system call for each would cost more than all the rest of an id
+
+
+def _random() -> int:
+    """64 random bits of the system's."""
+    global _randoms
+    for bits in _randoms:
+        return bits
+    _randoms = iter(_AT_ONCE.unpack(os.urandom(_AT_ONCE.size)))
+    return next(_randoms)
+
+
+def _forget() -> None:
+    """A process that was forked off must not have the same as its parent."""
+    global _randoms
+    _randoms = iter(())
+
+
+if hasattr(os, "register_at_fork"):  # where there is fork
+    os.register_at_fork(after_in_child=_forget)

@@ -43,6 +43,8 @@ class LockKeeper:
         heard: Callable[[str], None],
     ) -> None:
         self.wake: Callable[[], None] = _nothing
+        self.gains = 0
+        """How often a lock was taken, or was to be trusted again."""
         self._lock = lock
         self._leases: dict[LockName, Lease | None] = dict.fromkeys(names)
         self._clock = clock
@@ -66,6 +68,11 @@ class LockKeeper:
     def lacking(self) -> list[LockName]:
         """The names that another process holds, or that nobody has tried for yet."""
         return [name for name, lease in self._leases.items() if lease is None or not lease.held]
+
+    @property
+    def not_held(self) -> list[LockName]:
+        """The same, and those in which the trust has ended until the session is proven again."""
+        return [name for name in self._leases if not self.holds(name)]
 
     def poll_delay(self) -> float:
         """Seconds until the next round is due."""
@@ -134,6 +141,7 @@ class LockKeeper:
         return len(acquired)
 
     def _take(self, name: LockName, term: int, *, follows_crash: bool = False) -> None:
+        self.gains += 1
         lease = self._leases[name]
         if lease is not None and term == lease.term + 1:
             lease.term, lease.held = term, True
@@ -146,6 +154,7 @@ class LockKeeper:
 
     def _prove(self, moment: float) -> None:
         """The session lived at ``moment``, so the server keeps it for its longest silence after that."""
+        self.gains += asyncio.get_running_loop().time() >= self._trusted_until
         self._trusted_until = moment + LONGEST_SILENCE * self._heartbeat
         self._proven_until(self._trusted_until)
 

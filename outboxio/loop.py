@@ -18,7 +18,8 @@ from outboxio.waiting import Signal
 logger = logging.getLogger(__name__)
 
 QUICKEST_POLL = 0.02  # seconds
-SHARE_OF_SILENCE = 4  # an eager loop waits a fourth of the time since it last found something
+SHARE_OF_SILENCE = 4  # while it polls quickly, a loop waits a fourth of the time since it last found something
+FOR_EVER = float("inf")
 
 
 class Loop:
@@ -30,9 +31,13 @@ class Loop:
         run_once: Callable[[], Awaitable[Round]],
         poll_delay: Callable[[], float],
         *,
-        is_eager: bool = False,
+        eager_for: float = 0.0,
+        quickest: float = QUICKEST_POLL,
     ) -> None:
-        """``is_eager``: poll quickly while something is found, and up to ``poll_delay`` apart when it is quiet."""
+        """``eager_for``: poll quickly for so many seconds after something was found, ever less, ``quickest`` at first.
+
+        For ever, where nobody can wake it; or as long as a wake-up may take.
+        """
         self.name = name
         self.errors = 0
         """How many rounds have failed so far."""
@@ -41,7 +46,8 @@ class Loop:
         self.last_error: Exception | None = None
         self._run_once = run_once
         self._poll_delay = poll_delay
-        self._is_eager = is_eager
+        self._eager_for = eager_for
+        self._quickest = quickest
         self._found_at = float("-inf")
         self._signal = Signal()
         self._stopping = False
@@ -74,13 +80,12 @@ class Loop:
         return 0.0 if result.more else jittered(self._pause_after(result))
 
     def _pause_after(self, result: Round) -> float:
-        delay = self._poll_delay()
-        if not self._is_eager:
-            return delay
         now = asyncio.get_running_loop().time()
         if result.found:
             self._found_at = now
-        return min(delay, max(QUICKEST_POLL, (now - self._found_at) / SHARE_OF_SILENCE))
+        silence = now - self._found_at
+        eagerly = max(self._quickest, silence / SHARE_OF_SILENCE) if silence < self._eager_for else FOR_EVER
+        return min(self._poll_delay(), eagerly)
 
     def _failed(self, error: Exception) -> float:
         self.errors += 1

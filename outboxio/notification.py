@@ -29,6 +29,8 @@ class State(StrEnum):
     __hash__ = str.__hash__  # the enum's own is a function in Python
 
 
+# To look a member up in its class takes five times as long as to compare it.
+DYING, SUCCEEDED = State.DYING, State.SUCCEEDED
 TERMINAL = (State.SUCCEEDED, State.EXPIRED, State.DEAD, State.SKIPPED)
 
 

@@ -15,6 +15,7 @@ from outboxio.waiting import Signal
 logger = logging.getLogger(__name__)
 
 PAUSE = 0.05  # seconds between two wake-ups of one process
+LONGEST_GAP = PAUSE + 0.02  # seconds until the next one comes, sent and heard, while there is something to wake for
 
 
 class Notifier:

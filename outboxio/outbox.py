@@ -66,7 +66,7 @@ class Outbox:
     """Commits an application's own rows and the events that they cause together, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
-    memory), an ``asyncpg.Pool`` or ``aiomysql.Pool``, or a mapping of shard names to either; the first is the default
+    memory), a pool of asyncpg, aiomysql or asyncmy, or a mapping of shard names to either; the first is the default
     shard. Nothing is opened yet. What was given open is never closed. ``namespace`` names this service: two services
     in one database never see each other's events. ``clock`` is a callable that returns the present moment (tests);
     without it, the database's clock decides. ``resources`` is anything that actions and handlers should have at hand,
@@ -242,7 +242,7 @@ class Outbox:
     ) -> UUID:
         """Write outbox rows inside a transaction that the caller has open; the action's id.
 
-        ``connection``: an asyncpg or aiomysql connection, a ``sqlite3`` or ``aiosqlite`` one, or a SQLAlchemy
+        ``connection``: an asyncpg, aiomysql or asyncmy connection, a ``sqlite3`` or ``aiosqlite`` one, or a SQLAlchemy
         ``AsyncSession`` or ``AsyncConnection`` over these. The caller commits. The loops here are woken by
         :meth:`wake`, which you may call after your commit; otherwise they find the events by polling. The other
         parameters are those of ``tx.emit``, for all of these events.

@@ -21,7 +21,7 @@ from outboxio.clock import naive_utc
 from outboxio.duration import parse_duration
 from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable
 from outboxio.event import ActionRecord, EventRecord
-from outboxio.notification import Notification, State
+from outboxio.notification import SUCCEEDED, Notification, State
 from outboxio.redaction import Redact, as_it_is
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def _with_successors(leases: Iterable[Lease]) -> set[int]:
 
 
 def success(notification: Notification, lease: Lease) -> Outcome:
-    return Outcome(notification.id, lease, State.SUCCEEDED, notification.attempts + 1)
+    return Outcome(notification.id, lease, SUCCEEDED, notification.attempts + 1)
 
 
 def expired(notification: Notification, lease: Lease) -> Outcome:

@@ -135,6 +135,8 @@ class HandlerQueue:
         """Rows that can be in flight at once, at most: read ahead, running, and waiting to be settled."""
         self.read_at = 0.0
         self.was_full = False
+        self.may_have_more = True
+        """Whether there may be due rows that were not read, for want of room."""
 
     def watch(self, *, is_watched: bool) -> None:
         """Have the starts of its rows recorded before they are made, or no longer (``crashes.py``)."""

@@ -24,9 +24,9 @@ from outboxio.errors import ShutdownError
 from outboxio.fanout import Announcer, Fanout
 from outboxio.handler import HandlerRegistry
 from outboxio.keeper import LockKeeper, standby_pause
-from outboxio.loop import Loop
+from outboxio.loop import FOR_EVER, Loop
 from outboxio.names import LockName, channel_name
-from outboxio.notifier import Notifier
+from outboxio.notifier import LONGEST_GAP, Notifier
 from outboxio.options import DeadHook
 from outboxio.outcome import Lease
 from outboxio.redaction import Redact
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 EVENTS, NOTIFICATIONS = "events", "notifications"  # what a wake-up from another process may be about
 
 _HOUSEKEEPING_DELAY = 30.0
+_QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
 _ANNOUNCE_DELAY = 1.0
 _SETTLE_DELAY = 1.0
 _STANDBY_DELAY = 1.0
@@ -244,10 +245,16 @@ class ShardWork:
         self.keeper_loop = Loop(f"locks of {name}", self.keeper.run_once, self.keeper.poll_delay)
         self.announce_loop = Loop(f"subscriptions of {name}", self._announce, lambda: _ANNOUNCE_DELAY)
         # What other processes commit is heard of, or else looked for: often while there is traffic.
-        eager = not shard.database.wakes_across_processes
+        eager = 0.0 if shard.database.wakes_across_processes else FOR_EVER
         fanout_delay, find_delay = _seconds(settings.fanout_poll_delay), _seconds(settings.handling_poll_delay)
-        self.fanout_loop = Loop(f"fan-out of {name}", self.fanout.run_once, fanout_delay, is_eager=eager)
-        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, find_delay, is_eager=eager)
+        self.fanout_loop = Loop(
+            f"fan-out of {name}",
+            self.fanout.run_once,
+            fanout_delay,
+            eager_for=max(eager, LONGEST_GAP),
+            quickest=_QUICKEST_FANOUT,
+        )
+        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, find_delay, eager_for=eager)
         self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
         self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
         self.retention = Retention(shard.namespace, shard.database, shard.clock, settings)
@@ -259,6 +266,7 @@ class ShardWork:
         self._reported_unroutable: set[str] = set()
         self._proven_until = float("-inf")
         self._looks_again = False
+        self._heard_at = float("-inf")
         self.is_prepared = False
 
     @property
@@ -301,13 +309,19 @@ class ShardWork:
     def look_twice(self) -> None:
         """Another process has made notifications, due by its clock: by ours that may still be a moment away."""
         self.find_loop.wake()
+        self._heard_at = asyncio.get_running_loop().time()
         if not self._looks_again:
             self._looks_again = True
             asyncio.get_running_loop().call_later(_CLOCKS_DIFFER, self._look_again)
 
     def _look_again(self) -> None:
-        self._looks_again = False
+        """A while after the last time that something was heard: what came meanwhile is due later."""
         self.find_loop.wake()
+        loop = asyncio.get_running_loop()
+        left = self._heard_at + _CLOCKS_DIFFER - loop.time()
+        self._looks_again = left > 0
+        if self._looks_again:
+            loop.call_later(left, self._look_again)
 
     def locks_proven_until(self, moment: float) -> None:
         was_in_doubt = asyncio.get_running_loop().time() >= self._proven_until
@@ -451,28 +465,29 @@ class ShardWork:
                 await self.keeper.run_once()
             if not beside_loops or not self.dispatcher.knows_pauses:
                 await self._announce()  # until the pauses are known nothing starts
-            if await self._drain_pass():
+            before = self._progress()
+            if await self._drain_pass() or self.dispatcher.flush():
                 continue
-            if self.dispatcher.flush():
-                continue
-            if not await self._due_elsewhere():
+            if await self._due_elsewhere():
+                await asyncio.sleep(standby_pause() / 4)
+            elif self._progress() == before:
                 await self._keep_house()
                 return
-            await asyncio.sleep(standby_pause() / 4)
 
     async def _drain_pass(self) -> bool:
-        """One look at everything that is ours; whether anything happened meanwhile, here or in the loops."""
-        before = self._progress()
+        """One look at everything that is ours; whether anything was found, or there may be more."""
         fanned_out, dispatched = await self.fanout.run_once(), await self.dispatcher.run_once()
-        # What a batch handler gathers is not found yet, but there may be more of it.
-        return fanned_out.found > 0 or dispatched.found > 0 or dispatched.more or self._progress() != before
+        # What a batch handler gathers is not found yet, but there may be more of it. And fan-out may have looked only
+        # behind what it had reached.
+        return fanned_out.more or dispatched.more or fanned_out.found > 0 or dispatched.found > 0
 
-    def _progress(self) -> tuple[int, Counters]:
-        return self.fanout.events, copy(self.counters)
+    def _progress(self) -> tuple[int, Counters, int]:
+        """What has happened so far, here and in the loops. With a lock comes work that nobody here has looked for."""
+        return self.fanout.events, copy(self.counters), self.keeper.gains
 
     async def _due_elsewhere(self) -> bool:
-        """Whether work of ours waits for a lock that another process holds."""
-        lacking = self.keeper.lacking
+        """Whether work of ours waits for a lock that another process holds, or that we have to prove anew."""
+        lacking = self.keeper.not_held
         names = [name.handler_name for name in lacking if name.role == "dispatch"]
         database, namespace, now = self._shard.database, self._shard.namespace, self._shard.clock()
         if names and await database.notifications.any_due(namespace, now, names):

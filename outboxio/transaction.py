@@ -15,6 +15,7 @@ from outboxio.emission import Cause, Emitter
 from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
 from outboxio.event import ActionRecord, Event, EventRecord
 from outboxio.storage.protocols import CommitLost, Consumed, Session, TransactionLost
+from outboxio.waiting import over, to_the_end
 
 # Only what ends or replaces the transaction; a savepoint and ROLLBACK TO one are the user's to use.
 # Atomic groups: each comment is passed over in one way only, or many of them would take for ever.
@@ -86,7 +87,11 @@ class Transaction:
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection, with the transaction open on it. Do not end that transaction."""
+        """The driver's own connection, with the transaction open on it. Do not end that transaction.
+
+        On SQLite, MySQL and MariaDB the transaction begins with its first statement, or with this, which on SQLite
+        blocks the event loop meanwhile.
+        """
         if self._closed:
             raise TransactionClosed(self.action_name)
         return self._session.connection
@@ -226,10 +231,30 @@ open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("ou
 """The transaction that is being worked in here, and the outbox that it belongs to."""
 
 
-async def commit(session: Session, tx: Transaction) -> None:
-    """Commit to the end; :class:`CommitUnknown` if nobody can know whether it took effect."""
+async def commit(
+    session: Session, tx: Transaction, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()
+) -> None:
+    """Write the rows of the action, if any are left to write, and commit; or roll back.
+
+    A cancellation meanwhile goes on only when it is known what became of it. Raises :class:`CommitUnknown` if nobody
+    can know.
+    """
+    ending = asyncio.ensure_future(session.commit(action, events))
+    cancelled = await over(ending, session.discard)
     try:
-        await session.commit()
+        await _committed(ending, session, tx)
+    except Exception as error:
+        if cancelled is not None:
+            raise cancelled from error
+        raise
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _committed(ending: asyncio.Future[None], session: Session, tx: Transaction) -> None:
+    """What became of a COMMIT that has ended."""
+    try:
+        ending.result()
     except CommitLost as lost:
         session.discard()
         raise CommitUnknown(tx.action_name, tx.action_id) from lost.__cause__
@@ -237,7 +262,7 @@ async def commit(session: Session, tx: Transaction) -> None:
         raise TransactionEnded(tx.action_name, "an earlier statement") from error.__cause__
     except BaseException:
         if session.in_transaction():
-            await roll_back(session)
+            await to_the_end(roll_back(session))
         raise
     tx.is_committed = True
 

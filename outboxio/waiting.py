@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+PATIENCE = 5.0  # seconds
 
 
 class Signal:
@@ -61,20 +63,44 @@ class Exclusive:
         self._lock.release()
 
 
-async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that must finish once begun; a cancellation meanwhile goes on only afterwards."""
-    task = asyncio.ensure_future(coroutine)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+async def to_the_end(awaitable: Awaitable[T]) -> T:
+    """Await what must finish once begun; a cancellation meanwhile goes on only afterwards."""
+    task = asyncio.ensure_future(awaitable)
+    cancelled = await over(task)
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and task.exception() is not None:
+        raise cancelled from task.exception()
+    raise cancelled
+
+
+async def over(future: asyncio.Future[Any], give_up: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
+    """Wait until something has ended, in whatever way; the cancellation that came meanwhile, to be raised then.
+
+    ``give_up`` is called if it has not ended PATIENCE seconds after a cancellation, and has to make it end.
+    """
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError as error:
+        return None if future.cancelled() else await _over_after_all(future, give_up, error)
+    except Exception:
+        pass  # whoever asked finds it in the future
+    return None
+
+
+async def _over_after_all(
+    future: asyncio.Future[Any], give_up: Callable[[], None] | None, cancelled: asyncio.CancelledError
+) -> asyncio.CancelledError:
+    while not future.done():
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([future], timeout=None if give_up is None else PATIENCE)
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
-        if not task.cancelled() and task.exception() is not None:
-            raise cancelled from task.exception()
-        raise cancelled
-    return task.result()
+        else:
+            if give_up is not None and not future.done():
+                give_up()
+                give_up = None
+    return cancelled
 
 
 def _release(waiter: asyncio.Future[None]) -> None:

@@ -83,7 +83,7 @@ class Look:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._scheme = urlsplit(url).scheme
+        self._scheme = mysql.scheme_of(url)
         #: As `sql/` calls it.
         self.dialect = {"postgresql": "postgres"}.get(self._scheme, self._scheme)
         #: Whether it is a file of this machine, without a server.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ EVERY_VERSION = {
     "test_admin_storage", "test_costs", "test_draining", "test_executor", "test_fanout", "test_fanout_order",
     "test_lines_storage", "test_plans", "test_record", "test_retention_storage", "test_schema", "test_settling",
     "test_values",
+}  # fmt: skip
+
+#: What depends on the driver: these run over MySQL's other one, too.
+OTHER_DRIVER = {
+    "test_cancellation_execute", "test_connections", "test_dispatch", "test_executor", "test_lost_statements",
+    "test_mysql_storage", "test_record", "test_transaction", "test_values",
 }  # fmt: skip
 
 #: Costly tests of what no dialect has a part in run on two databases of four, on another one if neither is here, and
@@ -99,7 +106,7 @@ def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator
 def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
     server = request.config.stash[SERVERS].take(slot)
     with DIALECTS[server.dialect].fresh_database(server, directory) as url:
-        yield url
+        yield slot.spelled(url)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -117,6 +124,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             chosen = [slot for slot in chosen if slot.dialect in COSTLY] or ([] if has_another_run else chosen[:1])
         if metafunc.definition.path.stem not in EVERY_VERSION:
             chosen = list({slot.dialect: slot for slot in reversed(chosen)}.values())[::-1]
+        if metafunc.definition.path.stem in OTHER_DRIVER:
+            chosen += [replace(slot, driver="asyncmy") for slot in chosen if slot.dialect in FIXTURES["mysql_url"]]
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
 
 
@@ -129,7 +138,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _parameter(slot: Slot) -> object:
-    return pytest.param(slot, id=slot.id)
+    return pytest.param(slot, id=slot.name)
 
 
 _LEFT_OUT = pytest.param(

@@ -9,8 +9,17 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import aiomysql
+import asyncmy
+import asyncmy.cursors
 
+#: What both drivers call by this name.
+OPERATIONAL_ERRORS = (aiomysql.OperationalError, asyncmy.errors.OperationalError)
 SCHEMES = frozenset({"mysql", "mariadb"})
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of any URL, without the driver that it may name."""
+    return urlsplit(url).scheme.partition("+")[0]
 
 
 def address(url: str) -> dict[str, Any]:
@@ -26,6 +35,25 @@ def address(url: str) -> dict[str, Any]:
         "charset": "utf8mb4",
     }
     return {name: value for name, value in told.items() if value}
+
+
+def named_driver(url: str) -> Any:
+    """The driver that outboxio uses for a URL, aiomysql or asyncmy."""
+    return asyncmy if urlsplit(url).scheme.endswith("+asyncmy") else aiomysql
+
+
+def pool(url: str, **options: Any) -> Any:
+    """A pool of the driver that outboxio uses for a URL, with options as aiomysql names them."""
+    driver = named_driver(url)
+    if driver is asyncmy and "cursorclass" in options:
+        options["cursor_cls"] = getattr(asyncmy.cursors, options.pop("cursorclass").__name__)
+    return driver.create_pool(**address(url), **options)
+
+
+def tuples(connection: Any) -> Any:
+    """A cursor whose rows are tuples, whatever the connection's own would be."""
+    kind = asyncmy.cursors.Cursor if isinstance(connection, asyncmy.Connection) else aiomysql.Cursor
+    return connection.cursor(kind)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 import aiomysql
+import asyncmy
 import asyncpg
 from pymysql.constants import COMMAND
 
@@ -85,14 +86,14 @@ def statements_on(connection: Any) -> list[str]:
 
     if isinstance(connection, sqlite3.Connection):
         connection.set_trace_callback(note)
-    elif isinstance(connection, aiomysql.Connection):
+    elif isinstance(connection, (aiomysql.Connection, asyncmy.Connection)):
         _tap(connection, note)
     else:
         connection.add_query_logger(lambda record: note(record.query))
     return seen
 
 
-def _tap(connection: aiomysql.Connection, note: Callable[[str], None]) -> None:
+def _tap(connection: Any, note: Callable[[str], None]) -> None:
     """BEGIN and COMMIT have no cursor in this driver, but every command goes through here."""
     send = connection._execute_command
 
@@ -100,7 +101,9 @@ def _tap(connection: aiomysql.Connection, note: Callable[[str], None]) -> None:
         if command == COMMAND.COM_QUERY:
             sent = statement if isinstance(statement, str) else statement.decode()
             # The first part of a message is how outboxio makes sure that its transaction is still there.
-            note(sent.removeprefix(STILL_OPEN).removeprefix("RELEASE SAVEPOINT outboxio;"))
+            rest = sent.removeprefix(STILL_OPEN).removeprefix("RELEASE SAVEPOINT outboxio;")
+            for part in (rest.removesuffix("; COMMIT"), "COMMIT") if rest.endswith("; COMMIT") else (rest,):
+                note(part)
         await send(command, statement)
 
     connection._execute_command = tapped
@@ -109,7 +112,7 @@ def _tap(connection: aiomysql.Connection, note: Callable[[str], None]) -> None:
 async def directly(tx: Transaction, statement: str) -> None:
     """Run a statement on the driver's own connection, behind the back of ``tx``."""
     connection = tx.connection
-    if isinstance(connection, aiomysql.Connection):
+    if isinstance(connection, (aiomysql.Connection, asyncmy.Connection)):
         await mysql.fetch(connection, statement)
         return
     result = connection.execute(statement)
@@ -140,7 +143,7 @@ async def open_transactions(url: str) -> list[str]:
     """What keeps a transaction open in a database, or a statement running; empty where all is at rest."""
     if urlsplit(url).scheme == "sqlite":
         return await asyncio.to_thread(_writers_of_file, Path(urlsplit(url).path[1:]))
-    if urlsplit(url).scheme in mysql.SCHEMES:
+    if mysql.scheme_of(url) in mysql.SCHEMES:
         return await _busy_sessions(url)
     connection = await asyncpg.connect(url)
     try:

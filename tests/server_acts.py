@@ -8,10 +8,12 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiomysql
+import asyncmy
 import asyncpg
 from asyncpg.exceptions import InternalClientError
 
 from outboxio import CommitUnknown, DatabaseUnavailable, Outbox
+from outboxio.storage.mysql.connection import is_closed
 from tests import mysql
 
 
@@ -61,7 +63,7 @@ class ServerActs(Protocol):
 
 
 def acts_on(url: str) -> ServerActs:
-    return MysqlActs(url) if urlsplit(url).scheme in mysql.SCHEMES else PostgresActs(url)
+    return MysqlActs(url) if mysql.scheme_of(url) in mysql.SCHEMES else PostgresActs(url)
 
 
 def _dedicated(outbox: Outbox) -> dict[str, Any]:
@@ -104,9 +106,12 @@ class PostgresActs:
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
         pids = {name: connection.get_server_pid() for name, connection in _dedicated(outbox).items()}
-        pool: Any = outbox._shards["default"].database._pool
-        holders = [] if pool is None else pool._holders
-        idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
+        database: Any = outbox._shards["default"].database
+        if database._pool is None:
+            idle = [connection for _, connection in database._ours._idle]
+        else:
+            holders = database._pool._holders
+            idle = [holder._con for holder in holders if holder._con is not None and not holder._in_use]
         return pids | ({"pool": idle[0].get_server_pid()} if idle else {})
 
     async def sessions(self) -> list[dict[str, Any]]:
@@ -139,7 +144,7 @@ class PostgresActs:
 class MysqlActs:
     """MySQL and MariaDB."""
 
-    cut = (CommitUnknown, DatabaseUnavailable, aiomysql.Error, OSError)
+    cut = (CommitUnknown, DatabaseUnavailable, aiomysql.Error, asyncmy.errors.Error, OSError)
     lock_words = b"GET_LOCK"
     hang_up = "KILL CONNECTION_ID()"
     size_option = "maxsize"
@@ -148,24 +153,24 @@ class MysqlActs:
         self._url = url
 
     @asynccontextmanager
-    async def pool(self, size: int = 10) -> AsyncIterator[aiomysql.Pool]:
-        async with aiomysql.create_pool(**mysql.address(self._url), minsize=0, maxsize=size) as pool:
+    async def pool(self, size: int = 10) -> AsyncIterator[Any]:
+        async with mysql.pool(self._url, minsize=0, maxsize=size) as pool:
             yield pool
 
-    def is_exhausted(self, pool: aiomysql.Pool) -> bool:
+    def is_exhausted(self, pool: Any) -> bool:
         return pool.size == pool.maxsize and not pool.freesize
 
-    def is_at_rest(self, pool: aiomysql.Pool) -> bool:
+    def is_at_rest(self, pool: Any) -> bool:
         return pool.freesize == pool.size
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
         ids = {name: connection.thread_id() for name, connection in _dedicated(outbox).items()}
         database: Any = outbox._shards["default"].database
-        if database._ours is not None:
+        if database._pool is None:
             free = [connection for _, connection in database._ours._idle]
         else:
-            free = [] if database._pool is None else list(database._pool._free)
-        idle = [connection for connection in free if not connection.closed]
+            free = list(database._pool._free)
+        idle = [connection for connection in free if not is_closed(connection)]
         return ids | ({"pool": idle[0].thread_id()} if idle else {})
 
     async def sessions(self) -> list[dict[str, Any]]:
@@ -198,7 +203,7 @@ async def with_password(url: str, password: str) -> AsyncIterator[str]:
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         yield url
-    elif parts.scheme in mysql.SCHEMES:
+    elif mysql.scheme_of(url) in mysql.SCHEMES:
         async with mysql.connected(url) as connection:
             await mysql.fetch(connection, f"CREATE USER teller IDENTIFIED BY '{password}'")
             await mysql.fetch(connection, "GRANT ALL ON *.* TO teller")

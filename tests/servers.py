@@ -87,6 +87,17 @@ class Slot:
     offers: tuple[Offer, ...]
     further: tuple[Offer, ...] = ()
     is_second: bool = False
+    driver: str = ""
+    """What the URL names; without it outboxio takes the default one."""
+
+    @property
+    def name(self) -> str:
+        """The name of the tests' parameter."""
+        return f"{self.id}-{self.driver}" if self.driver else self.id
+
+    def spelled(self, url: str) -> str:
+        """A URL with the driver in it."""
+        return url.replace("://", f"+{self.driver}://", 1) if self.driver else url
 
     def another(self) -> Slot:
         """The slot of a second server beside this one's."""

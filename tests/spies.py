@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from outboxio import EventEnvelope, Outbox
 from outboxio.dispatcher import Counters
+from outboxio.shard import ShardWork
 from tests.app import Journal, MoneyDeposited
 
 
@@ -74,9 +75,14 @@ def breaks(times: int, *, before: bool = True) -> Trouble:
 
 def counters(outbox: Outbox, shard: str = "default") -> Counters:
     """What the present stay in ``running()`` has counted."""
+    return work(outbox, shard).counters
+
+
+def work(outbox: Outbox, shard: str = "default") -> ShardWork:
+    """The loops of the present stay in ``running()``."""
     work = outbox._shards[shard].work
     assert work is not None, "the outbox is not running"
-    return work.counters
+    return work
 
 
 class Gate(Journal):

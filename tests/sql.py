@@ -11,8 +11,9 @@ _LITERAL_OR_PLACEHOLDER = re.compile(r"'[^']*'|\$(\d+)")
 
 def sql(tx: Transaction, statement: str) -> str:
     """The statement with the placeholders of the transaction's driver."""
-    driver = type(tx.connection).__module__.partition(".")[0]
-    return with_percents(statement) if driver == "aiomysql" else statement
+    # Not by tx.connection: where a transaction begins with its first statement, that would begin it before.
+    dialect = type(tx._session).__module__.split(".")[2]
+    return with_percents(statement) if dialect == "mysql" else statement
 
 
 def with_percents(statement: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`")
 _ASKS = frozenset(b"QSH")  # a simple query, the end of an extended one, a flush: the client waits after each
 _COM_QUERY = 3
+_SHORT = 4096  # bytes
 
 
 class Wire:
@@ -24,10 +25,18 @@ class Wire:
 
     def __init__(self, *, keeps_texts: bool = False) -> None:
         self.round_trips = 0
-        self.statements = 0
         self.texts: list[str] = []
+        self._counted = 0
+        self._uncounted: list[bytes] = []
         self._keeps_texts = keeps_texts
         self._prepared: dict[tuple[int, bytes], str] = {}
+
+    @property
+    def statements(self) -> int:
+        """How many statements were sent. Short messages are looked into only when somebody asks: a clock may run."""
+        uncounted, self._uncounted = self._uncounted, []
+        self._counted += sum(len(_statements(message)) for message in uncounted)
+        return self._counted
 
     def sent(self, transport: Any, data: bytes | bytearray | memoryview) -> None:
         """A driver has written to a socket."""
@@ -38,9 +47,17 @@ class Wire:
 
     def ran(self, text: str) -> None:
         """A statement was run."""
-        self.statements += 1
+        self._counted += 1
         if self._keeps_texts:
             self.texts.append(text.strip())
+
+    def _ran_all(self, message: bytes) -> None:
+        """The statements of a message were run."""
+        if self._keeps_texts or len(message) > _SHORT:
+            for text in _statements(message):
+                self.ran(text)
+        else:
+            self._uncounted.append(message)
 
     def _sent_to_postgres(self, connection: int, data: bytes) -> None:
         place, asks = 0, False
@@ -49,8 +66,7 @@ class Wire:
             body = data[place + 5 : place + 1 + length] if kind in b"QPB" else b""
             asks = asks or kind in _ASKS
             if kind == ord("Q"):
-                for text in statements_in(body[:-1].decode()):
-                    self.ran(text)
+                self._ran_all(body[:-1])
             elif kind == ord("P"):
                 name, prepared, _ = body.split(b"\0", 2)
                 self._prepared[connection, name] = prepared.decode()
@@ -63,8 +79,7 @@ class Wire:
         if len(data) > 4 and data[3] == 0:  # packet 0 of a command, not the rest of a long one or of the handshake
             self.round_trips += 1
             if data[4] == _COM_QUERY:
-                for text in statements_in(data[5:].decode("utf8", "replace")):
-                    self.ran(text)
+                self._ran_all(data[5:])
 
 
 def statements_in(message: str) -> list[str]:
@@ -73,6 +88,10 @@ def statements_in(message: str) -> list[str]:
         return [message]
     parts = _QUOTED.sub(lambda found: found[0].replace(";", ":"), message).split(";")
     return [part for part in parts if part.strip()]
+
+
+def _statements(message: bytes) -> list[str]:
+    return statements_in(message.decode("utf8", "replace"))
 
 
 @contextmanager

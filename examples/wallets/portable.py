@@ -16,7 +16,7 @@ def sql(tx: Transaction, statement: str) -> str:
 
     asyncpg takes it as it stands, and so does outboxio's SQLite; aiomysql, for MySQL and MariaDB, wants ``%s``.
     """
-    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
+    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
     return _PLACEHOLDER.sub("%s", statement) if is_mysql else statement
 
 

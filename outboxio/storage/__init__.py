@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 _EXPECTED = (
     "a URL (postgresql://host/database, mysql://host/database, mariadb://host/database, sqlite:///file.db, sqlite:// "
-    "for memory), an asyncpg.Pool or aiomysql.Pool, or Shard(url, ...)"
+    "for memory), an asyncpg.Pool, aiomysql.Pool or asyncmy.Pool, or Shard(url, ...)"
 )
+
+# A URL may name its driver, as SQLAlchemy's do: here is what each is installed with.
+_MYSQL_SCHEMES = {"mysql": "mysql", "mariadb": "mysql", "mysql+asyncmy": "asyncmy", "mariadb+asyncmy": "asyncmy"}
+_MYSQL_DRIVERS = ("aiomysql", "asyncmy")
+_SAME_SCHEMES = {"postgres": "postgresql", "mysql+aiomysql": "mysql", "mariadb+aiomysql": "mariadb"}
 
 # One host or several, each with its port: postgresql://first:5432,second:5432/app.
 _HOST = r"(?:\[[^\[\]]*\]|[^\[\]:,]*)(?::\d{0,5})?"
@@ -46,7 +51,7 @@ class Shard(Struct, frozen=True):
 
 
 class ConnectionPool(Protocol):
-    """A driver's own pool: ``asyncpg.Pool`` or ``aiomysql.Pool``."""
+    """A driver's own pool: ``asyncpg.Pool``, ``aiomysql.Pool`` or asyncmy's."""
 
     @property
     def acquire(self) -> Callable[..., Any]: ...
@@ -70,7 +75,7 @@ def open_database(name: str, source: DatabaseSource) -> Database:
         from outboxio.storage.postgres.database import PostgresDatabase
 
         return PostgresDatabase(name, cast(Any, source))
-    if driver == "aiomysql":
+    if driver in _MYSQL_DRIVERS:
         from outboxio.storage.mysql.database import MysqlDatabase
 
         return MysqlDatabase(name, cast(Any, source))
@@ -85,10 +90,11 @@ def _from_url(name: str, url: str, direct_url: str | None) -> Database:
         with _driver_of(name, "postgres"):
             from outboxio.storage.postgres.database import PostgresDatabase
         return PostgresDatabase(name, url, direct_url)
-    if scheme in ("mysql", "mariadb"):
-        with _driver_of(name, "mysql"):
+    if scheme in _MYSQL_SCHEMES:
+        with _driver_of(name, _MYSQL_SCHEMES[scheme]):
             from outboxio.storage.mysql.database import MysqlDatabase
-        return MysqlDatabase(name, url, direct_url)
+
+            return MysqlDatabase(name, url, direct_url)
     if scheme == "sqlite":
         from outboxio.storage.sqlite.database import SqliteDatabase
 
@@ -118,7 +124,7 @@ def _scheme(name: str, url: str) -> str:
             f"shard {name!r} has a URL that cannot be read; expected scheme://user:password@host:port/database, where "
             "special characters of user and password are written as %XX"
         )
-    return "postgresql" if parts.scheme == "postgres" else parts.scheme
+    return _SAME_SCHEMES.get(parts.scheme, parts.scheme)
 
 
 def _has_late_userinfo(parts: SplitResult) -> bool:

@@ -7,7 +7,7 @@ share with the application's actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Protocol
@@ -38,12 +38,14 @@ class FannedOut(Struct, frozen=True):
     """What one round of fan-out did.
 
     Its keys are event types, and topics as ``#topic``. ``events``: how many of each were marked delivered; ``full``:
-    those that filled their room, so that there is probably more.
+    those that filled their room, so that there is probably more. ``reached``: the highest sequence of each, where the
+    dialect says so.
     """
 
     events: Mapping[str, int]
     full: frozenset[str]
     notifications: int
+    reached: Mapping[str, int] = {}
 
 
 class Consumed(Struct, frozen=True):
@@ -124,10 +126,16 @@ class Session(Protocol):
         """The driver's own connection."""
         ...
 
-    async def begin(self) -> None: ...
+    async def begin(self, *, soon: bool = False) -> None:
+        """Begin a transaction. ``soon``: together with what is done in it first, where that saves a way."""
+        ...
 
-    async def commit(self) -> None:
-        """Commit, or raise: :class:`CommitLost` if nobody can know, :class:`TransactionLost` if there was nothing."""
+    def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> Awaitable[None]:
+        """Write the rows of an action, if there are any, and commit, in as few ways as the database allows.
+
+        Raises :class:`CommitLost` if nobody can know whether it took effect, :class:`TransactionLost` if there was no
+        transaction.
+        """
         ...
 
     async def rollback(self) -> None: ...
@@ -184,11 +192,19 @@ class EventRepository(Protocol):
     """The ``events`` table, as fan-out and inspection see it."""
 
     async def fan_out(
-        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        rooms: Mapping[str, int],
+        batch_size: int,
+        after: Mapping[str, int] | None = None,
     ) -> FannedOut:
         """Make the notifications of undelivered events, and mark these delivered, in one transaction.
 
         ``rooms``: how many events of each key to take at most; keys not named there share one ``batch_size``.
+        ``after``: the sequence behind which to look, of keys that were read so far. A dialect may pass it over, and
+        does for keys that ordered handlers want, for which an event that was committed late may not be overtaken.
         Subscriptions count that were seen after ``seen_since``.
 
         Keys that ordered handlers want advance together: of these keys none is taken beyond the last event of one that

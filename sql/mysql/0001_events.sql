@@ -41,14 +41,16 @@ CREATE TABLE IF NOT EXISTS eventlog.events (
     headers         JSON,
     available_at    DATETIME(6),
     hops            INT          NOT NULL DEFAULT 0,
+    waiting_topic   VARCHAR(255) GENERATED ALWAYS AS (CASE WHEN delivered THEN NULL ELSE topic END)
+        STORED /*!80023 INVISIBLE */,
 
     UNIQUE KEY events_sequence (sequence),
     KEY idx_events_action_id (action_id),
     -- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that are
     -- delivered already cost it nothing.
     KEY events_undelivered (namespace, delivered, event_type, sequence),
-    -- The same for handlers of a topic.
-    KEY events_undelivered_topic (namespace, delivered, topic, sequence)
+    -- The same for handlers of a topic. Most events are on none: so those stay where they are in it when delivered.
+    KEY events_undelivered_topic (namespace, waiting_topic, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
 INSERT INTO eventlog.schema_versions VALUES (1, '0001_events.sql', UTC_TIMESTAMP(6))

@@ -56,7 +56,7 @@ async def cancelled_at_every_wait(work: Work, look: Look, url: str, outbox: Outb
     """Run ``work`` once for each of its waits and in each way, cancelled there."""
     for way, options in WAYS.items():
         waits = await _cancelled_at_every_wait(work, look, url, outbox, way, options)
-        assert waits >= 5
+        assert waits >= 3  # for its statements, and for the last of them, COMMIT
 
 
 async def _cancelled_at_every_wait(

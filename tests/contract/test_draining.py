@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 from uuid import uuid4
@@ -13,7 +14,7 @@ import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.spies import Gate, watch
+from tests.spies import Gate, breaks, watch, work
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -178,6 +179,62 @@ async def test_drain_waits_for_another_instance_that_holds_the_locks(make_outbox
     assert drain.result().succeeded == 0
     assert len(idle) == 0
     assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_to_do(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    holder, waiter = await make_outbox(settings=QUICK), await make_outbox(settings=QUICK)
+    asked, has_answer, gate = asyncio.Event(), asyncio.Event(), Gate()
+    holder.handler(MoneyDeposited, name="first")(Journal())
+    waiter.handler(MoneyDeposited, name="first")(gate)
+
+    async def late(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        answer = await method(*args)
+        asked.set()
+        await has_answer.wait()
+        return answer
+
+    watch(holder, "events").trouble["fan_out"] = breaks(1_000)
+    watch(waiter, "notifications").trouble["any_due"] = late
+    async with asyncio.timeout(20), AsyncExitStack() as stack:
+        holding = await stack.enter_async_context(AsyncExitStack())
+        await holding.enter_async_context(holder.running())
+        await eventually(lambda: work(holder).fans_out)
+        await waiter.executor.execute(Emit((1,)))
+        await stack.enter_async_context(waiter.running())
+        async with begun(waiter.drain()) as drain:
+            await asked.wait()
+            await holding.aclose()
+            await gate.calls(1)
+            has_answer.set()
+            assert await still_goes_on(drain)
+            gate.open()
+        assert await look.states() == {"SUCCEEDED": 1}
+
+
+async def test_drain_waits_until_locks_that_nobody_can_prove_are_proven_again(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    outbox = await make_outbox(settings=Settings(lock_heartbeat="50ms"))
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    goes_on = asyncio.Event()
+    async with asyncio.timeout(20), outbox.running():
+        await eventually(lambda: work(outbox).fans_out)
+        lock = work(outbox).keeper._lock
+        beat = lock.heartbeat
+
+        async def late() -> datetime:
+            await goes_on.wait()
+            return await beat()
+
+        lock.heartbeat = late
+        await eventually(lambda: not work(outbox).fans_out)
+        await outbox.executor.execute(Emit((1,)))
+        async with begun(outbox.drain()) as drain:
+            assert await still_goes_on(drain)
+            goes_on.set()
+        assert await look.states() == {"SUCCEEDED": 1}
 
 
 async def test_a_drain_that_is_cut_off_uses_up_no_attempt_and_gives_its_locks_back(

@@ -192,6 +192,30 @@ async def test_events_that_are_not_committed_are_not_waited_for(outbox: Outbox, 
     assert (await fan_out(outbox)).events == {"First": 1}
 
 
+async def test_whoever_subscribes_before_an_event_is_committed_gets_it_however_late_that_is(
+    outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await subscribe(outbox, "early", types=NAMES)
+    await emit(outbox, First)
+    events = database_of(outbox).events
+    look_for_work = events._wanted
+
+    async def then_somebody_subscribes(*args: Any) -> Any:
+        wanted = await look_for_work(*args)
+        await subscribe(outbox, "late", types=NAMES)
+        await emit(outbox, First)
+        return wanted
+
+    monkeypatch.setattr(events, "_wanted", then_somebody_subscribes)
+    await fan_out(outbox)
+
+    handlers = await look.fetch(
+        "SELECT n.handler_name FROM eventlog.event_notifications n JOIN eventlog.events e ON e.id = n.event_id "
+        "WHERE e.sequence = (SELECT MAX(sequence) FROM eventlog.events) ORDER BY n.handler_name"
+    )
+    assert [row["handler_name"] for row in handlers] == ["early", "late"]
+
+
 async def test_no_event_of_a_key_overtakes_whoever_commits_meanwhile(outbox: Outbox, look: Look) -> None:
     """Each producer holds its key's row until it commits, so that sequences of a key are in the order of commits."""
     await subscribe(outbox, "ledger", ordered=True, types=("First",), topics=("audit",))

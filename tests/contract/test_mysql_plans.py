@@ -6,6 +6,7 @@ say: each counts the rows that one kind of access handed to the statement, scans
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -400,20 +401,20 @@ def as_number(found: Any) -> int:
 
 
 async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awaitable[Any]]) -> list[str]:
-    """The first word of each statement that something sends on a loop's connection."""
+    """The first word of each message that something sends on a loop's connection."""
     dedicated = getattr(database, loop)
     await dedicated.ready()
     seen = statements_on(dedicated._connection)
     await work()
-    return [statement.lstrip("(").split()[0].rstrip(";") for statement in seen]
+    return [re.sub(r"^SET STATEMENT \w+ = \d+ FOR ", "", s.lstrip("(")).split()[0].rstrip(";") for s in seen]
 
 
 @pytest.mark.parametrize(
     ("poll", "expected"),
     [
-        ("a fan-out of a batch", ["WITH", "START", "SELECT", "INSERT", "UPDATE", "COMMIT"]),
-        ("a fan-out for an ordered handler", ["WITH", "START", "SELECT", "INSERT", "UPDATE", "COMMIT"]),
-        ("an idle fan-out", ["WITH"]),
+        ("a fan-out of a batch", ["SELECT", "START", "INSERT", "UPDATE"]),
+        ("a fan-out for an ordered handler", ["SELECT", "START", "INSERT", "UPDATE"]),
+        ("an idle fan-out", ["SELECT"]),
         ("finding a batch", ["SELECT"]),
         ("finding nothing", ["SELECT"]),
         ("the head of a key", ["SELECT"]),
@@ -424,7 +425,7 @@ async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awai
         ("settling with details", ["UPDATE"]),
     ],
 )
-async def test_a_batch_takes_as_many_statements_as_one_row(mysql_url: str, poll: str, expected: list[str]) -> None:
+async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, poll: str, expected: list[str]) -> None:
     loop, run, found = POLLS[poll]
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await polls._settled_ids()

@@ -160,7 +160,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 async def fan_out(connection: Any, prepared: str) -> Plan:
     types = [f"T{i}" for i in range(TYPES)]
     rooms = types, [BATCH // TYPES] * TYPES
-    return await explain(connection, prepared, "app", NOW, LONG_AGO, *rooms, BATCH, id_head())
+    return await explain(connection, prepared, "app", NOW, LONG_AGO, *rooms, BATCH, id_head(), [0] * TYPES)
 
 
 async def find_due(connection: Any, prepared: str, names: Sequence[str]) -> Plan:

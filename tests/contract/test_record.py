@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
-import aiomysql
 import aiosqlite
 import asyncpg
 import pytest
@@ -120,7 +119,7 @@ async def aiomysql_connection(url: str) -> AsyncIterator[Caller]:
 @asynccontextmanager
 async def aiomysql_transaction_on_a_pools_connection(url: str) -> AsyncIterator[Caller]:
     async with (
-        aiomysql.create_pool(**mysql.address(url), minsize=0, autocommit=True) as pool,
+        mysql.pool(url, minsize=0, autocommit=True) as pool,
         pool.acquire() as connection,
     ):
         run = partial(mysql.fetch, connection)
@@ -165,7 +164,7 @@ async def aiosqlite_connection(url: str) -> AsyncIterator[Caller]:
 def engine_of(url: str) -> AsyncEngine:
     driver = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "aiosqlite"}
     scheme, rest = url.split(":", 1)
-    return create_async_engine(f"{scheme}+{driver[scheme]}:{rest}")
+    return create_async_engine(f"{scheme}:{rest}" if "+" in scheme else f"{scheme}+{driver[scheme]}:{rest}")
 
 
 @asynccontextmanager

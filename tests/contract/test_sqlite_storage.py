@@ -456,6 +456,71 @@ async def test_in_memory_a_reader_waits_for_the_action_to_end() -> None:
         assert await reader == 0  # rolled back meanwhile
 
 
+async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_is_not_taken_for_it(
+    database: SqliteDatabase,
+) -> None:
+    await _with_deferred_references(database)
+    turn_taken = asyncio.Event()
+
+    async def fails() -> None:
+        async with transaction(database) as session:
+            await session.execute("INSERT INTO children (parent) VALUES (1)", ())
+            turn_taken.set()
+            await asyncio.sleep(0.05)  # until the other waits
+            with pytest.raises(sqlite3.IntegrityError):
+                await session.commit(action(), [event()])
+            await asyncio.sleep(0.05)  # the other is at work
+            assert not session.in_transaction()
+            await session.rollback()
+            session.discard()
+
+    async def follows() -> None:
+        await turn_taken.wait()
+        async with transaction(database) as session:
+            await session.insert_events(action(), [event()])
+            await asyncio.sleep(0.1)
+            assert session.in_transaction()
+            await session.commit()
+
+    await asyncio.gather(fails(), follows())
+
+    assert await database.events.count_undelivered("ns") == 1
+
+
+async def _with_deferred_references(database: SqliteDatabase) -> None:
+    """Tables of which one refers to the other, which is looked at when a transaction ends."""
+    async with transaction(database) as session:
+        await session.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)", ())
+        await session.execute(
+            "CREATE TABLE children (parent INTEGER REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED)", ()
+        )
+        await session.commit()
+    async with transaction(database) as session:
+        session.connection.execute("COMMIT")  # within a transaction it cannot be switched on
+        session.connection.execute("PRAGMA foreign_keys = ON")
+
+
+async def test_whoever_asks_for_the_connection_finds_its_transaction_begun(database: SqliteDatabase) -> None:
+    async with database.session() as session:
+        await session.begin(soon=True)
+        assert session.in_transaction()
+        assert session.connection.in_transaction
+        await session.rollback()
+        assert not session.connection.in_transaction
+
+
+async def test_a_transaction_in_which_nothing_was_done_asks_for_no_lock(in_file: SqliteDatabase, path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with asyncio.timeout(3), in_file.session() as session:
+            await session.begin(soon=True)
+            await session.commit()
+        async with asyncio.timeout(3), in_file.session() as session:
+            await session.begin(soon=True)
+            await session.rollback()
+        other.execute("ROLLBACK")
+
+
 async def test_a_task_that_would_wait_for_itself_is_told(database: SqliteDatabase) -> None:
     async with transaction(database):
         with pytest.raises(TransactionError, match="it would wait for itself"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
 
@@ -325,3 +326,30 @@ async def test_an_action_cannot_end_while_a_statement_is_under_way(
     async with outbox.transaction("Next") as tx:
         await add_wallet(tx)
     assert await balances(look) == [0]
+
+
+async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_url: str) -> None:
+    """COMMIT takes along what the pool would do when the connection comes back, or ROLLBACK leaves it to the pool."""
+
+    async def setting(tx: Transaction) -> tuple[int, str, bool, int]:
+        row = await tx.fetchrow(
+            "SELECT pg_backend_pid(), current_setting('work_mem'), "
+            "EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()), 1"
+        )
+        assert row is not None
+        return tuple(row)
+
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        before = await outbox.executor.execute(doing(setting))
+        for error in (None, ValueError("as it is")):
+
+            async def change(tx: Transaction, error: Exception | None = error) -> None:
+                await tx.execute("SET work_mem = '7MB'")
+                await tx.fetch("SELECT pg_advisory_lock(7)")
+                if error is not None:
+                    raise error
+
+            with nullcontext() if error is None else pytest.raises(ValueError, match="as it is"):
+                await outbox.executor.execute(doing(change))
+            assert await outbox.executor.execute(doing(setting)) == before

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.flow.proxy import free_port
+from tests.mysql import scheme_of
 from tests.servers import (
     DIALECTS,
     POSTGRES_SETTINGS,
@@ -62,13 +63,13 @@ class PrivatePostgres:
 class PrivateMysql:
     """A MySQL or MariaDB whose data outlive its stops."""
 
-    def __init__(self, family: MysqlFamily, programs: MysqlPrograms, home: Path) -> None:
+    def __init__(self, family: MysqlFamily, programs: MysqlPrograms, home: Path, scheme: str) -> None:
         self._family = family
         self._programs = programs
         self._home = home
         self._port = free_port()
         self._ends = ExitStack()
-        self.url = f"{family.name}://root@127.0.0.1:{self._port}/private"
+        self.url = f"{scheme}://root@127.0.0.1:{self._port}/private"
         family.initialise(programs, home)
         self.start()
         _run_apart(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
@@ -107,7 +108,7 @@ def private_postgres() -> Iterator[PrivatePostgres]:
 @contextmanager
 def private_server(like: str) -> Iterator[PrivatePostgres | PrivateMysql]:
     """A server that nobody else uses, started; of the dialect of a URL."""
-    family = DIALECTS.get(urlsplit(like).scheme)
+    family = DIALECTS.get(scheme_of(like))
     if not isinstance(family, MysqlFamily):
         with private_postgres() as server:
             yield server
@@ -116,7 +117,7 @@ def private_server(like: str) -> Iterator[PrivatePostgres | PrivateMysql]:
     if not programs:
         _leave_out(f"no programs of {family.name} on this machine", family.name)
     with ExitStack() as ends:
-        server = PrivateMysql(family, programs[0], _private_directory(ends))
+        server = PrivateMysql(family, programs[0], _private_directory(ends), urlsplit(like).scheme)
         ends.callback(server.stop)
         yield server
 

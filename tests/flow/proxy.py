@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
+from tests.mysql import scheme_of
+
 USUAL_PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 
 
@@ -37,7 +39,7 @@ class Proxy:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._target = (parts.hostname, parts.port or USUAL_PORTS[parts.scheme])
+        self._target = (parts.hostname, parts.port or USUAL_PORTS[scheme_of(url)])
         self._port = free_port()
         user = parts.netloc.rpartition("@")[0]
         user = f"{user}@" if user else ""

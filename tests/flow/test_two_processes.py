@@ -175,7 +175,7 @@ async def test_instances_with_different_handlers_run_theirs_at_the_same_time(
 async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event_once(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
-    old = await start_worker(server_url, {"name": "receipt", "sleep": 0.05, "concurrency": 1})
+    old = await start_worker(server_url, {"name": "receipt", "sleep": 0.15, "concurrency": 1})
     await old.until_running(*LOCKS)
     await producer.executor.execute(Emit(tuple(range(40))))
     await old.until("call", 5)
@@ -227,6 +227,11 @@ async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_with
             for number in range(1, 4):
                 await fanning.executor.execute(Emit((number,)))
                 await journal.calls(number)
+            # What is heard of while a second look is still to come has one of its own.
+            await fanning.executor.execute(Emit((4,)))
+            await asyncio.sleep(0.2)
+            await fanning.executor.execute(Emit((5,)))
+            await journal.calls(5)
 
 
 async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres_producer: Outbox) -> None:

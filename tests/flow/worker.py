@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiomysql
 
@@ -27,7 +26,7 @@ from outboxio.names import LockName
 from outboxio.outcome import Lease, Outcome
 from outboxio.shard import ShardWork
 from tests.app import MoneyDeposited, WalletOpened
-from tests.mysql import SCHEMES
+from tests.mysql import SCHEMES, scheme_of
 
 
 def report(what: str, **details: Any) -> None:
@@ -58,7 +57,7 @@ def report_locks() -> None:
 
 def freeze_in_settlement(database: str) -> None:
     """Stop this process in the middle of the transaction that writes an outcome together with events."""
-    (freeze_in_mysql if urlsplit(database).scheme in SCHEMES else freeze_in_postgres)()
+    (freeze_in_mysql if scheme_of(database) in SCHEMES else freeze_in_postgres)()
 
 
 def freeze_in_mysql() -> None:

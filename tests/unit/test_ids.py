@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
 import time
-from uuid import RFC_4122
+from uuid import RFC_4122, UUID
+
+import pytest
 
 from outboxio.ids import uuid7
+
+RANDOM = (1 << 62) - 1
 
 
 def test_an_id_is_a_uuid7_of_the_present_moment() -> None:
@@ -39,3 +44,23 @@ def test_62_bits_are_random() -> None:
         ones |= bits
         zeros |= ~bits
     assert ones & ((1 << 62) - 1) == zeros & ((1 << 62) - 1) == (1 << 62) - 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_other_ids_than_its_parent() -> None:
+    uuid7()  # some random bits are left over
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(uuid7()).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        of_child, of_parent = UUID(os.read(reading, 36).decode()), uuid7()
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+    assert of_child.int & RANDOM != of_parent.int & RANDOM

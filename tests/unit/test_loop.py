@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from outboxio import loop as loop_module
-from outboxio.loop import Loop
+from outboxio.loop import FOR_EVER, Loop
 from outboxio.round import NOTHING, Round
 
 
@@ -78,6 +78,37 @@ async def test_a_wake_up_ends_the_wait() -> None:
         await service.rounds(4)
 
     await driving(loop, until)
+
+
+async def test_an_eager_loop_looks_again_soon_after_something_was_found() -> None:
+    service = Service(Round(1))
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=FOR_EVER, quickest=0.001)
+
+    await driving(loop, lambda: service.rounds(10))
+
+
+async def test_it_is_eager_for_a_while() -> None:
+    service = Service(Round(1))
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=0.01, quickest=0.001)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await service.rounds(2)
+        await asyncio.sleep(0.1)
+        before = service.done
+        await asyncio.sleep(0.1)
+        assert service.done == before
+        loop.stop()
+
+
+async def test_a_loop_that_is_not_eager_waits_also_after_something_was_found() -> None:
+    service = Service(Round(1))
+    loop = idle_loop(service)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await service.rounds(1)
+        await asyncio.sleep(0.1)
+        assert service.done == 1
+        loop.stop()
 
 
 async def test_a_wake_up_during_a_round_is_not_lost() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import ssl
+import sys
 from pathlib import Path
 
 import pytest
 
-from outboxio import ConfigurationError
-from outboxio.storage.mysql.url import OPTIONS, SSL_MODES, connect_arguments, where
+from outboxio import ConfigurationError, Outbox
+from outboxio.storage.mysql.url import OPTIONS, SSL_MODES, connect_arguments, driver_named_by, where
 
 AUTHORITY = ssl.get_default_verify_paths()
 
@@ -42,6 +43,35 @@ AUTHORITY = ssl.get_default_verify_paths()
 )
 def test_a_url_says_where_who_and_what(url: str, expected: dict[str, object]) -> None:
     assert connect_arguments("main", url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "dialect", "driver"),
+    [
+        ("mysql://host/app", "mysql", "aiomysql"),
+        ("mariadb+aiomysql://host/app", "mariadb", "aiomysql"),
+        ("mysql+asyncmy://host/app", "mysql", "asyncmy"),
+        ("mariadb+asyncmy://host/app", "mariadb", "asyncmy"),
+    ],
+)
+async def test_a_url_may_name_its_driver(url: str, dialect: str, driver: str) -> None:
+    async with Outbox(url, namespace="app") as outbox:
+        assert outbox.executor.shard(None).database.dialect == dialect
+    assert driver_named_by(url) == driver
+
+
+async def test_a_driver_that_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "outboxio.storage.mysql.with_asyncmy", raising=False)
+    monkeypatch.delattr("outboxio.storage.mysql.with_asyncmy", raising=False)
+    monkeypatch.delitem(sys.modules, "asyncmy.connection", raising=False)
+    monkeypatch.setitem(sys.modules, "asyncmy", None)
+    with pytest.raises(ConfigurationError, match=r"the driver asyncmy.*: pip install 'outboxio\[asyncmy\]'"):
+        Outbox("mysql+asyncmy://host/app", namespace="app")
+
+
+def test_a_driver_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("the scheme 'mysql+pymysql'")):
+        Outbox("mysql+pymysql://host/app", namespace="app")
 
 
 @pytest.mark.parametrize("option", ["sslmode", "charset", "autocommit", "SSL_MODE", ""])

@@ -13,19 +13,20 @@ def test_every_key_has_room_for_one_at_least() -> None:
 
 def test_a_busy_key_gets_what_the_quiet_ones_do_not_need() -> None:
     quotas, keys = Quotas(1000), [f"k{i}" for i in range(200)]
-    quotas.learn(keys, found=["k0", "k1"], full=["k0"])
+    quotas.learn(keys, found={"k0": 5, "k1": 2}, full=["k0"])
 
     rooms = quotas.rooms(keys)
 
     assert rooms["k0"] == 1000
-    assert {rooms[key] for key in keys[1:]} == {1}
+    assert rooms["k1"] == 1 + 2 * 2
+    assert {rooms[key] for key in keys[2:]} == {1}
 
 
 def test_a_quiet_key_that_fills_its_probe_is_busy_again() -> None:
     quotas, keys = Quotas(1000), ["a", "b"]
-    quotas.learn(keys, found=["a"], full=["a"])
+    quotas.learn(keys, found={"a": 500}, full=["a"])
     assert quotas.rooms(keys) == {"a": 1000, "b": 50}
-    quotas.learn(keys, found=["a", "b"], full=["a", "b"])
+    quotas.learn(keys, found={"a": 1000, "b": 50}, full=["a", "b"])
 
     assert quotas.rooms(keys) == {"a": 500, "b": 500}
 
@@ -33,6 +34,30 @@ def test_a_quiet_key_that_fills_its_probe_is_busy_again() -> None:
 def test_without_names_it_speaks_of_the_keys_that_were_ever_found() -> None:
     quotas = Quotas(1000)
     assert quotas.rooms() == {}
-    quotas.learn([], found=["a", "b"], full=["b"])
+    quotas.learn([], found={"a": 20, "b": 100}, full=["b"])
 
-    assert quotas.rooms() == {"a": 50, "b": 1000}
+    assert quotas.rooms() == {"a": 50 + 2 * 20, "b": 1000}
+
+
+def test_a_key_of_steady_load_has_room_for_twice_what_it_had() -> None:
+    quotas, keys = Quotas(1000), ["a", "b"]
+    quotas.learn(keys, found={"a": 400}, full=[])
+
+    assert quotas.rooms(keys) == {"a": 50 + 2 * 400, "b": 50}
+
+
+def test_what_the_quiet_ones_may_have_beyond_their_probes_is_one_batch_in_all() -> None:
+    quotas, keys = Quotas(1000), ["a", "b", "c"]
+    quotas.learn(keys, found={"a": 900, "b": 300}, full=[])
+
+    rooms = quotas.rooms(keys)
+
+    assert rooms == {"a": 33 + 750, "b": 33 + 250, "c": 33}
+
+
+def test_what_a_key_had_long_ago_counts_no_more() -> None:
+    quotas = Quotas(1000)
+    quotas.learn(["a"], found={"a": 400}, full=[])
+    quotas.learn(["a"], found={}, full=[])
+
+    assert quotas.rooms(["a"]) == {"a": 100}

@@ -37,7 +37,7 @@ HARMLESS = {
     "__init__.py": {"Shard.__repr__": TEXT},
     "mysql/connection.py": {
         "Dedicated.fetch_all": "one constant, repeated",
-        "Dedicated.in_transaction": SESSION,
+        "Dedicated.in_transaction_of": SESSION,
         "Dedicated._roll_back": SESSION,
         "Dedicated.prepare": SESSION,
         "_set": SESSION,
@@ -48,6 +48,7 @@ HARMLESS = {
     "mysql/events.py": {
         "_Key.name": "no statement: the key of a room",
         "MysqlEvents.backfill.write": IDS,
+        "MysqlEvents.fan_out.claim_and_notify": IDS,
         "MysqlEvents._notify": IDS,
         "_claim": "constants, in a row",
         "_branch": PLACEHOLDERS,
@@ -72,6 +73,7 @@ HARMLESS = {
     "mysql/schema.py": {"MysqlSchema._rights_missing": TEXT, "MysqlSchema._refuse_old": TEXT},
     "mysql/session.py": {
         "insertions": "values that the driver's escape has spelled",
+        "insert_events": "a constant around what was put together before",
         "_spelled": "values that the driver's escape has spelled",
         "MysqlSession.claim": IDS,
         "MysqlSession.finish": IDS,
@@ -86,6 +88,7 @@ HARMLESS = {
         "PostgresDatabase.notify": "a channel that is a digest, and a payload with its quotes doubled",
         "_where": TEXT,
     },
+    "postgres/session.py": {"ActionConnection.execute": "constants, in a row"},
     "mysql/starts.py": {"MysqlStarts._remove": IDS},
     "postgres/lock.py": {
         "_literal": "names of locks and of this process, quoted",

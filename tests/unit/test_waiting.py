@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import outboxio
-from outboxio.waiting import Exclusive, Signal, to_the_end
+from outboxio.waiting import Exclusive, Signal, over, to_the_end
 
 LONG = 3600.0
 
@@ -158,3 +158,31 @@ async def test_an_error_after_a_cancellation_is_its_cause() -> None:
     slow.goes_on.set()
 
     assert repr(await waiting) == "ValueError('at the end')"
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_what_does_not_end_after_a_cancellation_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr("outboxio.waiting.PATIENCE", 0.01)
+    slow = Slow()
+    given_up: list[bool] = []
+
+    def give_up() -> None:
+        given_up.append(True)
+        slow.goes_on.set()
+
+    working = asyncio.create_task(slow.work())
+    waiting = asyncio.create_task(over(working, give_up))
+    await slow.begun.wait()
+    if is_cancelled:
+        waiting.cancel()
+        assert isinstance(await waiting, asyncio.CancelledError)
+    else:
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        slow.goes_on.set()
+        assert await waiting is None
+
+    assert given_up == [True] * is_cancelled
+    assert slow.has_ended

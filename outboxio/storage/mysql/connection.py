@@ -1,4 +1,4 @@
-"""Connections of the loops, over aiomysql, and statements on them."""
+"""Connections of the loops, and statements on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
-from outboxio.storage.mysql.driver import QuietCursor
+from outboxio.storage.mysql.driver import driver_of
 from outboxio.storage.mysql.flavour import Server, Statement
 from outboxio.waiting import to_the_end
 
@@ -54,6 +54,11 @@ class Dedicated(DedicatedConnection):
         async with self.opened() as connection:
             return await fetch(connection, self._server.spell(statement), args, timeout)
 
+    async def fetch_each(self, statements: Statement, args: Arguments = None) -> list[list[tuple[Any, ...]]]:
+        """Run several autocommit statements in one message; the rows of each."""
+        async with self.opened() as connection:
+            return await fetch_each(connection, self._server.spell(statements), args)
+
     async def fetch_all(self, part: str, number: int, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Run one autocommit statement that is so many times ``part``, joined by UNION ALL; its rows."""
         async with self.opened() as connection:
@@ -66,19 +71,30 @@ class Dedicated(DedicatedConnection):
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in one transaction, committed unless it raises."""
+
+        async def whole(connection: Any, begin: str, commit: str) -> Any:
+            await execute(connection, begin)
+            result = await work(connection)
+            await execute(connection, commit)
+            return result
+
+        return await self.in_transaction_of(whole)
+
+    async def in_transaction_of(self, work: Callable[[Any, str, str], Awaitable[Any]]) -> Any:
+        """Run ``work`` in a transaction that it begins and commits itself, in one message with its own statements.
+
+        It is given what begins one, and what commits it. If it raises, what there is of it is rolled back.
+        """
         async with self.opened() as connection:
             impatient = patient = ""
             if self._longest_silence is not None:
                 impatient = f"; {_set({'wait_timeout': self._longest_silence})}"
                 patient = f"; {_set({'wait_timeout': self._before['wait_timeout']})}"
-            await execute(connection, f"START TRANSACTION{impatient}")
             try:
-                result = await work(connection)
-                await execute(connection, f"COMMIT{patient}")
+                return await work(connection, f"START TRANSACTION{impatient}", f"COMMIT{patient}")
             except BaseException:
                 await to_the_end(self._roll_back(connection, patient))
                 raise
-            return result
 
     async def _roll_back(self, connection: Any, patient: str) -> None:
         if not self.is_closed(connection):
@@ -114,7 +130,7 @@ class Dedicated(DedicatedConnection):
 async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
     """Run a statement, or several with semicolons between them; the cursor after the last one."""
     async with asyncio.timeout(timeout):
-        cursor = await connection.cursor(QuietCursor)
+        cursor = await connection.cursor(driver_of(connection).QuietCursor)
         await cursor.execute(sql, args)
         while await cursor.nextset():
             pass
@@ -128,17 +144,33 @@ async def fetch(
     return list(await cursor.fetchall())
 
 
+async def fetch_each(connection: Any, sql: str, args: Arguments = None) -> list[list[tuple[Any, ...]]]:
+    """The rows of each of several statements that has any."""
+    results: list[list[tuple[Any, ...]]] = []
+    async with asyncio.timeout(STATEMENT_TIMEOUT):
+        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        await cursor.execute(sql, args)
+        has_more = True
+        while has_more:
+            if cursor.description is not None:
+                results.append(list(await cursor.fetchall()))
+            has_more = await cursor.nextset()
+    return results
+
+
 async def execute(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
     cursor = await run(connection, sql, args, timeout)
     return int(cursor.rowcount)
 
 
 def is_closed(connection: Any) -> bool:
-    """Whether the connection is of no use: closed here, or by the server. aiomysql's own pool looks at the same."""
-    if connection.closed:
-        return True
-    reader = connection._reader
-    return bool(reader.at_eof() or reader.exception() is not None or getattr(reader, "eof_received", False))
+    """Whether the connection is of no use: closed here, or by the server."""
+    return driver_of(connection).is_closed(connection)
+
+
+def is_usable(connection: Any) -> bool:
+    """Whether somebody else may have it: it is not lost, and has no transaction open."""
+    return not (is_closed(connection) or connection.get_transaction_status())
 
 
 async def hang_up(connection: Any) -> None:
@@ -149,23 +181,23 @@ async def hang_up(connection: Any) -> None:
     if is_closed(connection):
         drop(connection)
         return
-    writer = connection._writer
+    driver = driver_of(connection)
+    transport = driver.transport(connection)
     try:
         async with asyncio.timeout(FAREWELL_TIMEOUT):
-            await connection.ensure_closed()
-            with suppress(OSError):  # it hung up first
-                await writer.wait_closed()
+            await driver.say_goodbye(connection)
     except BaseException:
-        writer.transport.abort()
+        if transport is not None:
+            transport.abort()
         raise
 
 
 def drop(connection: Any) -> None:
     """Close it at once: what is still to be sent is of no interest any more."""
-    writer = connection._writer
-    if writer is not None:
+    transport = driver_of(connection).transport(connection)
+    if transport is not None:
         with suppress(Exception):
-            writer.transport.abort()
+            transport.abort()
     connection.close()
 
 

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import Dedicated, execute, fetch, hang_up
-from outboxio.storage.mysql.driver import FOUND_ROWS, Connection, MySQLError, connect
+from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, hang_up, is_usable
+from outboxio.storage.mysql.driver import FOUND_ROWS, Driver, driver_of, is_connection, load
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
 from outboxio.storage.mysql.lines import MysqlLines
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
-from outboxio.storage.mysql.pool import Pool
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
-from outboxio.storage.mysql.session import GiveBack, MysqlSession, PooledSession, give_back
+from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
-from outboxio.storage.mysql.url import connect_arguments, where
+from outboxio.storage.mysql.url import connect_arguments, dialect_of, driver_named_by, where
+from outboxio.storage.pool import LARGEST_POOL, GiveBack, Pool
 from outboxio.waiting import to_the_end
 
-logger = logging.getLogger(__name__)
-
 CONNECT_TIMEOUT = 10.0
-CLOSING_TIMEOUT = 10.0
-LARGEST_POOL = 20  # connections of a pool of our own
 
 
 class MysqlDatabase:
@@ -44,9 +39,9 @@ class MysqlDatabase:
         self._direct_url = direct_url or self._url
         self._direct_arguments = None if self._direct_url is None else connect_arguments(name, self._direct_url)
         self._pool: Any = None if isinstance(source, str) else source
-        self._ours: Pool | None = None
-        self._opened_in: asyncio.AbstractEventLoop | None = None
-        self._server = Server(FLAVOURS[source.partition(":")[0]] if isinstance(source, str) else MYSQL)
+        self._driver = load(driver_named_by(source)) if isinstance(source, str) else driver_of(source)
+        self._ours = Pool(connect=self._connect_for_actions, hang_up=self._release, drop=drop, is_usable=is_usable)
+        self._server = Server(FLAVOURS[dialect_of(source)] if isinstance(source, str) else MYSQL)
         # What is seldom asked keeps no connection of a given pool from the application.
         self._admin = self._loop_connection(keeps=self._url is not None)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
@@ -67,7 +62,7 @@ class MysqlDatabase:
         return PooledSession(self._check_out, self._server)
 
     def wrap(self, connection: Any) -> MysqlSession | None:
-        if not isinstance(connection, Connection):
+        if not is_connection(connection):
             return None
         return MysqlSession(connection, self._server, is_callers=True)
 
@@ -113,14 +108,7 @@ class MysqlDatabase:
 
     async def close(self) -> None:
         await self.release_loops()
-        ours, self._ours = self._ours, None
-        if ours is not None and self._opened_in is asyncio.get_running_loop():
-            left = await ours.close(CLOSING_TIMEOUT)
-            if left:
-                logger.warning(
-                    "%d connections were still in use %g s after the outbox was closed; they are dropped",
-                    left, CLOSING_TIMEOUT,
-                )  # fmt: skip
+        await self._ours.close()
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -135,17 +123,11 @@ class MysqlDatabase:
             connection = await self._reaching(None, self._pool.acquire)
             self._server.greeted_by(connection)
             return connection, partial(give_back, self._pool)
-        if self._ours is None or self._opened_in is not asyncio.get_running_loop():
-            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
-            self._ours = Pool(self._connect_for_actions, self._release, LARGEST_POOL)
-            self._opened_in = asyncio.get_running_loop()
-        pool = self._ours
-        connection = await self._reaching(self._url, pool.acquire)
-        return connection, _given_back_at_once(pool)
+        return await self._reaching(self._url, self._ours.acquire), self._ours.release
 
     async def _connect_for_actions(self) -> Any:
         # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
-        connection = await _connect_with(self._arguments or {}, client_flag=FOUND_ROWS)
+        connection = await _connect_with(self._driver, self._arguments or {}, client_flag=FOUND_ROWS)
         self._server.greeted_by(connection)
         return connection
 
@@ -155,7 +137,7 @@ class MysqlDatabase:
         if arguments is None:
             connection = await self._reaching(None, self._pool.acquire)
         else:
-            connection = await self._reaching(self._direct_url, lambda: _connect_with(arguments))
+            connection = await self._reaching(self._direct_url, lambda: _connect_with(self._driver, arguments))
         self._server.greeted_by(connection)
         return connection
 
@@ -168,12 +150,12 @@ class MysqlDatabase:
     async def _reaching(self, url: str | None, reach: Callable[[], Any]) -> Any:
         try:
             return await reach()
-        except (OSError, OverflowError, RuntimeError, MySQLError) as error:
+        except (OSError, OverflowError, RuntimeError, self._driver.MySQLError) as error:
             place = "the given pool" if url is None else where(url)
             raise DatabaseUnavailable(self.name, place, _reason(error)) from error
 
 
-async def _connect_with(arguments: Mapping[str, Any], **more: Any) -> Any:
+async def _connect_with(driver: Driver, arguments: Mapping[str, Any], **more: Any) -> Any:
     told: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT,
         "autocommit": True,
@@ -182,14 +164,7 @@ async def _connect_with(arguments: Mapping[str, Any], **more: Any) -> Any:
         **more,
     }
     async with asyncio.timeout(told["connect_timeout"]):  # the driver's own ends before the server's greeting
-        return await connect(**told)
-
-
-def _given_back_at_once(pool: Pool) -> GiveBack:
-    async def release(connection: Any) -> None:
-        pool.release(connection)
-
-    return release
+        return await driver.connect(**told)
 
 
 def _reason(error: Exception) -> str:

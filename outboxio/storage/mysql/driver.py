@@ -1,70 +1,95 @@
-"""aiomysql, and PyMySQL below it, which have no types: what we use of them gets some here."""
+"""The drivers: aiomysql, which is the default, and asyncmy, which has the same interface and a core in C.
+
+What is not alike in the two, and what of their insides we reach for, is in a module for each, loaded when it is wanted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
-import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
-import pymysql as _pymysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingModuleSource]
+DEFAULT = "aiomysql"
+NAMES = ("aiomysql", "asyncmy")
 
-_driver: Any = _aiomysql
-_below: Any = _pymysql
-
-Cursor: Any = _driver.Cursor
-Connection: type[Any] = _driver.Connection
-
-
-class QuietCursor(Cursor):  # type: ignore[misc]  # the driver has no types
-    """Does not ask the server for its warnings, which costs a round trip, to make them Python's.
-
-    Values that do not fit are errors on our connections, and what else there is says nothing new.
-    """
-
-    async def _show_warnings(self, conn: Any) -> None:
-        pass
+FOUND_ROWS = 1 << 1  # of the protocol: an UPDATE counts the rows that it found
+TLS = 1 << 11  # of the protocol: the server speaks it
+NO_TLS = (2026, "TLS is required (ssl_mode), and the server has none")
 
 
-class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
-    """A connection that speaks to nobody without TLS if it was told to use it, and that is forgotten in silence.
+class Driver(Protocol):
+    """A driver, as one module offers it."""
 
-    The driver itself goes on in plain text, password and all, when the server has no TLS. And its farewell to a
-    connection that was forgotten raises an error that nobody can catch, if its event loop is closed already.
-    """
+    # Named as the drivers name them.
+    @property
+    def Connection(self) -> type[Any]: ...
+    @property
+    def Cursor(self) -> type[Any]: ...
+    @property
+    def QuietCursor(self) -> type[Any]: ...
+    @property
+    def MySQLError(self) -> type[Exception]: ...
 
-    async def _request_authentication(self) -> None:
-        if self._ssl_context and not self.server_capabilities & TLS:
-            raise OperationalError(2026, "TLS is required (ssl_mode), and the server has none")
-        await super()._request_authentication()  # pyright: ignore[reportUnknownMemberType]
+    async def connect(self, **arguments: Any) -> Any:
+        """A connection of our own, as the driver's ``connect`` makes it; one with ``ssl`` speaks TLS or to nobody."""
+        ...
 
-    def __del__(self) -> None:
-        if self._loop.is_closed():
-            self._writer = None
-        super().__del__()  # pyright: ignore[reportUnknownMemberType]
+    def is_closed(self, connection: Any) -> bool:
+        """Whether it is closed, here or by the server."""
+        ...
+
+    def transport(self, connection: Any) -> asyncio.WriteTransport | None: ...
+
+    def sends_ahead(self, connection: Any) -> bool:
+        """Whether it could send statements now without waiting: their answers are read before anything else is sent."""
+        ...
+
+    def send_ahead(self, connection: Any, message: bytes) -> None:
+        """Do so, unless the connection is lost: then whatever comes next says so."""
+        ...
+
+    def has_unread(self, connection: Any) -> bool:
+        """Whether the answers to what was sent ahead are still to be read."""
+        ...
+
+    async def say_goodbye(self, connection: Any) -> None:
+        """Close it, and wait until its socket is closed."""
+        ...
 
 
-# For whoever asks what kind of connection this is, it is the driver's own.
-_OurConnection.__module__ = Connection.__module__
+def load(name: str) -> Driver:
+    """The driver of this name; :class:`ModuleNotFoundError` if it is not installed."""
+    if name == "asyncmy":
+        from outboxio.storage.mysql import with_asyncmy
+
+        return with_asyncmy
+    from outboxio.storage.mysql import with_aiomysql
+
+    return with_aiomysql
 
 
-async def connect(**arguments: Any) -> Any:
-    """A connection of our own, as ``aiomysql.connect`` makes it."""
-    connection: Any = _OurConnection(**arguments)
-    try:
-        await connection._connect()
-    except Exception:
-        for _ in range(3):  # the driver has only asked for its sockets to be closed: they must not outlive their loop
-            await asyncio.sleep(0)
-        raise
-    return connection
+def driver_of(connection: Any) -> Driver:
+    """The driver that made a connection or a pool."""
+    driver = _driver_of(connection.__class__)
+    if driver is None:
+        raise TypeError(f"{type(connection)} is of no driver for MySQL")
+    return driver
 
 
-TLS: int = _below.constants.CLIENT.SSL
-FOUND_ROWS: int = _below.constants.CLIENT.FOUND_ROWS
+def is_connection(thing: Any) -> bool:
+    """Whether it is a connection of one of the drivers."""
+    driver = _driver_of(thing.__class__)
+    return driver is not None and isinstance(thing, driver.Connection)
 
-OperationalError: type[Exception] = _below.err.OperationalError
-MySQLError: type[Exception] = _below.err.MySQLError
-DataError: type[Exception] = _below.err.DataError
-IntegrityError: type[Exception] = _below.err.IntegrityError
-InterfaceError: type[Exception] = _below.err.InterfaceError
-InternalError: type[Exception] = _below.err.InternalError
+
+@lru_cache(maxsize=64)  # asked with every statement
+def _driver_of(kind: type[object]) -> Driver | None:
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    name = next((name for name in NAMES if name in packages), None)
+    return None if name is None else load(name)
+
+
+async def closed_sockets() -> None:
+    """After a connection that failed: a driver has only asked for its sockets to be closed."""
+    for _ in range(3):  # they must not outlive their loop
+        await asyncio.sleep(0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from outboxio.storage.mysql.driver import DataError, IntegrityError, InterfaceError, InternalError, MySQLError
-
 # A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
 _TRANSIENT = {1020, 1205, 1213}
 # The server has rolled back the whole transaction, not only the statement.
@@ -25,9 +23,12 @@ _UNREACHABLE = {
 }  # fmt: skip
 
 
+_OF_DRIVERS = ("pymysql.err", "asyncmy.errors")
+
+
 def number(error: BaseException) -> int | None:
     """The error's number; ``None`` for errors that neither server nor driver has numbered."""
-    first = error.args[0] if isinstance(error, MySQLError) and error.args else None
+    first = error.args[0] if _is(error, "MySQLError") and error.args else None
     return first if isinstance(first, int) else None
 
 
@@ -41,15 +42,15 @@ def rolled_back(error: BaseException) -> bool:
 
 
 def refuses_value(error: BaseException) -> bool:
-    if isinstance(error, DataError | IntegrityError) or number(error) in _REFUSES_VALUE:
+    if _is(error, "DataError", "IntegrityError") or number(error) in _REFUSES_VALUE:
         return True
     return isinstance(error, UnicodeEncodeError)  # a lone surrogate, refused by the driver
 
 
 def is_unreachable(error: BaseException) -> bool:
-    if isinstance(error, MySQLError):
+    if _is(error, "MySQLError"):
         # Without a number: the driver has no connection any more, or lost track of what it reads.
-        return number(error) in _UNREACHABLE or isinstance(error, InterfaceError) or _is_out_of_step(error)
+        return number(error) in _UNREACHABLE or _is(error, "InterfaceError") or _is_out_of_step(error)
     return isinstance(error, OSError | TimeoutError | asyncio.IncompleteReadError)
 
 
@@ -61,5 +62,10 @@ def lacks_rights(error: BaseException) -> bool:
     return number(error) in _LACKS_RIGHTS
 
 
-def _is_out_of_step(error: Exception) -> bool:
-    return isinstance(error, InternalError) and number(error) is None
+def _is_out_of_step(error: BaseException) -> bool:
+    return _is(error, "InternalError") and number(error) is None
+
+
+def _is(error: BaseException, *kinds: str) -> bool:
+    """Whether it is an error of one of these kinds; the drivers, of which one may not be here, name them alike."""
+    return any(kind.__name__ in kinds and kind.__module__ in _OF_DRIVERS for kind in type(error).__mro__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,48 +10,37 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.ids import uuid7
-from outboxio.storage.mysql.connection import Dedicated, execute, fetch, id_list
+from outboxio.storage.mysql.connection import Dedicated, execute, fetch_each, id_list
 from outboxio.storage.mysql.flavour import Server, in_both
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FannedOut
-
-# Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
-# a newer one. A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a
-# rename was taken back, that is the one that was seen earlier.
-_SUBSCRIBED = """
-WITH subscribed AS (
-  SELECT s.handler_name, s.event_type, s.topic, s.priority, s.ordered FROM eventlog.subscriptions s
-  WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s AND s.handler_name NOT IN (
-    SELECT a.name FROM eventlog.subscriptions r JOIN JSON_TABLE(r.aliases, '$[*]' COLUMNS (name {text} PATH '$')) a
-    WHERE r.namespace = %(namespace)s AND r.last_seen_date > %(seen_since)s AND NOT EXISTS (
-      SELECT 1 FROM eventlog.subscriptions o
-      JOIN JSON_TABLE(o.aliases, '$[*]' COLUMNS (name {text} PATH '$')) b ON b.name = r.handler_name
-      WHERE o.namespace = %(namespace)s AND o.last_seen_date > %(seen_since)s AND o.handler_name = a.name
-        AND (o.last_seen_date > r.last_seen_date
-          OR o.last_seen_date = r.last_seen_date AND o.handler_name > r.handler_name))))
-"""
 
 # Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
 _BY_TYPE = "eventlog.events e FORCE INDEX (events_undelivered)"
 _BY_TOPIC = "eventlog.events e FORCE INDEX (events_undelivered_topic)"
 _BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
-# The keys that somebody wants and that have undelivered events, and all keys that ordered handlers want: an idle poll
-# is this one statement. EXISTS would be turned into a join, which a planner that believes the table to be empty begins
-# with the backlog.
+# Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
+# a newer one; and the types and topics among them that have undelivered events. An idle poll is this one message. The
+# rows are one value, for the driver is slow at rows and columns. EXISTS would be turned into a join, which a planner
+# that believes the table to be empty begins with the backlog.
+_LIVE = "eventlog.subscriptions s WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s"
 _TYPE_WAITS = f"""(SELECT 1 FROM {_BY_TYPE}
   WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1)"""
 _TOPIC_WAITS = f"""(SELECT 1 FROM {_BY_TOPIC}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.topic = t.topic LIMIT 1)"""
+  WHERE e.namespace = %(namespace)s AND e.waiting_topic = t.topic LIMIT 1)"""
+_SUBSCRIPTIONS = f"""
+SELECT JSON_ARRAYAGG(JSON_ARRAY(s.handler_name, s.event_type, s.topic, s.priority, s.ordered,
+  CAST(s.aliases AS CHAR) {{collate}}, CAST(s.last_seen_date AS CHAR) {{collate}})) FROM {_LIVE}
+"""
+SUBSCRIPTIONS = in_both(_SUBSCRIPTIONS.replace("%(namespace)s", "%s").replace("%(seen_since)s", "%s"))
 FIND_WANTED = in_both(f"""
-{_SUBSCRIBED}
-SELECT JSON_ARRAY('', t.event_type, t.ordered, IF(t.ordered, COALESCE({_TYPE_WAITS}, 0), 1))
-FROM (SELECT event_type, MAX(ordered) AS ordered FROM subscribed WHERE topic = '' GROUP BY event_type) t
-WHERE t.ordered OR {_TYPE_WAITS} = 1
+{_SUBSCRIPTIONS};
+SELECT JSON_ARRAYAGG(t.event_type) FROM (SELECT DISTINCT s.event_type FROM {_LIVE} AND s.topic = '') t
+WHERE {_TYPE_WAITS} = 1
 UNION ALL
-SELECT JSON_ARRAY('#', t.topic, t.ordered, IF(t.ordered, COALESCE({_TOPIC_WAITS}, 0), 1))
-FROM (SELECT topic, MAX(ordered) AS ordered FROM subscribed WHERE topic <> '' GROUP BY topic) t
-WHERE t.ordered OR {_TOPIC_WAITS} = 1
+SELECT JSON_ARRAYAGG(t.topic) FROM (SELECT DISTINCT s.topic FROM {_LIVE} AND s.topic <> '') t
+WHERE {_TOPIC_WAITS} = 1
 """)
 
 # The next ones are put together with UNION ALL, one for each key. Each walks its key by itself along the index. A batch
@@ -65,7 +54,7 @@ WHERE t.ordered OR {_TOPIC_WAITS} = 1
 _BATCH_OF_TYPE = f"""FROM {_BY_TYPE}
   WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s ORDER BY e.sequence LIMIT %s"""
 _BATCH_OF_TOPIC = f"""FROM {_BY_TOPIC}
-  WHERE e.namespace = %s AND e.delivered = FALSE AND e.topic = %s ORDER BY e.sequence LIMIT %s"""
+  WHERE e.namespace = %s AND e.waiting_topic = %s ORDER BY e.sequence LIMIT %s"""
 CLAIM_OF_TYPE = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)"
 CLAIM_OF_TOPIC = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)"
 _MARKED = "JSON_ARRAYAGG(CONCAT(IF(b.other IN ({others}), '-', ''), b.id))"
@@ -99,13 +88,27 @@ SELECT LOWER(CONCAT(%(id_head)s, LPAD(HEX((e.sequence >> 12) & 4095), 3, '0'), '
 """
 _ONCE = "ON DUPLICATE KEY UPDATE id = eventlog.event_notifications.id"
 
-# A handler that is reached both ways still gets one row. Without topics the second half reads nothing.
-NOTIFY = in_both(f"""
-{_INTO}
+# The subscriptions as they were read behind the claim: whoever has subscribed before an event was committed gets it.
+# DISTINCT makes a table of them, which MySQL gives an index; on MariaDB it is too wide for one, and hashed. A list
+# would be walked for each event.
+_SUBSCRIBED = """
+WITH subscribed AS (
+  SELECT DISTINCT * FROM JSON_TABLE(%(subscribed)s, '$[*]' COLUMNS (
+    handler_name {text} PATH '$[0]', event_type {text} PATH '$[1]', topic {text} PATH '$[2]', priority INT PATH '$[3]',
+    ordered INT PATH '$[4]')) listed)
+"""
+_NOTIFY_BY_TYPE = f"""
+{{hashing}} {_INTO.lstrip()}
 {_SUBSCRIBED}
 {_OWED}
 FROM {_BY_ID} STRAIGHT_JOIN subscribed s ON s.event_type = e.event_type AND s.topic = ''
 WHERE e.id IN ({{ids}})
+"""
+NOTIFY_BY_TYPE = in_both(f"{_NOTIFY_BY_TYPE} {_ONCE}")
+
+# A handler that is reached both ways still gets one row.
+NOTIFY = in_both(f"""
+{_NOTIFY_BY_TYPE}
 UNION ALL
 {_OWED}
 FROM (SELECT * FROM subscribed WHERE topic <> '') s STRAIGHT_JOIN {_BY_ID} ON e.topic = s.topic
@@ -151,13 +154,29 @@ WHERE e.id IN ({{ids}})
 """
 
 
-class _Key(Struct, frozen=True, array_like=True):
+class _Subscription(Struct, frozen=True, array_like=True):
+    """A handler that wants a type, or a topic, as ``FIND_WANTED`` writes it."""
+
+    handler_name: str
+    event_type: str
+    topic: str
+    priority: int
+    ordered: int
+    aliases: str
+    seen: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return ("#", self.topic) if self.topic else ("", self.event_type)
+
+
+class _Key(Struct, frozen=True):
     """An event type, or a topic, which has the sign ``#``, that somebody wants."""
 
     sign: str
     value: str
-    is_ordered: int
-    waits: int
+    is_ordered: bool
+    waits: bool
 
     @property
     def name(self) -> str:
@@ -165,7 +184,7 @@ class _Key(Struct, frozen=True, array_like=True):
         return f"{self.sign}{self.value}"
 
 
-_key = msgspec.json.Decoder(_Key).decode
+_subscriptions = msgspec.json.Decoder(list[_Subscription]).decode
 _strings = msgspec.json.Decoder(list[str]).decode
 
 
@@ -176,10 +195,15 @@ class MysqlEvents:
         self._server = server
 
     async def fan_out(
-        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        rooms: Mapping[str, int],
+        batch_size: int,
+        after: Mapping[str, int] | None = None,
     ) -> FannedOut:
-        scope = {"namespace": namespace, "seen_since": seen_since, "now": now}
-        wanted = await self._wanted(self._fanout, scope)
+        wanted = await self._wanted(self._fanout, namespace, seen_since)
         waiting = [key for key in wanted if key.waits]
         if not waiting:  # most rounds find nothing
             return FannedOut({}, frozenset(), 0)
@@ -189,20 +213,30 @@ class MysqlEvents:
         looked_at = [*waiting, *(key for key in ordered if not key.waits)] if any(k.waits for k in ordered) else waiting
         sizes = {key: rooms.get(key.name, share) for key in sorted(looked_at, key=lambda key: key.sign)}
 
-        async def claim_and_notify(connection: Any) -> FannedOut:
-            claimed, full = await _claim(connection, namespace, sizes, ordered)
-            made = await self._notify(connection, scope, [i for ids in claimed.values() for i in ids])
+        async def claim_and_notify(connection: Any, begin: str, commit: str) -> FannedOut:
+            claim, args = _claim(namespace, sizes, ordered)
+            look = self._server.spell(SUBSCRIPTIONS)
+            found, ((live,),) = await fetch_each(
+                connection, f"{begin}; {claim}; {look}", (*args, namespace, seen_since)
+            )
+            claimed, full = _shared_out(found, sizes)
+            ids = id_list([i for ids in claimed.values() for i in ids])
+            made = 0
+            if ids:
+                made = await execute(connection, *self._notify(ids, _subscribed(live), claimed, now))
+                commit = f"{MARK_DELIVERED.format(ids=ids)}; {commit}"
+            await execute(connection, commit)
             return FannedOut(
                 events={key.name: len(ids) for key, ids in claimed.items() if ids},
                 full=frozenset(key.name for key in full),
                 notifications=made,
             )
 
-        done: FannedOut = await self._fanout.in_transaction(claim_and_notify)
+        done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
-        wanted = await self._wanted(self._admin, {"namespace": namespace, "seen_since": seen_since})
+        wanted = await self._wanted(self._admin, namespace, seen_since)
         return any(key.waits for key in wanted)
 
     async def count_undelivered(self, namespace: str) -> int:
@@ -229,28 +263,55 @@ class MysqlEvents:
 
         return int(await self._admin.use(write))
 
-    async def _wanted(self, on: Dedicated, scope: Mapping[str, Any]) -> list[_Key]:
+    async def _wanted(self, on: Dedicated, namespace: str, seen_since: datetime) -> list[_Key]:
         """The keys that wait, and those that ordered handlers want."""
-        return [_key(row[0]) for row in await on.fetch(FIND_WANTED, scope)]
+        ((live,),), ((types,), (topics,)) = await on.fetch_each(
+            FIND_WANTED, {"namespace": namespace, "seen_since": seen_since}
+        )
+        subscribed = _subscribed(live)
+        waiting = {("", name) for name in _strings(types or "[]")} | {("#", name) for name in _strings(topics or "[]")}
+        ordered = {subscription.key for subscription in subscribed if subscription.ordered}
+        wanted = dict.fromkeys(subscription.key for subscription in subscribed)
+        return [_Key(*key, key in ordered, key in waiting) for key in wanted if key in ordered or key in waiting]
 
-    async def _notify(self, connection: Any, scope: Mapping[str, Any], ids: Sequence[str]) -> int:
-        """Make the notifications of claimed events, and mark these delivered; how many."""
-        if not ids:
-            return 0
-        listed = id_list(ids)
-        notify = self._server.spell(NOTIFY).replace("{ids}", listed)
-        made = await execute(connection, notify, {**scope, "id_head": _id_head()})
-        await execute(connection, MARK_DELIVERED.format(ids=listed))
-        return made
+    def _notify(
+        self, ids: str, subscribed: Sequence[_Subscription], claimed: Iterable[_Key], now: datetime
+    ) -> tuple[str, dict[str, Any]]:
+        """The statement that makes the notifications of claimed events, and its arguments."""
+        notify = NOTIFY
+        if not any(subscription.topic for subscription in subscribed):
+            notify, types = NOTIFY_BY_TYPE, {key.value for key in claimed}
+            subscribed = [subscription for subscription in subscribed if subscription.event_type in types]
+        listed = as_json((s.handler_name, s.event_type, s.topic, s.priority, s.ordered) for s in subscribed)
+        return self._server.spell(notify).replace("{ids}", ids), {
+            "subscribed": listed, "now": now, "id_head": _id_head(),
+        }  # fmt: skip
 
 
-async def _claim(
-    connection: Any, namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key]
-) -> tuple[dict[_Key, list[str]], set[_Key]]:
-    """A batch of each key, as ids, and the keys that are full. An id is only the first key's that has it."""
+def _subscribed(found: str | None) -> Sequence[_Subscription]:
+    """Those of the live subscriptions that get new rows: a name that is a live handler's alias does not.
+
+    Of two names that are each other's alias, after a rename was taken back, the one that was seen earlier does not.
+    """
+    live = _subscriptions(found or "[]")
+    newest: dict[tuple[str, str], str] = {}
+    for s in live:
+        for alias in _strings(s.aliases) if s.aliases != "[]" else ():
+            newest[s.handler_name, alias] = max(s.seen, newest.get((s.handler_name, alias), ""))
+    replaced = {
+        alias for (name, alias), seen in newest.items() if (newest.get((alias, name), ""), alias) <= (seen, name)
+    }
+    return [s for s in live if s.handler_name not in replaced]
+
+
+def _claim(namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key]) -> tuple[str, tuple[Any, ...]]:
+    """The statement that claims a batch of each key, and its arguments."""
     branches = [_branch(key, namespace, size, ordered) for key, size in sizes.items()]
-    args = tuple(arg for _, some in branches for arg in some)
-    rows = await fetch(connection, " UNION ALL ".join(sql for sql, _ in branches), args)
+    return " UNION ALL ".join(sql for sql, _ in branches), tuple(arg for _, some in branches for arg in some)
+
+
+def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> tuple[dict[_Key, list[str]], set[_Key]]:
+    """What was claimed of each key, as ids, and the keys that are full. An id is only the first key's that has it."""
     found = {key: _strings(row[0]) if row[0] else [] for key, row in zip(sizes, rows, strict=True)}
     full = {key for key, batch in found.items() if len(batch) >= sizes[key]}
 

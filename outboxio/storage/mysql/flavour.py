@@ -31,8 +31,9 @@ class Flavour(Struct, frozen=True):
 
 
 # {text}, {document}: a text column within JSON_TABLE, comparable with ours; without a character set of its own it would
-# have the selected database's, and lose what does not fit. {id}: the type of an id there; {id_of}: an id of there,
-# as our columns have them.
+# have the selected database's, and lose what does not fit. {collate}: makes any other text comparable with ours. {id}:
+# the type of an id within JSON_TABLE; {id_of}: an id of there, as our columns have them. {hashing}: before a statement
+# whose joins may hash.
 MYSQL = Flavour(
     name="mysql",
     product="MySQL",
@@ -42,6 +43,8 @@ MYSQL = Flavour(
     words={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
+        "collate": "COLLATE utf8mb4_0900_bin",
+        "hashing": "",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "{}",
     },
@@ -55,6 +58,8 @@ MARIADB = Flavour(
     words={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+        "collate": "COLLATE utf8mb4_nopad_bin",
+        "hashing": "SET STATEMENT join_cache_level = 4 FOR",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
     },
@@ -73,7 +78,7 @@ def in_both(text: str) -> Statement:
 
 
 def _spelled(text: str, flavour: Flavour) -> str:
-    for word in ("text", "document", "id"):
+    for word in ("text", "document", "collate", "hashing", "id"):
         text = text.replace(f"{{{word}}}", flavour.words[word])
     return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
@@ -14,9 +14,10 @@ from outboxio.errors import InvalidEvent
 from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import drop, fetch, id_list, is_closed, run
-from outboxio.storage.mysql.driver import Cursor
+from outboxio.storage.mysql.driver import Driver, driver_of
 from outboxio.storage.mysql.flavour import Server, in_both
 from outboxio.storage.mysql.values import as_json, as_moment, as_rows, as_value
+from outboxio.storage.pool import GiveBack
 from outboxio.storage.protocols import CommitLost, Consumed, Owed, TransactionLost
 from outboxio.waiting import to_the_end
 
@@ -26,8 +27,10 @@ logger = logging.getLogger(__name__)
 # swallowed, a CREATE TABLE, a COMMIT inside a procedure. After it, statements would be committed one by one.
 # Each message that must not be committed alone begins with giving the savepoint up; it is made again for the next one.
 BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
+_IN_BEGIN = 2  # statements
 STILL_OPEN = "RELEASE SAVEPOINT outboxio; SAVEPOINT outboxio;"
 COMMIT = "RELEASE SAVEPOINT outboxio; COMMIT"
+AROUND = 64  # bytes of a message that are not its rows', at most
 _NO_SUCH_SAVEPOINT = 1305
 _TOO_LARGE = 1301
 
@@ -99,16 +102,16 @@ def insertions(
     """The statements that write the rows of one action: one, unless it would be longer than the server takes."""
     shared = _spelled(escape, _of_action(action))
     statement = INSERT_EVENTS.encode()
-    begun = statement
+    begun, room = statement, largest_packet - AROUND
     for event in events:
         row = f"({_spelled(escape, _of_event(event))}, {shared}, FALSE)".encode()
-        if len(INSERT_EVENTS) + len(row) >= largest_packet:
+        if len(INSERT_EVENTS) + len(row) >= room:
             raise InvalidEvent(
                 f"event {event.event_type or 'of ' + action.action_name}",
                 f"its row has {len(row)} bytes with the action's parameters; the server's max_allowed_packet is "
                 f"{largest_packet}: raise it, or store what is large elsewhere",
             )
-        if statement is not begun and len(statement) + len(row) + 2 >= largest_packet:
+        if statement is not begun and len(statement) + len(row) + 2 >= room:
             yield statement
             statement = begun
         statement = statement + row if statement is begun else statement + b",\n" + row
@@ -131,16 +134,44 @@ def _of_action(action: ActionRecord) -> tuple[Any, ...]:
 
 
 def _spelled(escape: Escape, values: Sequence[Any]) -> str:
-    return ", ".join(["NULL" if value is None else escape(as_value(value)) for value in values])
+    """Values of our own rows; the driver takes long for a moment."""
+    return ", ".join([
+        "NULL" if value is None
+        else escape(value) if type(value) is str
+        else f"'{as_moment(value)}'" if isinstance(value, datetime)
+        else escape(as_value(value))
+        for value in values
+    ])  # fmt: skip
 
 
 async def insert_events(
-    connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server, first: bytes = b""
+    connection: Any,
+    action: ActionRecord,
+    events: Sequence[EventRecord],
+    server: Server,
+    *,
+    is_ours: bool = False,
+    begins: bool = False,
+    ends: bool = False,
 ) -> None:
-    """Write the rows of one action on an aiomysql connection; ``first``: a statement that must succeed before that."""
-    for statement in list(insertions(action, events, connection.escape, server.largest_packet)):
+    """Write the rows of one action on a driver's connection.
+
+    ``is_ours``: the transaction has our savepoint, without which nothing is written. ``begins``: it is to begin with
+    them. ``ends``: commit them as well.
+    """
+    messages = list(insertions(action, events, connection.escape, server.largest_packet))
+    if begins and ends and len(messages) == 1:  # nobody else can have ended it
+        messages[0] = b"START TRANSACTION; %b; COMMIT" % messages[0]
+    else:
+        if begins:
+            await run(connection, BEGIN)
+        if ends:
+            messages[-1] = b"RELEASE SAVEPOINT outboxio; %b; COMMIT" % messages[-1]
+        if is_ours and not (ends and len(messages) == 1):
+            messages[0] = STILL_OPEN.encode() + messages[0]
+    for message in messages:
         try:
-            await run(connection, first + statement)
+            await run(connection, message)
         except Exception as error:
             if errors.number(error) != _TOO_LARGE:
                 raise
@@ -149,40 +180,69 @@ async def insert_events(
                 "its JSON, as the server spells it, is longer than the server's max_allowed_packet of "
                 f"{server.largest_packet} bytes: raise it, or store what is large elsewhere",
             ) from error
-        first = b""
 
 
 class MysqlSession:
-    """One transaction on one aiomysql connection; or a caller's own connection, with the transaction that it has."""
+    """One transaction on one driver's connection; or a caller's own connection, with the transaction that it has.
+
+    It may begin in one message with the application's first statement.
+    """
 
     def __init__(self, connection: Any, server: Server, *, is_callers: bool = False) -> None:
         self._connection = connection
         self._server = server
         self._is_callers = is_callers
+        self._is_to_begin = False
         self._is_over = False
         self._has_run = False
+        self._is_running = False
+
+    @property
+    def _driver(self) -> Driver:
+        return driver_of(self._connection)
 
     @property
     def connection(self) -> Any:
+        if self._is_to_begin:  # whoever asks for it uses it at once: behind this, on the same wire
+            self._is_to_begin = False
+            self._driver.send_ahead(self._connection, BEGIN.encode())
         return self._connection
 
-    async def begin(self) -> None:
+    async def begin(self, *, soon: bool = False) -> None:
+        if soon and self._driver.sends_ahead(self._connection):
+            self._is_to_begin = True
+        else:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        self._is_to_begin = False
         try:
             await run(self._connection, BEGIN)
         except BaseException:
             self.discard()  # nobody knows whether it began
             raise
 
-    async def commit(self) -> None:
+    async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
+        begins, self._is_to_begin = self._is_to_begin, False
+        if action is not None and events:
+            last = insert_events(self._connection, action, events, self._server, is_ours=True, begins=begins, ends=True)
+        elif begins:
+            return  # nothing was done
+        else:
+            last = run(self._connection, COMMIT)
         try:
-            await self._require_open(run(self._connection, COMMIT))
+            await self._require_open(last)
         except Exception as error:
             if errors.is_unreachable(error):
                 raise CommitLost from error
             raise
 
     async def rollback(self) -> None:
-        if not is_closed(self._connection):
+        if self._is_to_begin:
+            self._is_to_begin = False
+        elif self._is_running:  # a task was left behind with a statement, whose answer would be taken for ROLLBACK's
+            self.discard()
+        elif not is_closed(self._connection):
             await run(self._connection, "ROLLBACK", timeout=10)
 
     def discard(self) -> None:
@@ -190,7 +250,7 @@ class MysqlSession:
 
     def in_transaction(self) -> bool:
         # A connection that is gone speaks for itself, with the driver's own error.
-        if is_closed(self._connection):
+        if self._is_to_begin or is_closed(self._connection) or self._driver.has_unread(self._connection):
             return True
         return not self._is_over and (
             self._connection.get_transaction_status() or (self._is_callers and not self._connection.get_autocommit())
@@ -215,11 +275,13 @@ class MysqlSession:
     async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
         if not ids:
             return {}
+        await self._require_begun()
         rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids)), (",".join(states),))
         return {UUID(row[0]): row[1] for row in rows}
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
         if ids:
+            await self._require_begun()
             await run(self._connection, FINISH.format(ids=id_list(ids)), (state, attempts, now))
 
     async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
@@ -238,6 +300,7 @@ class MysqlSession:
         )
         args = {"event_id": str(event_id), "owed": listed, "now": as_value(now)}
         statements = f"{self._server.spell(OWE)}; {DELIVER}" if owed else DELIVER
+        await self._require_begun()
         if self._is_callers:
             await run(self._connection, statements, args)
         else:
@@ -246,11 +309,13 @@ class MysqlSession:
     async def consume(self, consumed: Consumed) -> Consumed:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
         rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
+        await self._require_begun()
         await run(self._connection, CONSUME, (*key, *rest))
         (row,) = await fetch(self._connection, CONSUMED, key)
         return Consumed(*key, UUID(row[0]), row[1], row[2])
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+        await self._require_begun()
         seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
         rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
         return [
@@ -259,11 +324,14 @@ class MysqlSession:
         ]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        if self._is_callers:
-            await insert_events(self._connection, action, events, self._server)
-            return
-        first = STILL_OPEN.encode()
-        await self._require_open(insert_events(self._connection, action, events, self._server, first))
+        await self._require_begun()
+        is_ours = not self._is_callers
+        await self._require_open(insert_events(self._connection, action, events, self._server, is_ours=is_ours))
+
+    async def _require_begun(self) -> None:
+        """Begin now, if that was to come with the first statement of the application."""
+        if self._is_to_begin:
+            await self._begin()
 
     async def _require_open(self, statements: Awaitable[Any]) -> None:
         """Run statements of which the first releases the savepoint; without it there is no transaction any more."""
@@ -281,19 +349,27 @@ class MysqlSession:
         return spelled
 
     async def _run(self, sql: str, args: Sequence[Any]) -> Any:
-        self._has_run = True
+        # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent sign
+        # is only a percent sign.
+        statement = sql % tuple(map(self._spelled, args)) if args else sql
+        if self._is_to_begin and len(statement) > self._server.largest_packet // 8:
+            await self._begin()  # there may be no room for both
+        begins, self._is_to_begin = self._is_to_begin, False
+        self._has_run = self._is_running = True
         try:
-            cursor = await self._connection.cursor(Cursor)
-            # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent
-            # sign is only a percent sign.
-            await cursor.execute(sql % tuple(map(self._spelled, args)) if args else sql)
+            cursor = await self._connection.cursor(self._driver.Cursor)
+            if begins:
+                await cursor.execute(f"{BEGIN}; {statement}")
+                for _ in range(_IN_BEGIN):
+                    await cursor.nextset()
+            else:
+                await cursor.execute(statement)
         except Exception as error:
             self._is_over = self._is_over or errors.rolled_back(error)
             raise
+        finally:
+            self._is_running = False
         return cursor
-
-
-GiveBack = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 class PooledSession:
@@ -310,14 +386,15 @@ class PooledSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(self._give_back(self._connection))
+        if (giving := self._give_back(self._connection)) is not None:
+            await to_the_end(giving)
 
 
 async def give_back(pool: Any, connection: Any) -> None:
-    """Give a connection back to a pool of aiomysql's, and wake whoever waits for one.
+    """Give a connection back to a pool of a driver's, and wake whoever waits for one.
 
-    It wakes nobody by itself when it takes back a connection that is lost: without free ones, whoever waits would wait
-    for ever.
+    aiomysql's wakes nobody by itself when it takes back a connection that is lost: without free ones, whoever waits
+    would wait for ever.
     """
     await pool.release(connection)
     if is_closed(connection) and not pool.freesize:

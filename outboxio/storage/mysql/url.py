@@ -1,4 +1,4 @@
-"""URLs of MySQL and MariaDB: what they say, as aiomysql takes it."""
+"""URLs of MySQL and MariaDB: what they say, as the drivers take it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from outboxio.errors import ConfigurationError
+from outboxio.storage.mysql.driver import DEFAULT
 
 DEFAULT_PORT = 3306
 OPTIONS = ("unix_socket", "ssl_mode", "ssl_ca", "ssl_cert", "ssl_key", "connect_timeout")
@@ -15,7 +16,7 @@ SSL_MODES = ("DISABLED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 
 
 def connect_arguments(shard: str, url: str) -> dict[str, Any]:
-    """The arguments of ``aiomysql.connect``; :class:`ConfigurationError` for what is not understood.
+    """The arguments of a driver's ``connect``; :class:`ConfigurationError` for what is not understood.
 
     ``mysql://user:password@host:3306/database?ssl_mode=VERIFY_IDENTITY&ssl_ca=/etc/ssl/ca.pem``, or
     ``mysql://user@/database?unix_socket=/run/mysqld/mysqld.sock``.
@@ -30,7 +31,7 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
                 f"shard {shard!r} has a URL with the option {told}; there are {', '.join(OPTIONS)}"
             )
     if "," in parts.netloc.rpartition("@")[2]:
-        raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; aiomysql connects to one")
+        raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; the driver connects to one")
     arguments: dict[str, Any] = {
         "user": unquote(parts.username or "") or None,
         "password": unquote(parts.password or ""),
@@ -44,6 +45,16 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
         arguments["connect_timeout"] = _seconds(shard, options["connect_timeout"])
     context = _ssl_context(shard, options)
     return arguments if context is None else {**arguments, "ssl": context}
+
+
+def dialect_of(url: str) -> str:
+    """``mysql`` or ``mariadb``."""
+    return urlsplit(url).scheme.partition("+")[0]
+
+
+def driver_named_by(url: str) -> str:
+    """``mysql+asyncmy://host/database`` names its driver."""
+    return urlsplit(url).scheme.partition("+")[2] or DEFAULT
 
 
 def where(url: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
@@ -30,15 +31,25 @@ def as_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Rows of one result; columns of one name are reached by index."""
     if not rows:
         return []
+    kind = _kind_of_row(tuple(names))
+    return [kind(row) for row in rows]
+
+
+@lru_cache(maxsize=1024)  # to make a class takes longer than to read a row
+def _kind_of_row(names: tuple[str, ...]) -> Any:
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         places.setdefault(name, place)
-    kind: Any = type("Row", (Row,), {"_places": places})
-    return [kind(row) for row in rows]
+    return type("Row", (Row,), {"_places": places})
+
+
+_AS_THEY_ARE = {str, int, float, bytes, type(None)}
 
 
 def as_value(value: Any) -> Any:
     """A value of the application as the driver takes it: moments in UTC, UUIDs as text, members as their value."""
+    if type(value) in _AS_THEY_ARE:
+        return value
     match value:
         case UUID():
             return str(value)

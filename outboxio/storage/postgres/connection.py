@@ -69,8 +69,18 @@ class Dedicated(DedicatedConnection):
             return True
 
     def drop(self, connection: Any) -> None:
-        with suppress(asyncpg.InterfaceError):  # its pool has it back already
-            connection.terminate()
+        drop(connection)
+
+
+def is_usable(connection: Any) -> bool:
+    """Whether somebody else may have it: it is not lost, and has no transaction open."""
+    return not (connection.is_closed() or connection.is_in_transaction())
+
+
+def drop(connection: Any) -> None:
+    """Close it at once."""
+    with suppress(asyncpg.InterfaceError):  # its pool has it back already
+        connection.terminate()
 
 
 def as_texts(values: Iterable[Any]) -> list[str | None]:

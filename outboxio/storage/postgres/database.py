@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,15 +14,16 @@ import asyncpg
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT
+from outboxio.storage.pool import LARGEST_POOL, GiveBack, Pool
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated
+from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated, drop, is_usable
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.lines import PostgresLines
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
-from outboxio.storage.postgres.session import PooledSession, PostgresSession
+from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
 from outboxio.storage.postgres.starts import PostgresStarts
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
 from outboxio.storage.protocols import LONGEST_SILENCE
@@ -30,9 +32,7 @@ from outboxio.waiting import to_the_end
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
-CLOSING_TIMEOUT = 10.0
 NOTIFY_TIMEOUT = 2.0  # a wake-up must neither hold up the heartbeat, which goes the same way, nor the end
-LARGEST_POOL = 20  # connections of a pool of our own; one that is not used for five minutes is closed
 
 NOTIFY = "NOTIFY {}, '{}'"
 
@@ -48,8 +48,7 @@ class PostgresDatabase:
         self._direct_url = direct_url or self._url
         self._behind_proxy = direct_url is not None
         self._pool = None if isinstance(source, str) else source
-        self._opening = asyncio.Lock()
-        self._opened_in: asyncio.AbstractEventLoop | None = None
+        self._ours = Pool(connect=self._connect_for_actions, hang_up=_hang_up, drop=drop, is_usable=is_usable)
         # What is seldom asked keeps no connection of a given pool from the application.
         self._admin = self._loop_connection(keeps=self._url is not None)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
@@ -63,7 +62,7 @@ class PostgresDatabase:
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> PooledSession:
-        return PooledSession(self._check_out)
+        return PooledSession(self._check_out, is_ours=self._url is not None)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
@@ -83,9 +82,13 @@ class PostgresDatabase:
             with suppress(asyncpg.InterfaceError):  # it is being given back, or has just ended
                 await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
                 return
-        pool = await self._open_pool()
-        async with pool.acquire(timeout=NOTIFY_TIMEOUT) as connection:
+        async with asyncio.timeout(NOTIFY_TIMEOUT):
+            connection, give_back = await self._check_out()
+        try:
             await connection.execute(notify, timeout=NOTIFY_TIMEOUT)
+        finally:
+            if (giving := give_back(connection)) is not None:
+                await to_the_end(giving)
 
     async def refuse_shared_sessions(self) -> None:
         """Two connections that are open at once never have one server process, unless a proxy shares it."""
@@ -116,10 +119,7 @@ class PostgresDatabase:
 
     async def close(self) -> None:
         await self.release_loops()
-        if self._url is not None and self._pool is not None:
-            pool, self._pool = self._pool, None
-            if self._opened_in is asyncio.get_running_loop():
-                await _close(pool)
+        await self._ours.close()
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -129,24 +129,34 @@ class PostgresDatabase:
     def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
         return Dedicated(self._connect, self._release, LOOP_SETTINGS, keeps=keeps)
 
-    async def _open_pool(self) -> asyncpg.Pool[Any]:
-        if self._url is not None and self._opened_in is not asyncio.get_running_loop():
-            # What an earlier event loop left behind, asyncio.run() once more, is of no use in this one.
-            self._pool, self._opening, self._opened_in = None, asyncio.Lock(), asyncio.get_running_loop()
-        if self._pool is None:
-            async with self._opening:
-                if self._pool is None:
-                    self._pool = await self._reaching(self._url, self._create_pool)
-        return self._pool
+    async def _check_out(self) -> tuple[Any, GiveBack]:
+        pool = self._pool
+        if pool is not None:
+            return await self._reaching(None, pool.acquire), partial(_give_back, pool)
+        connection = await self._reaching(self._url, self._ours.acquire)
+        connection.is_reset = False
+        return connection, self._give_back_ours
 
-    async def _check_out(self) -> tuple[asyncpg.Pool[Any], Any]:
-        pool = await self._open_pool()
-        return pool, await self._reaching(self._url, pool.acquire)
+    def _give_back_ours(self, connection: ActionConnection) -> Coroutine[Any, Any, None] | None:
+        if not connection.is_reset and not connection.is_closed():
+            return self._reset_and_give_back(connection)
+        self._ours.release(connection)
+        return None
 
-    async def _create_pool(self) -> asyncpg.Pool[Any]:
+    async def _reset_and_give_back(self, connection: ActionConnection) -> None:
+        try:
+            await connection.reset(timeout=ENDING_TIMEOUT)
+        except Exception as error:
+            # The action has ended, one way or the other, and this changes nothing about it.
+            logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)
+            connection.terminate()
+        finally:
+            self._ours.release(connection)
+
+    async def _connect_for_actions(self) -> Any:
         # A proxy that shares sessions forgets prepared statements between transactions.
         cache: Mapping[str, Any] = {"statement_cache_size": 0} if self._behind_proxy else {}
-        return await asyncpg.create_pool(self._url, min_size=1, max_size=LARGEST_POOL, timeout=CONNECT_TIMEOUT, **cache)
+        return await asyncpg.connect(self._url, timeout=CONNECT_TIMEOUT, connection_class=ActionConnection, **cache)
 
     async def _connect(self) -> Any:
         """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
@@ -164,7 +174,7 @@ class PostgresDatabase:
             assert self._pool is not None
             await self._pool.release(connection)
         else:
-            await connection.close(timeout=FAREWELL_TIMEOUT)
+            await _hang_up(connection)
 
     async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
         try:
@@ -173,16 +183,17 @@ class PostgresDatabase:
             raise DatabaseUnavailable(self.name, _where(url), str(error) or type(error).__name__) from error
 
 
-async def _close(pool: asyncpg.Pool[Any]) -> None:
-    """Wait for connections that are still checked out, but not for ever: one may have been lost on the way back."""
+async def _give_back(pool: asyncpg.Pool[Any], connection: Any) -> None:
+    """Give a connection back to a given pool."""
     try:
-        async with asyncio.timeout(CLOSING_TIMEOUT):
-            await pool.close()
-    except TimeoutError:
-        logger.warning(
-            "connections of the pool are still in use %g s after it was closed; they are dropped", CLOSING_TIMEOUT
-        )
-        pool.terminate()
+        await pool.release(connection, timeout=ENDING_TIMEOUT)
+    except Exception as error:
+        # The action has ended, one way or the other, and this changes nothing about it.
+        logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)
+
+
+async def _hang_up(connection: Any) -> None:
+    await connection.close(timeout=FAREWELL_TIMEOUT)
 
 
 def _where(url: str | None) -> str:

@@ -16,9 +16,12 @@ INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace,
   causation_id, headers, hops, retention_from)
 """.strip()
 
-# An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie together in the index of ids.
+# An id is a UUIDv7 with the time of its batch, 20 bits of the event's sequence and 42 random ones: rows are appended to
+# the index of ids, and those that are settled together lie together. The number is negative for the variant's sake.
+# gen_random_uuid(), with the time put into its text, took 1.9 us instead of 0.5.
 _OWED = """
-SELECT overlay(gen_random_uuid()::text placing {id_head} from 1 for 15)::uuid, e.id, s.handler_name, e.namespace,
+SELECT ({id_head} || to_hex(((-2)::bigint << 62) + ((e.sequence & 1048575) << 42)
+    + floor(random() * 4398046511104)::bigint))::uuid, e.id, s.handler_name, e.namespace,
   e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type,
   e.event_type, e.payload, e.event_date, 'PENDING', 0, greatest(e.available_at, {now}), {now}, {now}, e.sequence,
   CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id, e.causation_id,
@@ -43,6 +46,9 @@ WHERE l.aliases <> '[]' AND NOT EXISTS (
   SELECT FROM live o WHERE o.handler_name = a.name AND o.aliases @> to_jsonb(l.handler_name::text)
     AND (o.last_seen_date, o.handler_name) > (l.last_seen_date, l.handler_name))
 """
+# Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
+# may still want them: a backlog is read on from there.
+_AFTER = "CASE WHEN t.ordered OR rooms.after IS NULL THEN (-2)::bigint << 62 ELSE rooms.after END AS after"
 FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
@@ -52,26 +58,27 @@ WITH live AS MATERIALIZED (
 ), subscribed AS MATERIALIZED (
   SELECT * FROM live WHERE handler_name NOT IN (SELECT name FROM renamed)
 ), rooms AS MATERIALIZED (
-  SELECT * FROM unnest($4::text[], $5::text[]::bigint[]) AS room(key, size)
+  SELECT * FROM unnest($4::text[], $5::text[]::bigint[], $8::text[]::bigint[]) AS room(key, size, after)
 ), types AS MATERIALIZED (
-  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size,
-    t.ordered OR (SELECT coalesce(bool_or(ordered), FALSE) FROM subscribed WHERE topic <> '') AS ordered
-  FROM (SELECT event_type, bool_or(ordered) AS ordered FROM subscribed WHERE topic = '' GROUP BY event_type) t
+  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
+  FROM (SELECT event_type, bool_or(ordered) OR (SELECT coalesce(bool_or(ordered), FALSE) FROM subscribed
+          WHERE topic <> '') AS ordered
+        FROM subscribed WHERE topic = '' GROUP BY event_type) t
     LEFT JOIN rooms ON rooms.key = t.event_type
 ), topics AS MATERIALIZED (
-  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered
+  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
   FROM (SELECT topic, bool_or(ordered) AS ordered FROM subscribed WHERE topic <> '' GROUP BY topic) t
     LEFT JOIN rooms ON rooms.key = '#' || t.topic
 ), batch AS MATERIALIZED (
   SELECT e.*, e.event_type AS key, types.size, types.ordered FROM types CROSS JOIN LATERAL (
     SELECT ctid AS place, * FROM eventlog.events
-    WHERE namespace = $1 AND event_type = types.event_type AND delivered = FALSE
+    WHERE namespace = $1 AND event_type = types.event_type AND delivered = FALSE AND sequence > types.after
     ORDER BY sequence LIMIT types.size FOR UPDATE SKIP LOCKED) e
   UNION ALL
   SELECT e.*, '#' || e.topic AS key, topics.size, topics.ordered FROM topics CROSS JOIN LATERAL (
     SELECT ctid AS place, * FROM eventlog.events
-    WHERE namespace = $1 AND topic = topics.topic AND delivered = FALSE AND event_type IS NOT NULL
-      AND event_type NOT IN (SELECT event_type FROM types)
+    WHERE namespace = $1 AND topic = topics.topic AND delivered = FALSE AND sequence > topics.after
+      AND event_type IS NOT NULL AND event_type NOT IN (SELECT event_type FROM types)
     ORDER BY sequence LIMIT topics.size FOR UPDATE SKIP LOCKED) e
 ), horizon AS (
   SELECT min(last) AS sequence FROM (
@@ -91,7 +98,8 @@ WITH live AS MATERIALIZED (
   UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch e WHERE {_TAKEN}))
 )
 SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
-  count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications
+  count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications,
+  max(sequence) FILTER (WHERE {_TAKEN}) AS reached
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
 
@@ -142,7 +150,13 @@ class PostgresEvents:
         self._admin = admin
 
     async def fan_out(
-        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        rooms: Mapping[str, int],
+        batch_size: int,
+        after: Mapping[str, int] | None = None,
     ) -> FannedOut:
         rows = await self._fanout.fetch(
             FAN_OUT,
@@ -153,11 +167,13 @@ class PostgresEvents:
             as_texts(rooms.values()),
             batch_size,
             id_head(),
+            as_texts((after or {}).get(key) for key in rooms),
         )
         return FannedOut(
             events={row["key"]: row["events"] for row in rows},
             full=frozenset(row["key"] for row in rows if row["is_full"]),
             notifications=rows[0]["notifications"] if rows else 0,
+            reached={row["key"]: row["reached"] for row in rows},
         )
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
@@ -176,5 +192,5 @@ class PostgresEvents:
 
 
 def id_head() -> str:
-    """The time and the version of a UUIDv7."""
-    return str(uuid7())[:15]
+    """The first half of a UUIDv7, in hexadecimal digits: its time and its version."""
+    return uuid7().hex[:16]

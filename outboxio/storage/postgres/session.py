@@ -13,6 +13,7 @@ from uuid import UUID
 import asyncpg
 
 from outboxio.event import ActionRecord, EventRecord
+from outboxio.storage.pool import GiveBack
 from outboxio.storage.postgres.connection import as_texts, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.protocols import CommitLost, Consumed, Owed
@@ -20,7 +21,7 @@ from outboxio.waiting import to_the_end
 
 logger = logging.getLogger(__name__)
 
-ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for the pool to reset a connection, before it is dropped
+ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for resetting a connection, before it is dropped
 
 # The shared columns are sent once, those of each event as arrays: one round trip however many events there are.
 INSERT_EVENTS = """
@@ -107,8 +108,10 @@ async def insert_events(connection: Any, action: ActionRecord, events: Sequence[
 class PostgresSession:
     """One transaction on one asyncpg connection; given to a caller, or wrapped around a caller's own connection."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, *, is_ours: bool = False) -> None:
+        """``is_ours``: it is a :class:`ActionConnection`."""
         self._connection = connection
+        self._is_ours = is_ours
         self._transaction: Any = None
         self._wrote = False
 
@@ -116,7 +119,7 @@ class PostgresSession:
     def connection(self) -> Any:
         return self._connection
 
-    async def begin(self) -> None:
+    async def begin(self, *, soon: bool = False) -> None:
         self._transaction = self._connection.transaction()
         try:
             await self._transaction.start()
@@ -124,11 +127,15 @@ class PostgresSession:
             self.discard()  # nobody knows whether it began
             raise
 
-    async def commit(self) -> None:
-        if not self._wrote:
+    async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
+        if action is not None and events:
+            await self.insert_events(action, events)
+        elif not self._wrote:
             # COMMIT of a failed transaction is a silent ROLLBACK; any statement before it tells.
             await self._connection.execute("SELECT 1")
         try:
+            if self._is_ours:
+                self._connection.end_with_reset()
             await self._transaction.commit()
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             if is_unreachable(error):
@@ -209,26 +216,57 @@ class PostgresSession:
             return True
 
 
+class ActionConnection(asyncpg.Connection):
+    """A connection of our own pool. What undoes the session's settings goes along with COMMIT, not after it."""
+
+    __slots__ = ("_has_listeners", "_is_ending", "is_reset")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_ending = self._has_listeners = False
+        self.is_reset = True
+        """Whether the session is as it was when it was opened."""
+
+    def end_with_reset(self) -> None:
+        """The next statement is the transaction's last, and the session's."""
+        self._is_ending = True
+
+    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
+        if not self._is_ending:
+            return await super().execute(query, *args, timeout=timeout)
+        self._is_ending = False
+        status = await super().execute(f"{query}\n{self.get_reset_query()}", timeout=timeout)
+        self.is_reset = not self._has_listeners
+        return status
+
+    async def reset(self, *, timeout: float | None = None) -> None:
+        await super().reset(timeout=timeout)
+        self._is_ending = self._has_listeners = False
+        self.is_reset = True
+
+    async def add_listener(self, channel: str, callback: Any) -> None:
+        self._has_listeners = True
+        await super().add_listener(channel, callback)
+
+    def add_log_listener(self, callback: Any) -> None:
+        self._has_listeners = True
+        super().add_log_listener(callback)
+
+
 class PooledSession:
     """Checks a connection out of a pool, and gives it back."""
 
-    def __init__(self, check_out: Callable[[], Awaitable[tuple[asyncpg.Pool[Any], Any]]]) -> None:
+    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]], *, is_ours: bool) -> None:
+        """``is_ours``: the connections are :class:`ActionConnection`."""
         self._check_out = check_out
-        self._pool: Any = None
-        self._connection: Any = None
+        self._is_ours = is_ours
 
     async def __aenter__(self) -> PostgresSession:
-        self._pool, self._connection = await self._check_out()
-        return PostgresSession(self._connection)
+        self._connection, self._give_back = await self._check_out()
+        return PostgresSession(self._connection, is_ours=self._is_ours)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(self._give_back())
-
-    async def _give_back(self) -> None:
-        try:
-            await self._pool.release(self._connection, timeout=ENDING_TIMEOUT)
-        except Exception as error:
-            # The action has ended, one way or the other, and this changes nothing about it.
-            logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)
+        if (giving := self._give_back(self._connection)) is not None:
+            await to_the_end(giving)

@@ -19,6 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
@@ -47,10 +49,17 @@ class Connection:
 
     async def run(self, work: Work[T]) -> T:
         """Call ``work`` with the connection, in the thread; what it returns or raises."""
-        if self._jobs is None:
-            self._jobs = self._start()
-        result: T = await _ask(self._jobs, work)
-        return result
+        return await self.hand_over(work)
+
+    def hand_over(self, work: Work[T]) -> asyncio.Future[T]:
+        """The same: the thread has it from now on, behind everything that it was handed before."""
+        return _ask(self._running(), work)
+
+    def run_at_once(self, work: Work[T]) -> T:
+        """The same, without giving the event loop a turn until it is done."""
+        done: Future[T] = Future()
+        self._running().put((work, partial(_settle, done)))
+        return done.result()
 
     async def close(self) -> None:
         """Close the connection after everything that was handed over."""
@@ -61,6 +70,11 @@ class Connection:
         """Close the connection soon, without waiting for it."""
         if (jobs := self._leave()) is not None:
             jobs.put((None, _nobody))
+
+    def _running(self) -> _Jobs:
+        if self._jobs is None:
+            self._jobs = self._start()
+        return self._jobs
 
     def _start(self) -> _Jobs:
         jobs: _Jobs = SimpleQueue()
@@ -150,13 +164,11 @@ class Connections:
 
     async def write(self, sql: str, parameters: Parameters) -> int:
         """Run one autocommit statement; the number of rows it touched."""
-        async with self.turn:
-            return await self.writer.run(lambda connection: connection.execute(sql, parameters).rowcount)
+        return await self._in_turn(self.writer, lambda connection: connection.execute(sql, parameters).rowcount)
 
     async def transact(self, work: Work[T]) -> T:
         """Call ``work`` in one transaction, committed unless it raises."""
-        async with self.turn:
-            return await self.writer.run(lambda connection: _in_transaction(connection, work))
+        return await self._in_turn(self.writer, lambda connection: in_transaction(connection, work))
 
     def discard_writer(self) -> None:
         """Never use the writing connection again. In memory it is the data, so there it stays."""
@@ -176,12 +188,18 @@ class Connections:
     async def _read(self, connection: Connection, work: Work[T]) -> T:
         if not self._in_memory or self.turn.is_mine:
             return await connection.run(work)
+        return await self._in_turn(connection, work)
+
+    async def _in_turn(self, connection: Connection, work: Work[T]) -> T:
+        """Work that leaves no transaction open has its turn when it is handed over: what others do comes behind it."""
         async with self.turn:
-            return await connection.run(work)
+            answer = connection.hand_over(work)
+        return await answer
 
 
 def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Take the write lock at once: a reader that turns writer is refused without waiting when another was faster."""
+    roll_back(connection)
     connection.execute("BEGIN IMMEDIATE")
     return connection
 
@@ -238,7 +256,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
         time.sleep(0.01)
 
 
-def _in_transaction(connection: sqlite3.Connection, work: Work[T]) -> T:
+def in_transaction(connection: sqlite3.Connection, work: Work[T]) -> T:
     begin(connection)
     try:
         result = work(connection)
@@ -294,7 +312,7 @@ def _is_closed(connection: sqlite3.Connection) -> bool:
     return False
 
 
-async def _ask(jobs: _Jobs, work: Work[Any] | None) -> Any:
+def _ask(jobs: _Jobs, work: Work[Any] | None) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -303,16 +321,19 @@ async def _ask(jobs: _Jobs, work: Work[Any] | None) -> Any:
             loop.call_soon_threadsafe(_resolve, future, result, error)
 
     jobs.put((work, answer))
-    return await future
+    return future
 
 
-def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return  # the task was cancelled
+def _settle(future: asyncio.Future[Any] | Future[Any], result: Any, error: BaseException | None) -> None:
     if error is not None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if not future.done():  # or the task was cancelled
+        _settle(future, result, error)
 
 
 def _nobody(result: Any, error: BaseException | None) -> None:

@@ -185,7 +185,13 @@ class SqliteEvents:
         self._connections = connections
 
     async def fan_out(
-        self, namespace: str, now: datetime, seen_since: datetime, rooms: Mapping[str, int], batch_size: int
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        rooms: Mapping[str, int],
+        batch_size: int,
+        after: Mapping[str, int] | None = None,
     ) -> FannedOut:
         # Most rounds find nothing, and these must not keep a writer waiting.
         if not await self.any_undelivered(namespace, seen_since):

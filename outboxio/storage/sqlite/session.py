@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 import msgspec
@@ -17,8 +18,6 @@ from outboxio.event import ActionRecord, EventRecord
 from outboxio.storage.protocols import Consumed, Owed
 from outboxio.storage.sqlite.connection import Connections, Parameters, Work, begin, fetch_value, roll_back
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
-
-Run = Callable[[Work[Any]], Awaitable[Any]]
 
 # One statement however many events there are, so that a caller who catches its error has all of them or none.
 # json_each takes the list apart in order, which is the order in which the rows are numbered.
@@ -117,40 +116,57 @@ def owed_parameters(event_id: UUID, owed: Sequence[Owed], now: datetime) -> dict
 
 
 class SqliteSession:
-    """One transaction on the writing connection."""
+    """One transaction on the writing connection.
 
-    def __init__(self, run: Run, discard: Callable[[], None]) -> None:
-        self._run_in_thread = run
+    It may begin with its first statement, and ends with its last one, in one way to the thread each. As soon as the
+    last one is handed over the next transaction has its turn: the thread does everything in order.
+    """
+
+    def __init__(self, writer: Writer, pass_on: Callable[[], None], discard: Callable[[], None]) -> None:
+        self._writer = writer
+        self._pass_on = pass_on
         self._discard = discard
         self._connection: Any = None
-        self.is_clean = True
-        """Whether nothing was begun, or what was begun has ended."""
+        self._is_to_begin = False
+        self.is_open = False
+        """Whether something was begun, or may have been, and was not ended."""
 
     @property
     def connection(self) -> Any:
+        if self._is_to_begin:
+            # Whoever asks for it uses it at once, and blocks the event loop with it anyway.
+            self._is_to_begin, self.is_open = False, True
+            self._connection = self._writer.run_at_once(begin)
         return self._connection
 
-    async def begin(self) -> None:
-        self.is_clean = False
-        try:
-            self._connection = await self._run_in_thread(begin)
-        except Exception:
-            self.is_clean = True  # only a cancellation leaves open whether it began
-            raise
+    async def begin(self, *, soon: bool = False) -> None:
+        self._is_to_begin = True
+        if not soon:
+            await self._run(lambda connection: None)
 
-    async def commit(self) -> None:
-        await self._run(lambda connection: connection.execute("COMMIT"))
-        self.is_clean = True
+    def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> Awaitable[None]:
+        parameters = None if action is None or not events else event_parameters(action, events)
+        if self._is_to_begin and parameters is None:
+            self._is_to_begin = False
+            return _nothing_was_done()
+        ended = self._hand_over(lambda connection: _end(connection, parameters))
+        self.is_open = False
+        self._pass_on()
+        return ended
 
     async def rollback(self) -> None:
-        await self._run(roll_back)
-        self.is_clean = True
+        if self.is_open:
+            await self._run(roll_back)
+        self._is_to_begin = self.is_open = False
 
     def discard(self) -> None:
-        self._discard()
+        if self.is_open:
+            self._discard()
 
     def in_transaction(self) -> bool:
-        return bool(self._connection.in_transaction)
+        if not self.is_open:
+            return self._is_to_begin  # what the connection does now is another's
+        return self._connection is not None and bool(self._connection.in_transaction)
 
     def would_commit(self, sql: str) -> str | None:
         return None  # CREATE and its like are part of the transaction
@@ -189,7 +205,7 @@ class SqliteSession:
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
         key = (source, external_id, as_json(handler_names))
-        rows = await self._run_in_thread(lambda connection: connection.execute(SEEN, key).fetchall())
+        rows = await self._run(lambda connection: connection.execute(SEEN, key).fetchall())
         return [
             Consumed(source, external_id, name, UUID(event_id), payload_hash, datetime.fromisoformat(moment))
             for _, _, name, event_id, payload_hash, moment in rows
@@ -200,9 +216,19 @@ class SqliteSession:
         await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
 
     async def _run(self, work: Work[Any]) -> Any:
-        """Always on the connection that began, never on one that has taken its place."""
-        connection = self._connection
-        return await self._run_in_thread(lambda _: work(connection))
+        return await self._hand_over(work)
+
+    def _hand_over(self, work: Work[Any]) -> Awaitable[Any]:
+        begins, self._is_to_begin = self._is_to_begin, False
+        self.is_open = True
+
+        def within(connection: sqlite3.Connection) -> Any:
+            if begins:
+                self._connection = begin(connection)
+            # Always on the connection that began, never on one that has taken its place.
+            return work(connection if self._connection is None else self._connection)
+
+        return self._writer.hand_over(within)
 
 
 class CheckedOutSession:
@@ -210,29 +236,54 @@ class CheckedOutSession:
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._session = SqliteSession(connections.writer.run, connections.discard_writer)
+        self._session = SqliteSession(connections.writer, self._pass_on, connections.discard_writer)
+        self._has_turn = False
 
     async def __aenter__(self) -> SqliteSession:
         await self._connections.turn.take()
+        self._has_turn = True
         return self._session
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if not self._session.is_clean:
+            if self._session.is_open:
                 # Even if this is cancelled, the thread does it before anything that comes after.
                 await self._connections.writer.run(roll_back)
         finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
             self._connections.turn.pass_on()
+
+
+class Writer(Protocol):
+    """What runs statements on a connection: a thread of its own."""
+
+    def hand_over(self, work: Work[Any]) -> Awaitable[Any]: ...
+
+    def run_at_once(self, work: Work[Any]) -> Any: ...
+
+
+class _Callers:
+    """A caller's own connection is the caller's: nothing is begun on it, and nothing ended."""
+
+    async def hand_over(self, work: Work[Any]) -> Any:
+        raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
+
+    run_at_once = hand_over
 
 
 class CallersSession(SqliteSession):
     """A caller's own ``sqlite3`` or ``aiosqlite`` connection: what is ours is written on it, and nothing else."""
 
     def __init__(self, connection: Any) -> None:
-        super().__init__(_refuse, _nothing)
+        super().__init__(_Callers(), _nothing, _nothing)
         self._connection = connection
+        self.is_open = True
 
     async def consume(self, consumed: Consumed) -> Consumed:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
@@ -258,6 +309,18 @@ def is_connection(connection: object) -> bool:
     return isinstance(connection, sqlite3.Connection) or any(
         f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
     )
+
+
+def _end(connection: sqlite3.Connection, events: Parameters | None) -> None:
+    """Write events, and commit; or roll back, for the next transaction comes right behind this."""
+    try:
+        if events is not None:
+            connection.execute(INSERT_EVENTS, events)
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):  # then it is done when the next one begins
+            roll_back(connection)
+        raise
 
 
 def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[str, ...]) -> tuple[str, str, str]:
@@ -299,8 +362,8 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _refuse(work: Work[Any]) -> Any:
-    raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
+async def _nothing_was_done() -> None:
+    return None
 
 
 def _nothing() -> None:

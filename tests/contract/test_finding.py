@@ -1,0 +1,130 @@
+"""How often due rows and undelivered events are looked for, and from where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox, Settings
+from outboxio.clock import utc_now
+from outboxio.notification import Wanted
+from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
+from tests.app import Emit, Journal, MoneyDeposited, eventually, opened
+from tests.probes import MakeOutbox
+
+QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h", notify=False)
+
+
+def counted_finds(outbox: Outbox) -> list[int]:
+    """The sizes of what is found from now on."""
+    notifications: Any = outbox._shards["default"].database.notifications
+    find_due, sizes = notifications.find_due, list[int]()
+
+    async def counted(*args: Any) -> Any:
+        rows = await find_due(*args)
+        sizes.append(len(rows))
+        return rows
+
+    notifications.find_due = counted
+    return sizes
+
+
+async def test_what_was_read_to_its_end_is_not_looked_for_again_when_half_of_it_has_run(postgres_url: str) -> None:
+    """Where nobody polls: on the others a busy loop looks every 20 ms."""
+    number = FIRST_WINDOW - 10
+    async with opened(Outbox(postgres_url, namespace="app", settings=QUIET)) as outbox:
+        outbox.handler(MoneyDeposited, name="h")(Journal())
+        await outbox.executor.execute(Emit(tuple(range(number))))
+        async with outbox.running(handling=False):
+            await eventually(lambda: counted(outbox, undelivered=0))
+        sizes = counted_finds(outbox)
+        async with outbox.running(fanout=False):
+            await eventually(lambda: counted(outbox, SUCCEEDED=number))
+
+    assert sizes == [number]
+
+
+async def counted(outbox: Outbox, **wanted: int) -> bool:
+    counts = await outbox.admin.counts()
+    return all(counts[name] == number for name, number in wanted.items())
+
+
+async def test_however_often_rows_are_read_one_sweep_is_due(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=QUIET)
+    outbox.handler(MoneyDeposited, name="h")(Journal())
+    async with outbox.running():
+        work: Any = outbox._shards["default"].work
+        await eventually(lambda: work.dispatcher._sources)
+        await asyncio.sleep(0.1)  # the first looks are over
+        [source] = work.dispatcher._sources.values()
+        source.sweeps = False
+        woken: list[bool] = []
+        work.dispatcher.wake_finding = lambda: woken.append(True)
+        for _ in range(5):
+            work.dispatcher._learn([(source, Wanted("h", 10))], [], 0.0)
+        await asyncio.sleep(1.5 * SWEEP_IN_FLIGHT)
+
+        assert woken == [True]
+
+
+@pytest.fixture
+async def postgres_outbox(postgres_url: str) -> AsyncIterator[Outbox]:
+    settings = Settings(fanout_batch_size=10, notify=False)
+    async with opened(Outbox(postgres_url, namespace="app", settings=settings)) as outbox:
+        yield outbox
+
+
+async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_committed_late_is_not_lost(
+    postgres_outbox: Outbox, postgres_url: str
+) -> None:
+    outbox, journal = postgres_outbox, Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events: Any = outbox._shards["default"].database.events
+    fan_out, asked = events.fan_out, list[Any]()
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        late = connection.transaction()
+        await late.start()
+        await outbox.record(connection, MoneyDeposited(uuid4(), Decimal(1000)), action="Late")
+        await outbox.executor.execute(Emit(tuple(range(55))))
+
+        async def watched(*args: Any) -> Any:
+            asked.append(args[-1].get("MoneyDeposited"))
+            if len(asked) == 3:
+                await late.commit()
+            return await fan_out(*args)
+
+        events.fan_out = watched
+        await outbox.drain()
+    finally:
+        await connection.close()
+
+    assert sorted(journal.amounts) == [*range(55), 1000]
+    behind = [sequence for sequence in asked if sequence is not None]
+    assert asked[0] is None  # nothing is known yet
+    assert len(behind) >= 4
+    assert behind == sorted(behind)
+    assert asked[-1] is None  # and who ends makes sure that nothing came late
+
+
+@pytest.mark.parametrize(("ordered", "found"), [(True, {"MoneyDeposited": 3}), (False, {})])
+async def test_for_handlers_that_want_order_an_event_that_is_committed_late_is_never_passed_by(
+    postgres_outbox: Outbox, *, ordered: bool, found: dict[str, int]
+) -> None:
+    outbox = postgres_outbox
+    outbox.handler(MoneyDeposited, name="h", ordered=ordered)(Journal())
+    await outbox.drain()  # announces it
+    await outbox.executor.execute(Emit((1, 2, 3)))
+
+    now, far_behind = utc_now(), {"MoneyDeposited": 10**9}
+    events = outbox._shards["default"].database.events
+    done = await events.fan_out("app", now, now - timedelta(days=1), {"MoneyDeposited": 10}, 10, far_behind)
+
+    assert done.events == found
