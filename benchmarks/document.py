@@ -32,10 +32,11 @@ def _page(results: Results, chart: str) -> Iterator[str]:
     yield "# Performance"
     yield ""
     yield (
-        "Measured beside bare pipelines, which are the same SQL without a framework, and beside the peers, all in one "
-        "run: in each round every contestant runs once in a random order, each run in a process and on an empty "
-        "database of its own. Figures are medians of the rounds; the spread is from the least to the most. A ratio "
-        "says how outboxio does beside a row: more than 1 is faster. Whoever loses stays in."
+        "Measured beside bare pipelines, which do the same work by hand-written SQL without a framework, and beside "
+        "the peers, all that share a table in one run: in each round every contestant runs once in a random order, "
+        "each run in a process and on an empty database of its own. Figures are medians of the rounds; the spread is "
+        "from the least to the most. A ratio says how outboxio does beside a row: more than 1 is faster. Whoever "
+        "loses stays in."
     )
     yield ""
     yield f"![Events per second, outboxio and others]({chart})"
