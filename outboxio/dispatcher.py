@@ -236,6 +236,8 @@ class Dispatcher:
             )
             if self._crashes.is_wary:
                 rows = await self._crashes.sift(asked, rows)
+            if self._stopping:
+                return Round(moved)  # leaving began during the read
             started, undecided = self._take_in(rows)
             more = self._learn(asked, rows, now)
             self._call_workers()

@@ -31,6 +31,7 @@ from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.flow.leaks import Leaks
 from tests.flow.processes import ROOT
 from tests.flow.proxy import Proxy, proxy_to
+from tests.spies import watch, work
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -224,6 +225,43 @@ async def test_leaving_waits_for_running_handlers_and_starts_nothing_more(
     assert sorted(slow.ended) == sorted(slow.started.amounts) == [1, 2]
     assert await look.states() == {"SUCCEEDED": 2, "PENDING": 2}
     await leaks.nothing_is_left(POOL)
+
+
+async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started(
+    make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox, slow = await make_outbox(), Slow()
+    outbox.handler(MoneyDeposited, name="slow")(slow)
+    has_read, goes_on, leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def read_and_wait(find_due: Callable[..., Awaitable[list[Any]]], *args: Any) -> list[Any]:
+        rows = await find_due(*args)
+        if rows:
+            has_read.set()
+            await goes_on.wait()
+        return rows
+
+    async def stay() -> None:
+        async with outbox.running():
+            await leaving.wait()
+
+    staying = asyncio.create_task(stay())
+    await outbox.executor.execute(Emit((1,)))
+    await slow.started.calls(1)
+    watch(outbox, "notifications").trouble["find_due"] = read_and_wait
+    dispatcher = work(outbox).dispatcher
+    await outbox.executor.execute(Emit((2,)))
+    await has_read.wait()
+    leaving.set()
+    await eventually(lambda: dispatcher._stopping)
+    goes_on.set()
+    await eventually(lambda: not dispatcher._finding.locked())
+    slow.let_go.set()
+    await staying
+
+    assert slow.ended == slow.started.amounts == [1]
+    assert await look.states() == {"SUCCEEDED": 1, "PENDING": 1}
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_handler_that_sees_stopping_can_end_by_itself(make_outbox: MakeOutbox, look: Look) -> None:
