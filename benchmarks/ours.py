@@ -36,7 +36,7 @@ async def settled(outbox: Outbox, number: int) -> None:
     """Wait until so many outcomes are committed."""
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
         while counters(outbox).succeeded < number:  # noqa: ASYNC110  # nothing announces it
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.005)
 
 
 async def fanned_out(outbox: Outbox, events: int) -> None:
@@ -50,7 +50,7 @@ async def delivered(outbox: Outbox, events: int) -> None:
     work: Any = outbox._shards["default"].work
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
         while work.fanout.events < events:  # noqa: ASYNC110  # nothing announces it
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.005)
 
 
 # --- draining --------------------------------------------------------------------------------------
