@@ -123,7 +123,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--database", metavar="URL", help="a server of your own; MySQL and MariaDB must have no database eventlog")
     add("--only", metavar="NAMES", help="dialects or versions, as the tests call them: postgres18,mysql")
     add("--scenario", metavar="NAMES", help=f"of {', '.join(BY_NAME)}")
-    add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, or a peer's name")
+    add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, one-visit, or a peer's name")
     add("--rounds", type=int, help="instead of each scenario's own number")
     add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")
     add("--no-peers", dest="peers", action="store_false", help="without other projects")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import aiosqlite
 import msgspec
 from msgspec import Struct
 
@@ -189,10 +190,10 @@ VALUES (?1, 'bench', ?2, 'Deposit', ?3, ?4, ?4, ?5, 'Wallet', 'Deposited', ?6, ?
 """
 
 
-class Writer:
-    """Into a table of its own with the columns of the reference; or into outboxio's, the very rows it would write.
+class InOneVisit:
+    """Whole transactions in the one thread that writes, which cost the event loop one visit each.
 
-    One thread writes, so whole transactions wait for one another there, and cost the event loop one visit each.
+    They are functions, not coroutines: none of the application's code runs between their statements.
     """
 
     def __init__(self, url: str, *, same_rows: bool) -> None:
@@ -213,9 +214,7 @@ class Writer:
     def _deposit(self, connection: sqlite3.Connection, wallet: int) -> None:
         connection.execute("BEGIN IMMEDIATE")
         [balance] = connection.execute(DEPOSIT, (wallet,)).fetchone()
-        params = json.dumps({"wallet": wallet})
-        payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
-        connection.execute(self._insert, (str(uuid7()), str(uuid7()), params, _text(), str(wallet), payload))
+        connection.execute(self._insert, _row(wallet, balance))
         connection.execute("COMMIT")
 
     async def count(self) -> int:
@@ -225,3 +224,39 @@ class Writer:
 
     async def close(self) -> None:
         await self._thread.close()
+
+
+class StatementByStatement:
+    """Transactions as on the servers: coroutines that wait for each statement, here aiosqlite's.
+
+    One at a time: writers on connections of their own would wait for one another in SQLite, and time out.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._insert = INSERT.format(table="eventlog_events")
+        self._turn = asyncio.Lock()
+
+    async def open(self, callers: int) -> None:
+        for statement in (WALLETS, FILL_WALLETS):
+            await run(self._url, statement)
+        self._connection = await aiosqlite.connect(urlsplit(self._url).path[1:], isolation_level=None)
+
+    async def deposit(self, wallet: int) -> None:
+        async with self._turn:
+            await self._connection.execute("BEGIN IMMEDIATE")
+            [[balance]] = await self._connection.execute_fetchall(DEPOSIT, (wallet,))
+            await self._connection.execute(self._insert, _row(wallet, balance))
+            await self._connection.execute("COMMIT")
+
+    async def count(self) -> int:
+        [[number]] = await self._connection.execute_fetchall("SELECT count(*) FROM eventlog_events")
+        return int(number)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+def _row(wallet: int, balance: int) -> tuple[str, ...]:
+    payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
+    return str(uuid7()), str(uuid7()), json.dumps({"wallet": wallet}), _text(), str(wallet), payload

@@ -75,6 +75,15 @@ OURS = (
         _here,
         lambda scenario, setting: "by-hand" in scenario.contestants,
     ),
+    Contestant(
+        "one-visit",
+        "by hand, one visit to the thread",
+        "bare",
+        "the same rows, the whole transaction as one function in the thread that writes, where no coroutine can be",
+        frozenset({"sqlite"}),
+        _here,
+        lambda scenario, setting: "one-visit" in scenario.contestants,
+    ),
 )
 
 

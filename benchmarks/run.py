@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from benchmarks import bare, bare_mysql, bare_postgres, bare_sqlite, ours, under_load
 from benchmarks.task import Figures, Task, answer
@@ -30,7 +29,7 @@ OURS: dict[str, Run] = {
 
 async def _bare(task: Task) -> Figures:
     if task.scenario == "execute":
-        same_rows = task.contestant == "by-hand"
+        same_rows = task.contestant != "bare"
         if same_rows:
             async with ours.empty_outbox(task.url):
                 pass
@@ -49,10 +48,16 @@ def _tables(task: Task) -> bare.Tables:
             return bare_mysql.Tables(task.url, task.dialect)
 
 
-def _writer(task: Task, **options: Any) -> bare.Writer:
-    module: Any = {"postgres": bare_postgres, "sqlite": bare_sqlite}.get(task.dialect, bare_mysql)
-    writer: bare.Writer = module.Writer(task.url, **options)
-    return writer
+def _writer(task: Task, *, same_rows: bool) -> bare.Writer:
+    match task.dialect:
+        case "postgres":
+            return bare_postgres.Writer(task.url, same_rows=same_rows)
+        case "sqlite" if task.contestant == "by-hand":
+            return bare_sqlite.StatementByStatement(task.url)
+        case "sqlite":
+            return bare_sqlite.InOneVisit(task.url, same_rows=same_rows)
+        case _:
+            return bare_mysql.Writer(task.url, same_rows=same_rows)
 
 
 def main() -> None:

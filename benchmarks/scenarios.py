@@ -121,7 +121,7 @@ SCENARIOS = (
                 _sized({"actions": 20_000}, {"actions": 3_000}, {"actions": 100}, callers=32),
             ),
         ),
-        ("outboxio", "by-hand", "bare"),
+        ("outboxio", "by-hand", "one-visit", "bare"),
         rounds={"full": 3, "quick": 2, "tiny": 2},
     ),
     Scenario(

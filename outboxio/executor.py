@@ -193,7 +193,7 @@ class ActionExecutor:
                     raise
         finally:
             # Even if this task was cancelled meanwhile: what is committed waits to be fanned out.
-            if tx is not None and tx.is_committed:
+            if tx is not None and tx.is_committed and (tx.events or tx.has_parts):
                 target.committed()
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:

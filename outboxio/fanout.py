@@ -76,20 +76,27 @@ class Fanout:
         self._fanned_out = fanned_out
         self._reached: dict[str, int] = {}
         self._swept_at = float("-inf")
+        self._expects = False
         self.events = 0
         """How many events this process has fanned out."""
         self.notifications = 0
         """How many notifications it has made of them."""
+
+    def expect(self) -> None:
+        """This process has just committed events: the next round will find some."""
+        self._expects = True
 
     async def run_once(self) -> Round:
         """Fan out at most about one batch; does nothing while another process holds the lock."""
         if not self._holds_lock():
             return NOTHING
         now, rooms, after = self._clock(), self._quotas.rooms(), self._where_to_begin()
+        expected, self._expects = self._expects, False
         done = await self._database.events.fan_out(
-            self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size, after
-        )
-        self._quotas.learn(rooms, done.events, done.full)
+            self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size, after,
+            expected=expected,
+        )  # fmt: skip
+        self._quotas.learn(rooms if done.looked_at is None else done.looked_at, done.events, done.full)
         self._reached = {key: done.reached[key] for key in done.full if key in done.reached}
         found = sum(done.events.values())
         self.events += found

@@ -101,6 +101,7 @@ class ShardRuntime:
     def committed(self) -> None:
         """Events were committed by this process: wake fan-out, here if it is here, elsewhere otherwise."""
         if self.work is not None:
+            self.work.fanout.expect()
             self.work.fanout_loop.wake()
         if self.work is None or not self.work.fans_out:
             self._poke(EVENTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -40,10 +41,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._real, name)
 
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
             self.calls.append((name, args))
             trouble = self.trouble.get(name)
-            return await (method(*args) if trouble is None else trouble(method, *args))
+            return await (method(*args, **options) if trouble is None else trouble(partial(method, **options), *args))
 
         return call
 

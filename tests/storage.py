@@ -62,10 +62,17 @@ class Store:
                 tx.emit(MoneyDeposited(uuid4(), Decimal(self._events)), model_id=self._events, ordering_key=key)
 
     async def fan_out(
-        self, now: datetime = NOW, rooms: Mapping[str, int] | None = None, batch_size: int = 10_000
+        self,
+        now: datetime = NOW,
+        rooms: Mapping[str, int] | None = None,
+        batch_size: int = 10_000,
+        *,
+        expected: bool = False,
     ) -> FannedOut:
         await asyncio.sleep(0.002)  # the ids of one fan-out sort behind those of another at another millisecond
-        return await self.database.events.fan_out(self.namespace, now, LONG_AGO, rooms or {}, batch_size)
+        return await self.database.events.fan_out(
+            self.namespace, now, LONG_AGO, rooms or {}, batch_size, expected=expected
+        )
 
     async def owe(self, *keys: str | None, now: datetime = NOW) -> None:
         """Commit an event for each of these ordering keys, and fan them out."""

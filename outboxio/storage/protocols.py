@@ -39,13 +39,14 @@ class FannedOut(Struct, frozen=True):
 
     Its keys are event types, and topics as ``#topic``. ``events``: how many of each were marked delivered; ``full``:
     those that filled their room, so that there is probably more. ``reached``: the highest sequence of each, where the
-    dialect says so.
+    dialect says so. ``looked_at``: the only keys that were looked at, where a dialect knew better than to look at all.
     """
 
     events: Mapping[str, int]
     full: frozenset[str]
     notifications: int
     reached: Mapping[str, int] = {}
+    looked_at: frozenset[str] | None = None
 
 
 class Consumed(Struct, frozen=True):
@@ -199,12 +200,15 @@ class EventRepository(Protocol):
         rooms: Mapping[str, int],
         batch_size: int,
         after: Mapping[str, int] | None = None,
+        *,
+        expected: bool = False,
     ) -> FannedOut:
         """Make the notifications of undelivered events, and mark these delivered, in one transaction.
 
         ``rooms``: how many events of each key to take at most; keys not named there share one ``batch_size``.
         ``after``: the sequence behind which to look, of keys that were read so far. A dialect may pass it over, and
         does for keys that ordered handlers want, for which an event that was committed late may not be overtaken.
+        ``expected``: this process has just committed some, so that to look whether there are any is one look too many.
         Subscriptions count that were seen after ``seen_since``.
 
         Keys that ordered handlers want advance together: of these keys none is taken beyond the last event of one that

@@ -95,11 +95,11 @@ async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_commit
         await outbox.record(connection, MoneyDeposited(uuid4(), Decimal(1000)), action="Late")
         await outbox.executor.execute(Emit(tuple(range(55))))
 
-        async def watched(*args: Any) -> Any:
+        async def watched(*args: Any, expected: bool) -> Any:
             asked.append(args[-1].get("MoneyDeposited"))
             if len(asked) == 3:
                 await late.commit()
-            return await fan_out(*args)
+            return await fan_out(*args, expected=expected)
 
         events.fan_out = watched
         await outbox.drain()

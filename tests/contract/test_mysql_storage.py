@@ -33,6 +33,7 @@ from outboxio import (
     RetryAfter,
     SchemaMissing,
     SchemaOccupied,
+    Settings,
     Transaction,
     TransactionEnded,
 )
@@ -43,6 +44,7 @@ from outboxio.storage.schema import sql_files
 from tests import mysql
 from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.probes import add_wallet, balances, doing, written
+from tests.spies import deposits
 
 TRICKY = "back\\slash \\' \\\" 'single' \"double\" `tick` 100% %s \0 \N{GRINNING FACE} \r\n\x1a"
 
@@ -177,6 +179,17 @@ async def small_packets(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
     """An outbox whose server takes and sends no more than 2 MiB at once."""
     async with server_settings(look, max_allowed_packet=PACKET), opened(Outbox(mysql_url, namespace="app")) as outbox:
         yield outbox
+
+
+async def test_a_batch_is_no_larger_than_the_server_takes(mysql_url: str, look: Look) -> None:
+    settings = Settings(fanout_batch_size=1_000_000)
+    async with (
+        server_settings(look, max_allowed_packet=2**18),
+        opened(Outbox(mysql_url, namespace="app", settings=settings)) as outbox,
+    ):
+        outbox.handler(MoneyDeposited, name="h")(Journal())
+        await deposits(outbox, 4000)
+        assert (await outbox.drain()).succeeded == 4000
 
 
 async def check_that_it_is_handled(outbox: Outbox, event: Event, params: Any = None) -> None:

@@ -48,7 +48,7 @@ HARMLESS = {
     "mysql/events.py": {
         "_Key.name": "no statement: the key of a room",
         "MysqlEvents.backfill.write": IDS,
-        "MysqlEvents.fan_out.claim_and_notify": IDS,
+        "MysqlEvents._take.claim_and_notify": IDS,
         "MysqlEvents._notify": IDS,
         "_claim": "constants, in a row",
         "_branch": PLACEHOLDERS,

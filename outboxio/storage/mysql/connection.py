@@ -127,6 +127,19 @@ class Dedicated(DedicatedConnection):
         drop(connection)
 
 
+async def execute_each(connection: Any, sql: str, args: Arguments = None) -> list[int]:
+    """Run several statements in one message; the number of rows that each changed."""
+    counts: list[int] = []
+    async with asyncio.timeout(STATEMENT_TIMEOUT):
+        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        await cursor.execute(sql, args)
+        has_more = True
+        while has_more:
+            counts.append(int(cursor.rowcount))
+            has_more = await cursor.nextset()
+    return counts
+
+
 async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
     """Run a statement, or several with semicolons between them; the cursor after the last one."""
     async with asyncio.timeout(timeout):

@@ -157,6 +157,8 @@ class PostgresEvents:
         rooms: Mapping[str, int],
         batch_size: int,
         after: Mapping[str, int] | None = None,
+        *,
+        expected: bool = False,
     ) -> FannedOut:
         rows = await self._fanout.fetch(
             FAN_OUT,

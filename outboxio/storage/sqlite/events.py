@@ -192,9 +192,11 @@ class SqliteEvents:
         rooms: Mapping[str, int],
         batch_size: int,
         after: Mapping[str, int] | None = None,
+        *,
+        expected: bool = False,
     ) -> FannedOut:
         # Most rounds find nothing, and these must not keep a writer waiting.
-        if not await self.any_undelivered(namespace, seen_since):
+        if not expected and not await self.any_undelivered(namespace, seen_since):
             return FannedOut({}, frozenset(), 0)
         scope = {
             "namespace": namespace,
