@@ -116,6 +116,8 @@ AIMS = (
     _most("a snapshot held open: times as long", _slowed_down, "backlog", "with an old snapshot", bound=2,
           on=SERVERS),
     _most("steady load: p99 in ms", _own, "sustained", "half of the drain rate", "p99_ms", bound=50),
+    _most("steady load by larger commits: p99 in ms", _own, "sustained", "the same, by larger commits", "p99_ms",
+          bound=50),
     _most("idle, same process: p50 in ms", _own, "latency", "same process", "p50_ms", bound=2),
     _most("idle, same process: p99 in ms", _own, "latency", "same process", "p99_ms", bound=6),
     _most("idle, another process: p50 in ms", _own, "latency", "another process", "p50_ms", bound=3, on=POSTGRES),

@@ -75,8 +75,9 @@ def _settings(panel: Any, results: Results, database: str, settings: list[str]) 
 
 def _backlogs(panel: Any, results: Results) -> None:
     """What waits while producers and handlers are at work."""
+    first = BY_NAME["sustained"].settings[0].name
     for run in results.runs:
-        if run.scenario == "sustained" and run.round == 1 and "backlog" in run.figures:
+        if (run.scenario, run.setting, run.round) == ("sustained", first, 1) and "backlog" in run.figures:
             panel.plot(*zip(*run.figures["backlog"], strict=True), label=run.database, linewidth=1)
     panel.set_title("steady load: events committed and not settled yet, over seconds", loc="left")
     if panel.lines:

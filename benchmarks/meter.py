@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -26,10 +27,12 @@ class Meter:
         self._look = Look(url)
         self._has_wire = dialect != "sqlite"
         self._has_wal = dialect == "postgres"
-        self._before: tuple[float, float, int, int] | None = None
+        self._before: tuple[float, float, float | None, int, int] | None = None
         self._wal_before: Sequence[int] = ()
         self.seconds = 0.0
         self.cpu_seconds = 0.0
+        self.busy: float | None = None
+        """The share of the time in which the machine's cores did something, whoever had them do it."""
         self.statements = 0
         self.round_trips = 0
         self.wal_bytes: int | None = None
@@ -39,12 +42,14 @@ class Meter:
         if self._has_wal:
             self._wal_before = await _wal_written(self._look)
         statements, round_trips = self._wire.statements, self._wire.round_trips  # to count them takes a while
-        self._before = time.perf_counter(), time.process_time(), statements, round_trips
+        self._before = time.perf_counter(), time.process_time(), _busy_seconds(), statements, round_trips
 
     def stop(self) -> None:
         assert self._before is not None, "stopped before it was started"
-        elapsed, cpu, statements, round_trips = self._before
-        self.seconds, self.cpu_seconds = time.perf_counter() - elapsed, time.process_time() - cpu
+        begun, cpu, busy, statements, round_trips = self._before
+        self.seconds, self.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
+        if busy is not None and (busy_now := _busy_seconds()) is not None:
+            self.busy = (busy_now - busy) / self.seconds / (os.cpu_count() or 1)
         self.statements = self._wire.statements - statements
         self.round_trips = self._wire.round_trips - round_trips
 
@@ -63,6 +68,8 @@ class Meter:
             "cpu_us": self.cpu_seconds / units * 1e6,
             "statements": self.statements / units,
         }
+        if self.busy is not None:
+            figures["busy"] = self.busy
         if self._has_wire:
             figures["round_trips"] = self.round_trips / units
         if self.wal_bytes is not None and self.wal_records is not None:
@@ -77,6 +84,16 @@ async def metered(url: str, dialect: str) -> AsyncIterator[Meter]:
         meter = Meter(wire, url, dialect)
         yield meter
     await meter.read_wal()
+
+
+def _busy_seconds() -> float | None:
+    """How long all cores of this machine together were busy so far, where the system says so."""
+    try:
+        words = Path("/proc/stat").read_text().split(maxsplit=8)
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, words[1:8])
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
 
 
 async def _wal_written(look: Look) -> Sequence[int]:

@@ -129,13 +129,15 @@ SCENARIOS = (
         "Under steady load",
         "Producers in another process commit half of what was just drained, while handlers run here. Does the backlog "
         "stay flat, and how long does an event wait from its commit to its handler? The load begins all at once: what "
-        "was committed in its first two seconds is left out, and told of besides.",
+        "was committed in its first two seconds is left out, and told of besides. The producers share the machine: how "
+        "much of it is busy says whether it is the load that an event waits for, or a processor.",
         (
             P99, P50,
             Metric("p99_from_start_ms", "p99 ms from the start", ".0f", more_is_better=False, short="from start"),
             EVENTS_PER_SECOND, Metric("wanted_rate", "wanted events/s", short="wanted"),
             Metric("most_waiting", "most waiting", more_is_better=False),
-            Metric("waiting_at_end", "waiting at the end", more_is_better=False, short="at the end"), *PER_EVENT,
+            Metric("waiting_at_end", "waiting at the end", more_is_better=False, short="at the end"),
+            Metric("busy", "machine busy", ".0%", more_is_better=False, short="busy"), *PER_EVENT,
         ),
         (
             Setting(
@@ -146,6 +148,18 @@ SCENARIOS = (
                     {"seconds": 1, "warm_up": 200, "share": 0.2},
                     share=0.5,
                     events_per_commit=25,
+                ),
+            ),
+            Setting(
+                "the same, by larger commits",
+                _only_full(
+                    _sized(
+                        {"seconds": 30, "warm_up": 20_000},
+                        {},
+                        {"seconds": 1, "warm_up": 200, "share": 0.2},
+                        share=0.5,
+                        events_per_commit=100,
+                    )
                 ),
             ),
         ),
