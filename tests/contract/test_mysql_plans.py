@@ -129,8 +129,8 @@ class Polls:
         self._ids: list[UUID] = []
         self._attempts = 1
 
-    async def fan_out(self, namespace: str = "app") -> int:
-        done = await self._database.events.fan_out(namespace, NOW, LONG_AGO, {}, BATCH)
+    async def fan_out(self, namespace: str = "app", after: dict[str, int] | None = None) -> int:
+        done = await self._database.events.fan_out(namespace, NOW, LONG_AGO, {}, BATCH, after)
         return sum(done.events.values())
 
     async def fan_out_in_order(self) -> int:
@@ -193,10 +193,14 @@ Poll = Callable[[Polls], Awaitable[Any]]
 WITH_WORK = ["dying", "gone", "h", "idle", "keyed", "lapsed", "ledger", "other", "quick", "settled", "strict",
              "strict-too", "unblocked", "waiting", "without-a-slot"]  # fmt: skip
 
+REACHED = {f"T{i}": 0 for i in range(TYPES)}
+
 #: What each is called, the loop on whose connection it runs, and what it finds.
 POLLS: dict[str, tuple[str, Poll, Any]] = {
     "a fan-out of a batch": ("_fanout", lambda polls: polls.fan_out(), BATCH),
     "a fan-out by topic": ("_fanout", lambda polls: polls.fan_out("topics"), BATCH),
+    "a fan-out that reads on": ("_fanout", lambda polls: polls.fan_out(after=REACHED), BATCH),
+    "a fan-out by topic that reads on": ("_fanout", lambda polls: polls.fan_out("topics", {"#money": 0}), BATCH),
     "a fan-out for an ordered handler": ("_fanout", lambda polls: polls.fan_out_in_order(), IN_ORDER),
     "an idle fan-out": ("_fanout", lambda polls: polls.fan_out("idle"), 0),
     "looking for undelivered events": (
@@ -283,8 +287,8 @@ async def subscribe(database: MysqlDatabase) -> None:
 
 
 async def fill_a_little(tables: Tables) -> None:
-    await tables.events(2 * BATCH)
-    await tables.events(2 * BATCH, namespace="topics", topic="money")
+    await tables.events(3 * BATCH)
+    await tables.events(3 * BATCH, namespace="topics", topic="money")
     await tables.events(2 * BATCH, namespace="ordered")
     await tables.notifications(BATCH // 2, "quick")
     await tables.notifications(BATCH // 2, "other")
@@ -413,6 +417,7 @@ async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awai
     ("poll", "expected"),
     [
         ("a fan-out of a batch", ["SELECT", "START", "INSERT"]),
+        ("a fan-out that reads on", ["SELECT", "START", "INSERT"]),
         ("a fan-out for an ordered handler", ["SELECT", "START", "INSERT"]),
         ("an idle fan-out", ["SELECT"]),
         ("finding a batch", ["SELECT"]),

@@ -50,6 +50,7 @@ HARMLESS = {
         "MysqlEvents.backfill.write": IDS,
         "MysqlEvents._take.claim_and_notify": IDS,
         "MysqlEvents._notify": IDS,
+        "MysqlEvents._wanted": PLACEHOLDERS,
         "_claim": "constants, in a row",
         "_branch": PLACEHOLDERS,
     },

@@ -36,10 +36,10 @@ SELECT JSON_ARRAYAGG(JSON_ARRAY(s.handler_name, s.event_type, s.topic, s.priorit
 SUBSCRIPTIONS = in_both(_SUBSCRIPTIONS.replace("%(namespace)s", "%s").replace("%(seen_since)s", "%s"))
 FIND_WANTED = in_both(f"""
 {_SUBSCRIPTIONS};
-SELECT JSON_ARRAYAGG(t.event_type) FROM (SELECT DISTINCT s.event_type FROM {_LIVE} AND s.topic = '') t
+SELECT JSON_ARRAYAGG(t.event_type) FROM (SELECT DISTINCT s.event_type FROM {_LIVE} AND s.topic = ''{{but}}) t
 WHERE {_TYPE_WAITS} = 1
 UNION ALL
-SELECT JSON_ARRAYAGG(t.topic) FROM (SELECT DISTINCT s.topic FROM {_LIVE} AND s.topic <> '') t
+SELECT JSON_ARRAYAGG(t.topic) FROM (SELECT DISTINCT s.topic FROM {_LIVE} AND s.topic <> ''{{but}}) t
 WHERE {_TOPIC_WAITS} = 1
 """)
 
@@ -51,22 +51,30 @@ WHERE {_TOPIC_WAITS} = 1
 # one ordering key, an earlier branch can miss the first, and a later one see the second. So the keys that ordered
 # handlers want are read without locks, which in one statement is one view of them all. What is found by its type and is
 # on a topic that ordered handlers want, or the other way round, is marked with a minus: it is not taken here.
-_BATCH_OF_TYPE = f"""FROM {_BY_TYPE}
-  WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s ORDER BY e.sequence LIMIT %s"""
-_BATCH_OF_TOPIC = f"""FROM {_BY_TOPIC}
-  WHERE e.namespace = %s AND e.waiting_topic = %s ORDER BY e.sequence LIMIT %s"""
-CLAIM_OF_TYPE = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)"
-CLAIM_OF_TOPIC = f"(SELECT JSON_ARRAYAGG(b.id) FROM (SELECT e.id {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)"
+#
+# Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
+# may still want them: a backlog is read on from there. Where all columns are in the index, MySQL may walk it from its
+# beginning rather than from there; `hops` is not in it.
+_OF_TYPE = f"FROM {_BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
+_OF_TOPIC = f"FROM {_BY_TOPIC} WHERE e.namespace = %s AND e.waiting_topic = %s"
+_FIRST = "ORDER BY e.sequence LIMIT %s"
+_BATCH_OF_TYPE, _BATCH_OF_TOPIC = f"{_OF_TYPE} {_FIRST}", f"{_OF_TOPIC} {_FIRST}"
+_CLAIM = """
+(SELECT JSON_ARRAYAGG(b.id), MAX(b.sequence) FROM (SELECT e.id, e.sequence {batch} FOR UPDATE SKIP LOCKED) b)
+"""
+CLAIM_OF_TYPE, CLAIM_OF_TOPIC = _CLAIM.format(batch=_BATCH_OF_TYPE), _CLAIM.format(batch=_BATCH_OF_TOPIC)
+CLAIM_OF_TYPE_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TYPE} AND e.sequence > %s {_FIRST}")
+CLAIM_OF_TOPIC_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TOPIC} AND e.sequence > %s {_FIRST}")
 _MARKED = "JSON_ARRAYAGG(CONCAT(IF(b.other IN ({others}), '-', ''), b.id))"
 CLAIM_OF_TYPE_MARKING = f"""
-(SELECT {_MARKED} FROM (SELECT e.id, e.topic AS other {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)
+(SELECT {_MARKED}, NULL FROM (SELECT e.id, e.topic AS other {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)
 """
 CLAIM_OF_TOPIC_MARKING = f"""
-(SELECT {_MARKED} FROM (SELECT e.id, e.event_type AS other {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)
+(SELECT {_MARKED}, NULL FROM (SELECT e.id, e.event_type AS other {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)
 """
 _NUMBERED = "JSON_ARRAYAGG(CONCAT(b.sequence, ' ', b.id))"
-READ_OF_TYPE = f"(SELECT {_NUMBERED} FROM (SELECT e.id, e.sequence {_BATCH_OF_TYPE}) b)"
-READ_OF_TOPIC = f"(SELECT {_NUMBERED} FROM (SELECT e.id, e.sequence {_BATCH_OF_TOPIC}) b)"
+READ_OF_TYPE = f"(SELECT {_NUMBERED}, NULL FROM (SELECT e.id, e.sequence {_BATCH_OF_TYPE}) b)"
+READ_OF_TOPIC = f"(SELECT {_NUMBERED}, NULL FROM (SELECT e.id, e.sequence {_BATCH_OF_TOPIC}) b)"
 
 _INTO = """
 INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
@@ -215,11 +223,11 @@ class MysqlEvents:
         guessed = self._likely if expected and not self._has_guessed else []
         self._has_guessed = bool(guessed)
         if guessed:
-            done = await self._take(namespace, now, seen_since, self._sizes(guessed, rooms, batch_size), ())
+            done = await self._take(namespace, now, seen_since, self._sizes(guessed, rooms, batch_size), (), {})
             if done.events:
                 looked_at = frozenset(key.name for key in guessed)
                 return FannedOut(done.events, done.full, done.notifications, looked_at=looked_at)
-        wanted = await self._wanted(self._fanout, namespace, seen_since)
+        wanted = await self._wanted(self._fanout, namespace, seen_since, after or {})
         waiting = [key for key in wanted if key.waits]
         ordered = [key for key in wanted if key.is_ordered]
         if ordered:
@@ -231,7 +239,8 @@ class MysqlEvents:
         # One of these waits: then all are looked at, for by now others may have something that comes before it.
         if any(key.waits for key in ordered):
             waiting += [key for key in ordered if not key.waits]
-        return await self._take(namespace, now, seen_since, self._sizes(waiting, rooms, batch_size), ordered)
+        sizes = self._sizes(waiting, rooms, batch_size)
+        return await self._take(namespace, now, seen_since, sizes, ordered, {} if ordered else after or {})
 
     async def _take(
         self,
@@ -240,11 +249,12 @@ class MysqlEvents:
         seen_since: datetime,
         sizes: Mapping[_Key, int],
         ordered: Sequence[_Key],
+        after: Mapping[str, int],
     ) -> FannedOut:
         """Claim events of these keys, and make their notifications."""
 
         async def claim_and_notify(connection: Any, begin: str, commit: str) -> FannedOut:
-            claim, args = _claim(namespace, sizes, ordered)
+            claim, args = _claim(namespace, sizes, ordered, after)
             look = self._server.spell(SUBSCRIPTIONS)
             found, ((live,),) = await fetch_each(
                 connection, f"{begin}; {claim}; {look}", (*args, namespace, seen_since)
@@ -269,13 +279,14 @@ class MysqlEvents:
                 events={key.name: len(ids) for key, ids in claimed.items()},
                 full=frozenset(key.name for key in full),
                 notifications=made,
+                reached={key.name: row[1] for key, row in zip(sizes, found, strict=True) if row[1] is not None},
             )
 
         done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
-        wanted = await self._wanted(self._admin, namespace, seen_since)
+        wanted = await self._wanted(self._admin, namespace, seen_since, {})
         return any(key.waits for key in wanted)
 
     async def count_undelivered(self, namespace: str) -> int:
@@ -302,13 +313,23 @@ class MysqlEvents:
 
         return int(await self._admin.use(write))
 
-    async def _wanted(self, on: Dedicated, namespace: str, seen_since: datetime) -> list[_Key]:
-        """The keys that wait, and those that ordered handlers want."""
+    async def _wanted(
+        self, on: Dedicated, namespace: str, seen_since: datetime, after: Mapping[str, int]
+    ) -> list[_Key]:
+        """The keys that wait, and those that ordered handlers want.
+
+        Those of a backlog, of which something was reached, need not be looked at: they have more.
+        """
+        reached = {f"reached{number}": name for number, name in enumerate(after)}
+        names = ", ".join(f"%({name})s" for name in reached)
+        but = f" AND CONCAT(IF(s.topic = '', '', '#'), s.event_type, s.topic) NOT IN ({names})" if reached else ""
         ((live,),), ((types,), (topics,)) = await on.fetch_each(
-            FIND_WANTED, {"namespace": namespace, "seen_since": seen_since}
+            {dialect: text.replace("{but}", but) for dialect, text in FIND_WANTED.items()},
+            {"namespace": namespace, "seen_since": seen_since, **reached},
         )
         subscribed = _subscribed(live)
         waiting = {("", name) for name in _strings(types or "[]")} | {("#", name) for name in _strings(topics or "[]")}
+        waiting |= {subscription.key for subscription in subscribed if "".join(subscription.key) in after}
         ordered = {subscription.key for subscription in subscribed if subscription.ordered}
         wanted = dict.fromkeys(subscription.key for subscription in subscribed)
         return [_Key(*key, key in ordered, key in waiting) for key in wanted if key in ordered or key in waiting]
@@ -352,9 +373,11 @@ def _subscribed(found: str | None) -> Sequence[_Subscription]:
     return [s for s in live if s.handler_name not in replaced]
 
 
-def _claim(namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key]) -> tuple[str, tuple[Any, ...]]:
+def _claim(
+    namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key], after: Mapping[str, int]
+) -> tuple[str, tuple[Any, ...]]:
     """The statement that claims a batch of each key, and its arguments."""
-    branches = [_branch(key, namespace, size, ordered) for key, size in sizes.items()]
+    branches = [_branch(key, namespace, size, ordered, after) for key, size in sizes.items()]
     return " UNION ALL ".join(sql for sql, _ in branches), tuple(arg for _, some in branches for arg in some)
 
 
@@ -387,12 +410,17 @@ def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> t
     return claimed, full
 
 
-def _branch(key: _Key, namespace: str, size: int, ordered: Sequence[_Key]) -> tuple[str, list[Any]]:
+def _branch(
+    key: _Key, namespace: str, size: int, ordered: Sequence[_Key], after: Mapping[str, int]
+) -> tuple[str, list[Any]]:
     """What looks for a batch of one key, and its arguments."""
     args: list[Any] = [namespace, key.value, size]
     if key.is_ordered:
         return READ_OF_TOPIC if key.sign else READ_OF_TYPE, args
     others = [other.value for other in ordered if other.sign != key.sign]
+    if not others and key.name in after:
+        args.insert(2, after[key.name])
+        return CLAIM_OF_TOPIC_AFTER if key.sign else CLAIM_OF_TYPE_AFTER, args
     if not others:
         return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE, args
     marking = CLAIM_OF_TOPIC_MARKING if key.sign else CLAIM_OF_TYPE_MARKING
