@@ -9,8 +9,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from msgspec import defstruct
 
-from outboxio import Outbox, Settings
+from outboxio import Event, Outbox, Settings
 from outboxio.clock import utc_now
 from outboxio.notification import Wanted
 from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
@@ -146,3 +147,16 @@ async def test_for_handlers_that_want_order_an_event_that_is_committed_late_is_n
     done = await events.fan_out("app", now, now - timedelta(days=1), {"MoneyDeposited": 10}, 10, far_behind)
 
     assert done.events == found
+
+
+async def test_a_backlog_of_many_types_comes_to_its_end(make_outbox: MakeOutbox) -> None:
+    """Beyond some dozens MySQL and MariaDB remember no positions."""
+    outbox, journal = await make_outbox(settings=Settings(fanout_batch_size=100, notify=False)), Journal()
+    types = [defstruct(f"Type{number}", [("number", int)], bases=(Event,)) for number in range(100)]
+    outbox.handler(*types, name="h")(journal)
+    async with outbox.transaction("Emit") as tx:
+        for number in range(500):
+            tx.emit(types[number % len(types)](number))
+
+    assert (await outbox.drain()).succeeded == 500
+    assert sorted(envelope.event.number for envelope in journal.envelopes) == list(range(500))

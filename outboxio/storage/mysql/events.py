@@ -63,6 +63,9 @@ _CLAIM = """
 (SELECT JSON_ARRAYAGG(b.id), MAX(b.sequence) FROM (SELECT e.id, e.sequence {batch} FOR UPDATE SKIP LOCKED) b)
 """
 CLAIM_OF_TYPE, CLAIM_OF_TOPIC = _CLAIM.format(batch=_BATCH_OF_TYPE), _CLAIM.format(batch=_BATCH_OF_TOPIC)
+_CLAIM_OF_MANY = "(SELECT JSON_ARRAYAGG(b.id), NULL FROM (SELECT e.id {batch} FOR UPDATE SKIP LOCKED) b)"
+CLAIM_OF_MANY_TYPES = _CLAIM_OF_MANY.format(batch=_BATCH_OF_TYPE)
+CLAIM_OF_MANY_TOPICS = _CLAIM_OF_MANY.format(batch=_BATCH_OF_TOPIC)
 CLAIM_OF_TYPE_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TYPE} AND e.sequence > %s {_FIRST}")
 CLAIM_OF_TOPIC_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TOPIC} AND e.sequence > %s {_FIRST}")
 _MARKED = "JSON_ARRAYAGG(CONCAT(IF(b.other IN ({others}), '-', ''), b.id))"
@@ -153,6 +156,7 @@ ORDER BY e.sequence
 """)
 PIECE = 1000
 MOST_GUESSED = 8  # keys that are claimed without a look
+MOST_READ_ON = 64  # keys, for with hundreds of them it costs more to remember where each was reached than it spares
 BYTES_OF_EVENT = 100  # that a message at most has of an event: its id, twice
 BACKFILL = f"""
 {_INTO}
@@ -240,7 +244,7 @@ class MysqlEvents:
         if any(key.waits for key in ordered):
             waiting += [key for key in ordered if not key.waits]
         sizes = self._sizes(waiting, rooms, batch_size)
-        return await self._take(namespace, now, seen_since, sizes, ordered, {} if ordered else after or {})
+        return await self._take(namespace, now, seen_since, sizes, ordered, after or {})
 
     async def _take(
         self,
@@ -377,7 +381,8 @@ def _claim(
     namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key], after: Mapping[str, int]
 ) -> tuple[str, tuple[Any, ...]]:
     """The statement that claims a batch of each key, and its arguments."""
-    branches = [_branch(key, namespace, size, ordered, after) for key, size in sizes.items()]
+    reads_on = not ordered and len(sizes) <= MOST_READ_ON
+    branches = [_branch(key, namespace, size, ordered, after if reads_on else None) for key, size in sizes.items()]
     return " UNION ALL ".join(sql for sql, _ in branches), tuple(arg for _, some in branches for arg in some)
 
 
@@ -411,14 +416,16 @@ def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> t
 
 
 def _branch(
-    key: _Key, namespace: str, size: int, ordered: Sequence[_Key], after: Mapping[str, int]
+    key: _Key, namespace: str, size: int, ordered: Sequence[_Key], after: Mapping[str, int] | None
 ) -> tuple[str, list[Any]]:
-    """What looks for a batch of one key, and its arguments."""
+    """What looks for a batch of one key, and its arguments. ``after``: where keys were reached, if they are read on."""
     args: list[Any] = [namespace, key.value, size]
     if key.is_ordered:
         return READ_OF_TOPIC if key.sign else READ_OF_TYPE, args
     others = [other.value for other in ordered if other.sign != key.sign]
-    if not others and key.name in after:
+    if not others and after is None:
+        return CLAIM_OF_MANY_TOPICS if key.sign else CLAIM_OF_MANY_TYPES, args
+    if not others and after and key.name in after:
         args.insert(2, after[key.name])
         return CLAIM_OF_TOPIC_AFTER if key.sign else CLAIM_OF_TYPE_AFTER, args
     if not others:
