@@ -9,7 +9,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from msgspec import defstruct
 
 from outboxio import Event, Outbox, Settings
 from outboxio.clock import utc_now
@@ -17,6 +16,11 @@ from outboxio.notification import Wanted
 from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.probes import MakeOutbox, open_transaction
+
+
+class Numbered(Event):
+    number: int
+
 
 QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h", notify=False)
 
@@ -152,7 +156,7 @@ async def test_for_handlers_that_want_order_an_event_that_is_committed_late_is_n
 async def test_a_backlog_of_many_types_comes_to_its_end(make_outbox: MakeOutbox) -> None:
     """Beyond some dozens MySQL and MariaDB remember no positions."""
     outbox, journal = await make_outbox(settings=Settings(fanout_batch_size=100, notify=False)), Journal()
-    types = [defstruct(f"Type{number}", [("number", int)], bases=(Event,)) for number in range(100)]
+    types = [type(Event)(f"Type{number}", (Numbered,), {"__module__": __name__}) for number in range(100)]
     outbox.handler(*types, name="h")(journal)
     async with outbox.transaction("Emit") as tx:
         for number in range(500):
