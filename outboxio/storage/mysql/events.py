@@ -224,13 +224,13 @@ class MysqlEvents:
     ) -> FannedOut:
         # To find out which keys have events takes as long as all the rest of a small round. What is expected is
         # probably where events were last; if it is not, or next time, all are looked at.
-        guessed = self._likely if expected and not self._has_guessed else []
+        guessed = self._likely if expected and not after and not self._has_guessed else []
         self._has_guessed = bool(guessed)
         if guessed:
             done = await self._take(namespace, now, seen_since, self._sizes(guessed, rooms, batch_size), (), {})
             if done.events:
                 looked_at = frozenset(key.name for key in guessed)
-                return FannedOut(done.events, done.full, done.notifications, looked_at=looked_at)
+                return FannedOut(done.events, done.full, done.notifications, done.reached, looked_at)
         wanted = await self._wanted(self._fanout, namespace, seen_since, after or {})
         waiting = [key for key in wanted if key.waits]
         ordered = [key for key in wanted if key.is_ordered]
