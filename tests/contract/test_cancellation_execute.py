@@ -221,12 +221,12 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
         committed()
 
     shard.committed = count_it  # type: ignore[method-assign]
-    await outbox.executor.execute(Nothing())  # from here on a connection is open
+    await outbox.executor.execute(Happen())  # from here on a connection is open
     expected = unstruck = 0
     # An answer that is there already is not waited for, so some runs have fewer waits, and it takes several.
     while unstruck < 5 or (expected == 1 + unstruck and unstruck < 50):
         for moment in count(1):
-            cancelling = Cancelling(outbox.executor.execute(Nothing()), moment)
+            cancelling = Cancelling(outbox.executor.execute(Happen()), moment)
             task = asyncio.create_task(_await(cancelling))
             await asyncio.wait([task], timeout=20)
             expected = len(await written(look))
@@ -237,6 +237,6 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
     assert expected > 1 + unstruck, "no cancellation fell into COMMIT"
 
 
-class Nothing(Action):
+class Happen(Action):
     async def perform(self, tx: Transaction) -> None:
-        pass
+        tx.emit(WalletOpened(tx.action_id))
