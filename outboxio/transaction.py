@@ -94,6 +94,8 @@ class Transaction:
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
+        if self._busy:
+            raise ConcurrentUse(self.action_name)
         return self._session.connection
 
     def emit(
@@ -216,6 +218,8 @@ class Transaction:
         self._busy = True
         try:
             result = await run(sql, args)
+        except TransactionLost as error:
+            raise TransactionEnded(self.action_name, "an earlier statement") from error.__cause__
         finally:
             self._busy = False
         self.require_open(sql)

@@ -24,7 +24,7 @@ from pymysql.constants import COMMAND
 
 from outboxio import Action, Outbox, Transaction
 from outboxio.action import Retries
-from outboxio.storage.mysql.session import STILL_OPEN
+from outboxio.storage.mysql.session import IS_OPEN, MARK, STILL_MARKED
 from tests import mysql
 from tests.app import Look
 from tests.sql import sql
@@ -100,8 +100,8 @@ def _tap(connection: Any, note: Callable[[str], None]) -> None:
     async def tapped(command: int, statement: str | bytes | bytearray) -> None:
         if command == COMMAND.COM_QUERY:
             sent = statement if isinstance(statement, str) else statement.decode()
-            # The first part of a message is how outboxio makes sure that its transaction is still there.
-            rest = sent.removeprefix(STILL_OPEN).removeprefix("RELEASE SAVEPOINT outboxio;")
+            # The first parts of a message are how outboxio makes sure that its transaction is still there.
+            rest = sent.removeprefix(f"{STILL_MARKED}; ").removeprefix(f"{IS_OPEN}; ").removeprefix(f"{MARK}; ")
             for part in (rest.removesuffix("; COMMIT"), "COMMIT") if rest.endswith("; COMMIT") else (rest,):
                 note(part)
         await send(command, statement)

@@ -154,6 +154,22 @@ async def test_an_action_that_joins_commits_or_fails_with_the_handler(outbox: Ou
     assert str(opened["causation_id"]) == str(deposited["id"])
 
 
+async def test_what_an_action_did_that_has_joined_is_undone_to_a_savepoint_before_it(
+    outbox: Outbox, look: Look
+) -> None:
+    @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
+    async def handle(envelope: Envelope) -> None:
+        await envelope.execute(Open("kept"))
+        await envelope.tx.execute("SAVEPOINT part")
+        await envelope.execute(Open("undone"))
+        await envelope.tx.execute("ROLLBACK TO SAVEPOINT part")
+
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).succeeded == 1
+    assert await balances(look) == [7]
+    assert [row["model_id"] for row in await look.events() if row["event_type"] == "WalletOpened"] == ["kept"]
+
+
 async def test_several_actions_join_and_the_handler_emits_beside_them(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
     async def handle(envelope: Envelope) -> None:

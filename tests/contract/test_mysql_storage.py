@@ -38,6 +38,7 @@ from outboxio import (
     TransactionEnded,
 )
 from outboxio.clock import utc_now
+from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import drop
 from outboxio.storage.mysql.schema import _statements
 from outboxio.storage.schema import sql_files
@@ -714,6 +715,23 @@ class _Behind:
         await mysql.fetch(self._tx.connection, statement)
 
 
+async def test_after_an_error_that_was_swallowed_the_server_is_asked_whether_the_transaction_is_still_there(
+    outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What errors roll back depends on settings of the server, such as innodb_rollback_on_timeout."""
+    monkeypatch.setattr(errors, "_ROLLED_BACK", frozenset[int]())
+
+    async def swallow(tx: Transaction) -> None:
+        tx.emit(Noted(""))
+        await deadlock_here(tx, mysql_url)
+        await tx.execute("UPDATE wallets SET balance = balance + 100 WHERE id = 'mine'")
+
+    with pytest.raises(TransactionEnded):
+        await outbox.executor.execute(doing(swallow))
+    assert await wallets(look) == own_wallets
+    assert await written(look) == []
+
+
 @pytest.mark.parametrize("uses_it", [True, False], ids=["used", "only asked for"])
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
 async def test_the_transaction_has_begun_on_the_connection_that_an_action_asks_for_first(
@@ -809,21 +827,39 @@ async def test_a_lock_wait_that_ran_out_and_was_swallowed_leaves_the_transaction
 @pytest.mark.parametrize(
     "body", ["COMMIT", "ROLLBACK", "COMMIT; START TRANSACTION", "COMMIT; START TRANSACTION; SAVEPOINT other"]
 )
-@pytest.mark.parametrize("behind", [False, True], ids=["on-tx", "behind-its-back"])
+@pytest.mark.parametrize("way", ["on tx", "behind its back", "behind a semicolon"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
 async def test_a_procedure_that_ends_the_transaction_ends_the_action(
-    outbox: Outbox, look: Look, body: str, behind: bool
+    outbox: Outbox, look: Look, body: str, way: str, is_first: bool
 ) -> None:
     await look.fetch(f"CREATE PROCEDURE ends() BEGIN {body}; END")
 
     async def call(tx: Transaction) -> None:
         tx.emit(Noted(""))
-        await (_Behind(tx) if behind else tx).execute("CALL ends()")
+        if not is_first:
+            await tx.fetch("SELECT id FROM wallets")
+        await {
+            "on tx": lambda: tx.execute("CALL ends()"),
+            "behind its back": lambda: _Behind(tx).execute("CALL ends()"),
+            "behind a semicolon": lambda: tx.execute("SELECT 1; CALL ends()"),
+        }[way]()
         await tx.execute("INSERT INTO wallets (id, balance) VALUES ('after', 0)")
 
     with pytest.raises(TransactionEnded):
         await outbox.executor.execute(doing(call))
     assert await written(look) == []
     assert await balances(look) == []
+
+
+@pytest.mark.parametrize("kind", ["FUNCTION", "TRIGGER"])
+async def test_what_a_statement_calls_cannot_end_the_transaction(outbox: Outbox, look: Look, kind: str) -> None:
+    """Why single statements that read or change rows need no savepoint before them."""
+    ends = {
+        "FUNCTION": "CREATE FUNCTION ends() RETURNS INT DETERMINISTIC BEGIN COMMIT; RETURN 1; END",
+        "TRIGGER": "CREATE TRIGGER ends BEFORE INSERT ON wallets FOR EACH ROW BEGIN COMMIT; END",
+    }
+    with pytest.raises(Exception, match="1422"):
+        await look.fetch(ends[kind])
 
 
 async def test_a_procedure_that_ends_nothing_is_welcome(outbox: Outbox, look: Look) -> None:

@@ -307,6 +307,19 @@ async def test_tasks_may_take_turns_with_tx(outbox: Outbox, look: Look) -> None:
     assert await balances(look) == [0, 0, 0]
 
 
+async def test_the_drivers_connection_is_not_given_while_a_statement_is_under_way(outbox: Outbox, look: Look) -> None:
+    async def both(tx: Transaction) -> None:
+        running = asyncio.create_task(add_wallet(tx, "a"))
+        await asyncio.sleep(0)  # it begins
+        with pytest.raises(ConcurrentUse):
+            _ = tx.connection
+        await running
+        assert tx.connection is not None
+
+    await outbox.executor.execute(doing(both))
+    assert await balances(look) == [0]
+
+
 async def test_an_action_cannot_end_while_a_statement_is_under_way(
     outbox: Outbox, look: Look, database_url: str
 ) -> None:

@@ -74,8 +74,8 @@ HARMLESS = {
     "mysql/schema.py": {"MysqlSchema._rights_missing": TEXT, "MysqlSchema._refuse_old": TEXT},
     "mysql/session.py": {
         "insertions": "values that the driver's escape has spelled",
-        "insert_events": "a constant around what was put together before",
         "_spelled": "values that the driver's escape has spelled",
+        "_joined": "whole statements, in a row",
         "MysqlSession.claim": IDS,
         "MysqlSession.finish": IDS,
         "MysqlSession.owe": "constants, in a row",

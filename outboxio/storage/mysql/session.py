@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
@@ -25,12 +25,15 @@ logger = logging.getLogger(__name__)
 
 # A transaction that has ended does not know its savepoint: that tells it apart whatever ended it, a deadlock that was
 # swallowed, a CREATE TABLE, a COMMIT inside a procedure. After it, statements would be committed one by one.
-# Each message that must not be committed alone begins with giving the savepoint up; it is made again for the next one.
-BEGIN = "START TRANSACTION; SAVEPOINT outboxio"
-_IN_BEGIN = 2  # statements
-STILL_OPEN = "RELEASE SAVEPOINT outboxio; SAVEPOINT outboxio;"
-COMMIT = "RELEASE SAVEPOINT outboxio; COMMIT"
-AROUND = 64  # bytes of a message that are not its rows', at most
+# It is committed in one message with giving the savepoint up. Earlier, a savepoint of its own tells whether there is
+# any transaction: without one it is forgotten at once. To give up the first one would give up the user's, too.
+# While nothing was run but single statements that read or change rows, and none of them failed, nothing can have ended
+# it: then there is no savepoint yet.
+BEGIN = "START TRANSACTION"
+MARK = "SAVEPOINT outboxio"
+STILL_MARKED = "RELEASE SAVEPOINT outboxio"
+IS_OPEN = "SAVEPOINT outboxio_open; RELEASE SAVEPOINT outboxio_open"
+AROUND = 128  # bytes of a message that are not its rows', at most
 _NO_SUCH_SAVEPOINT = 1305
 _TOO_LARGE = 1301
 
@@ -41,6 +44,9 @@ _COMMITS = re.compile(
     r"ANALYZE\s+\w+|OPTIMIZE\s+\w+|REPAIR\s+\w+|CHECK\s+TABLE|SET\s+PASSWORD|SET\s+(?:@@|SESSION\s+)?AUTOCOMMIT)",
     re.IGNORECASE | re.DOTALL,
 )
+
+# What these call, functions and triggers, is not allowed to commit either. A semicolon may begin another statement.
+_READS_OR_CHANGES_ROWS = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH)\b[^;]*\Z", re.IGNORECASE)
 
 # What differs from event to event comes first, and then what the action's rows share.
 INSERT_EVENTS = """
@@ -144,31 +150,12 @@ def _spelled(escape: Escape, values: Sequence[Any]) -> str:
     ])  # fmt: skip
 
 
-async def insert_events(
-    connection: Any,
-    action: ActionRecord,
-    events: Sequence[EventRecord],
-    server: Server,
-    *,
-    is_ours: bool = False,
-    begins: bool = False,
-    ends: bool = False,
-) -> None:
-    """Write the rows of one action on a driver's connection.
+async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server) -> None:
+    """Write the rows of one action on a driver's connection, in the transaction that is open there."""
+    await _write(connection, action, insertions(action, events, connection.escape, server.largest_packet), server)
 
-    ``is_ours``: the transaction has our savepoint, without which nothing is written. ``begins``: it is to begin with
-    them. ``ends``: commit them as well.
-    """
-    messages = list(insertions(action, events, connection.escape, server.largest_packet))
-    if begins and ends and len(messages) == 1:  # nobody else can have ended it
-        messages[0] = b"START TRANSACTION; %b; COMMIT" % messages[0]
-    else:
-        if begins:
-            await run(connection, BEGIN)
-        if ends:
-            messages[-1] = b"RELEASE SAVEPOINT outboxio; %b; COMMIT" % messages[-1]
-        if is_ours and not (ends and len(messages) == 1):
-            messages[0] = STILL_OPEN.encode() + messages[0]
+
+async def _write(connection: Any, action: ActionRecord, messages: Iterable[bytes], server: Server) -> None:
     for message in messages:
         try:
             await run(connection, message)
@@ -193,6 +180,8 @@ class MysqlSession:
         self._server = server
         self._is_callers = is_callers
         self._is_to_begin = False
+        self._is_marked = is_callers  # whose own is not ours to mark
+        self._is_doubtful = False
         self._is_over = False
         self._has_run = False
         self._is_running = False
@@ -203,35 +192,25 @@ class MysqlSession:
 
     @property
     def connection(self) -> Any:
-        if self._is_to_begin:  # whoever asks for it uses it at once: behind this, on the same wire
-            self._is_to_begin = False
-            self._driver.send_ahead(self._connection, BEGIN.encode())
+        if not self._is_marked:  # whoever asks for it uses it at once: behind this, on the same wire
+            self._driver.send_ahead(self._connection, _joined(*self._opening()))
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
-        if soon and self._driver.sends_ahead(self._connection):
-            self._is_to_begin = True
-        else:
-            await self._begin()
-
-    async def _begin(self) -> None:
-        self._is_to_begin = False
-        try:
-            await run(self._connection, BEGIN)
-        except BaseException:
-            self.discard()  # nobody knows whether it began
-            raise
+        self._is_to_begin = True
+        if not (soon and self._driver.sends_ahead(self._connection)):
+            await self._mark()
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
-        begins, self._is_to_begin = self._is_to_begin, False
         if action is not None and events:
-            last = insert_events(self._connection, action, events, self._server, is_ours=True, begins=begins, ends=True)
-        elif begins:
+            statements = self._write(action, events, ends=True)
+        elif self._is_to_begin:
+            self._is_to_begin = False
             return  # nothing was done
         else:
-            last = run(self._connection, COMMIT)
+            statements = run(self._connection, _joined(*self._opening(ends=True), "COMMIT"))
         try:
-            await self._require_open(last)
+            await self._require_open(statements)
         except Exception as error:
             if errors.is_unreachable(error):
                 raise CommitLost from error
@@ -250,10 +229,12 @@ class MysqlSession:
 
     def in_transaction(self) -> bool:
         # A connection that is gone speaks for itself, with the driver's own error.
-        if self._is_to_begin or is_closed(self._connection) or self._driver.has_unread(self._connection):
+        if self._is_to_begin or is_closed(self._connection):
             return True
         return not self._is_over and (
-            self._connection.get_transaction_status() or (self._is_callers and not self._connection.get_autocommit())
+            self._driver.has_unread(self._connection)
+            or self._connection.get_transaction_status()
+            or (self._is_callers and not self._connection.get_autocommit())
         )
 
     def would_commit(self, sql: str) -> str | None:
@@ -262,11 +243,12 @@ class MysqlSession:
         return None if words is None else words[1]
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
-        return int((await self._run(sql, args)).rowcount)
+        count, _, _ = await self._run(sql, args)
+        return count
 
     async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]:
-        cursor = await self._run(sql, args)
-        return as_rows([column[0] for column in cursor.description or ()], await cursor.fetchall())
+        _, columns, rows = await self._run(sql, args)
+        return as_rows(columns, rows)
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
         rows = await self.fetch(sql, args)
@@ -275,13 +257,13 @@ class MysqlSession:
     async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
         if not ids:
             return {}
-        await self._require_begun()
+        await self._mark()
         rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids)), (",".join(states),))
         return {UUID(row[0]): row[1] for row in rows}
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
         if ids:
-            await self._require_begun()
+            await self._mark()
             await run(self._connection, FINISH.format(ids=id_list(ids)), (state, attempts, now))
 
     async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
@@ -300,22 +282,19 @@ class MysqlSession:
         )
         args = {"event_id": str(event_id), "owed": listed, "now": as_value(now)}
         statements = f"{self._server.spell(OWE)}; {DELIVER}" if owed else DELIVER
-        await self._require_begun()
-        if self._is_callers:
-            await run(self._connection, statements, args)
-        else:
-            await self._require_open(run(self._connection, f"{STILL_OPEN} {statements}", args))
+        opening = () if self._is_callers else self._opening()
+        await self._require_open(run(self._connection, "; ".join([*opening, statements]), args))
 
     async def consume(self, consumed: Consumed) -> Consumed:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
         rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
-        await self._require_begun()
+        await self._mark()
         await run(self._connection, CONSUME, (*key, *rest))
         (row,) = await fetch(self._connection, CONSUMED, key)
         return Consumed(*key, UUID(row[0]), row[1], row[2])
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
-        await self._require_begun()
+        await self._mark()
         seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
         rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
         return [
@@ -324,17 +303,47 @@ class MysqlSession:
         ]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        await self._require_begun()
-        is_ours = not self._is_callers
-        await self._require_open(insert_events(self._connection, action, events, self._server, is_ours=is_ours))
+        await self._require_open(self._write(action, events, ends=False))
 
-    async def _require_begun(self) -> None:
-        """Begin now, if that was to come with the first statement of the application."""
+    async def _write(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> None:
+        """Write the rows of one action, and commit if it ``ends``."""
+        messages = list(insertions(action, events, self._connection.escape, self._server.largest_packet))
+        if not self._is_callers:
+            messages[0] = _joined(*self._opening(ends=ends and len(messages) == 1), messages[0])
+            if ends and len(messages) > 1:
+                messages[-1] = _joined(*self._opening(ends=True), messages[-1])
+            if ends:
+                messages[-1] = _joined(messages[-1], "COMMIT")
+        await _write(self._connection, action, messages, self._server)
+
+    def _opening(self, *, ends: bool = False) -> list[str]:
+        """What goes before statements of ours, in one message with them: the transaction begins, or is still there.
+
+        It is marked as well, unless it ``ends`` in this message.
+        """
         if self._is_to_begin:
-            await self._begin()
+            opening = [BEGIN]
+        elif ends:
+            opening = [STILL_MARKED] if self._is_marked else [IS_OPEN] if self._is_doubtful else []
+        else:
+            opening = [IS_OPEN]
+        if not (ends or self._is_marked):
+            opening.append(MARK)
+        self._is_to_begin = self._is_doubtful = False
+        self._is_marked = not ends
+        return opening
+
+    async def _mark(self) -> None:
+        """Mark the transaction, unless it is; begin it, if that was to come with the application's first statement."""
+        if not self._is_marked:
+            try:
+                await run(self._connection, _joined(*self._opening()))
+            except BaseException:
+                self.discard()  # nobody knows whether it began
+                raise
 
     async def _require_open(self, statements: Awaitable[Any]) -> None:
-        """Run statements of which the first releases the savepoint; without it there is no transaction any more."""
+        """Run statements of which the first release a savepoint; without it there is no transaction any more."""
         try:
             await statements
         except Exception as error:
@@ -348,28 +357,49 @@ class MysqlSession:
         spelled: str = self._connection.escape(as_value(value))
         return spelled
 
-    async def _run(self, sql: str, args: Sequence[Any]) -> Any:
+    async def _run(self, sql: str, args: Sequence[Any]) -> tuple[int, list[str], Sequence[Any]]:
+        """How many rows a statement touched, the names of its columns, and its rows.
+
+        Of several statements, the first's; but all are waited for, for any of them may end the transaction.
+        """
         # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent sign
         # is only a percent sign.
         statement = sql % tuple(map(self._spelled, args)) if args else sql
-        if self._is_to_begin and len(statement) > self._server.largest_packet // 8:
-            await self._begin()  # there may be no room for both
-        begins, self._is_to_begin = self._is_to_begin, False
+        if self._is_doubtful:  # without a transaction it would be committed alone
+            await self._require_open(run(self._connection, IS_OPEN))
+            self._is_doubtful = False
+        before = self._before(sql)
+        if before and len(statement) > self._server.largest_packet // 8:
+            await self._mark()  # there may be no room for both
+            before = []
+        self._is_to_begin, self._is_marked = False, self._is_marked or MARK in before
         self._has_run = self._is_running = True
         try:
             cursor = await self._connection.cursor(self._driver.Cursor)
-            if begins:
-                await cursor.execute(f"{BEGIN}; {statement}")
-                for _ in range(_IN_BEGIN):
-                    await cursor.nextset()
-            else:
-                await cursor.execute(statement)
-        except Exception as error:
-            self._is_over = self._is_over or errors.rolled_back(error)
+            await cursor.execute("; ".join([*before, statement]) if before else statement)
+            for _ in before:
+                await cursor.nextset()
+            columns = [column[0] for column in cursor.description or ()]
+            found = int(cursor.rowcount), columns, await cursor.fetchall() if columns else ()
+            while await cursor.nextset():
+                pass
+        except BaseException as error:
+            self._is_doubtful, self._is_over = True, self._is_over or errors.rolled_back(error)
             raise
         finally:
             self._is_running = False
-        return cursor
+        return found
+
+    def _before(self, sql: str) -> list[str]:
+        """What goes before a statement of the application's, in one message with it."""
+        before = [BEGIN] if self._is_to_begin else []
+        if not (self._is_marked or _READS_OR_CHANGES_ROWS.match(sql)):
+            before.append(MARK)
+        return before
+
+
+def _joined(*statements: str | bytes) -> bytes:
+    return b"; ".join(statement.encode() if isinstance(statement, str) else statement for statement in statements)
 
 
 class PooledSession:
