@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from outboxio.clock import Clock
 from outboxio.handler import HandlerRegistry
-from outboxio.queues import SWEEP_IN_BACKLOG
+from outboxio.low_water import LowWater
 from outboxio.quota import Quotas
 from outboxio.round import NOTHING, Round
 from outboxio.storage.protocols import Database
@@ -74,8 +74,7 @@ class Fanout:
         self._quotas = Quotas(batch_size)
         self._holds_lock = holds_lock
         self._fanned_out = fanned_out
-        self._reached: dict[str, int] = {}
-        self._swept_at = float("-inf")
+        self._low_water = LowWater()
         self._expects = False
         self.events = 0
         """How many events this process has fanned out."""
@@ -90,26 +89,19 @@ class Fanout:
         """Fan out at most about one batch; does nothing while another process holds the lock."""
         if not self._holds_lock():
             return NOTHING
-        now, rooms, after = self._clock(), self._quotas.rooms(), self._where_to_begin()
+        now, rooms = self._clock(), self._quotas.rooms()
+        after = self._low_water.begin(asyncio.get_running_loop().time())
         expected, self._expects = self._expects, False
         done = await self._database.events.fan_out(
             self._namespace, now, self._announcer.seen_since(now), rooms, self._quotas.batch_size, after,
             expected=expected,
         )  # fmt: skip
         self._quotas.learn(rooms if done.looked_at is None else done.looked_at, done.events, done.full)
-        self._reached = {key: done.reached[key] for key in done.full if key in done.reached}
+        self._low_water.learn(done)
         found = sum(done.events.values())
         self.events += found
         self.notifications += done.notifications
         if found:
             logger.debug("fanned out %d events into %d notifications", found, done.notifications)
             self._fanned_out()
-        return Round(found, more=bool(done.full or after))
-
-    def _where_to_begin(self) -> dict[str, int]:
-        """Where each key of a backlog was read up to; nothing when it is time to look for what was committed late."""
-        now = asyncio.get_running_loop().time()
-        if self._reached and now - self._swept_at < SWEEP_IN_BACKLOG:
-            return self._reached
-        self._swept_at = now
-        return {}
+        return Round(found, more=bool(done.full or (after and not found)))

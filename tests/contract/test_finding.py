@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from decimal import Decimal
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -12,6 +13,7 @@ import pytest
 
 from outboxio import Event, Outbox, Settings
 from outboxio.clock import utc_now
+from outboxio.low_water import FEW
 from outboxio.notification import Wanted
 from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
@@ -108,6 +110,48 @@ async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_commit
     assert len(behind) >= 4
     assert behind == sorted(behind)
     assert asked[-1] is None  # and who ends makes sure that nothing came late
+
+
+async def test_under_load_events_are_looked_for_behind_those_of_a_moment_ago_and_a_late_commit_is_not_lost(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events: Any = outbox._shards["default"].database.events
+    fan_out, bounds = events.fan_out, list[int]()
+
+    async def watched(*args: Any, expected: bool) -> Any:
+        bounds.extend(args[-1].values())
+        return await fan_out(*args, expected=expected)
+
+    events.fan_out = watched
+    amounts = count()
+
+    async def load() -> None:
+        await outbox.executor.execute(Emit(tuple(next(amounts) for _ in range(FEW // 4))))
+        await asyncio.sleep(0.01)
+
+    async def is_bounded() -> bool:
+        await load()
+        return bool(bounds)
+
+    async def has_come() -> bool:
+        await load()
+        return -1 in journal.amounts
+
+    async with open_transaction(look) as (connection, commit):
+        await outbox.record(connection, MoneyDeposited(uuid4(), Decimal(-1)), action="Late")
+        async with outbox.running():
+            await eventually(is_bounded)
+            await commit()
+            await eventually(has_come)
+            number = next(amounts)
+            await eventually(lambda: counted(outbox, undelivered=0, SUCCEEDED=number + 1))
+
+    assert min(bounds) > min(row["sequence"] for row in await look.events())
+    assert sorted(journal.amounts) == [-1, *range(number)]
 
 
 @pytest.mark.parametrize("topic", [None, "audit"], ids=["by-type", "by-topic"])
