@@ -19,7 +19,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from outboxio import Outbox, Settings, Transaction
+from outboxio import Event, Outbox, Settings, Transaction
 from outboxio.names import LockName
 from outboxio.notification import State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome
@@ -112,6 +112,25 @@ async def test_events_that_are_expected_cost_a_look_less(wire: Wire, make_outbox
 
     assert done.notifications == 3
     assert (spent.statements, spent.round_trips) == PER_EXPECTED[look.dialect], spent.texts
+
+
+async def test_a_batch_of_many_types_costs_no_more_than_one_of_a_single_type(
+    wire: Wire, make_outbox: MakeOutbox, look: Look
+) -> None:
+    outbox = await make_outbox(settings=ALONE)
+    types = [type(Event)(f"Type{number}", (Event,), {"__module__": __name__}) for number in range(100)]
+    outbox.handler(*types, name="h")(Journal())
+    await outbox.drain()  # announces it
+    for warm in (True, False):
+        async with outbox.transaction("Emit") as tx:
+            for kind in types:
+                tx.emit(kind())
+                tx.emit(kind())
+        with counted(wire) as spent:
+            done = await outbox._shards["default"].database.events.fan_out("app", NOW, LONG_AGO, {}, BATCH)
+        assert (len(done.events), done.notifications) == (100, 200)
+        if not warm:
+            assert (spent.statements, spent.round_trips) == PER_BATCH["fan-out"][look.dialect], spent.texts
 
 
 async def lease_of(store: Store, name: str) -> Lease:
