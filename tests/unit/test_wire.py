@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from tests.wire import statements_in, watched
+from tests.wire import number_of_statements, statements_in, watched
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,13 @@ from tests.wire import statements_in, watched
         ("SELECT 1;", 1),
         ("BEGIN; SELECT 1; COMMIT", 3),
         ("SELECT 'a;b', `c;d`", 1),
+        ("INSERT INTO t VALUES ('it''s; fine'); UPDATE t SET a = '' ; COMMIT; ", 3),
         (r"INSERT INTO t VALUES ('it''s; fine', 'so \'; is this'); COMMIT", 2),
     ],
 )
 def test_a_message_may_hold_several_statements(message: str, number: int) -> None:
     assert len(statements_in(message)) == number
+    assert number_of_statements(message.encode()) == number
 
 
 def test_statements_on_sqlite_are_counted_while_somebody_watches() -> None:
