@@ -114,7 +114,7 @@ class Between:
             self.began.set()
             if self._part:
                 # Each row of some table takes its time: what depends on no row would be done before all parts.
-                parts.insert(self._part, "(SELECT 1, 1 FROM eventlog.schema_versions WHERE SLEEP(0.15) > 0)")
+                parts.insert(self._part, "(SELECT 0, '', 0, 0 FROM eventlog.schema_versions WHERE SLEEP(0.15) > 0)")
                 statement = " UNION ALL ".join(parts).encode()
             else:
                 await asyncio.sleep(0.6)

@@ -43,9 +43,9 @@ SELECT JSON_ARRAYAGG(t.topic) FROM (SELECT DISTINCT s.topic FROM {_LIVE} AND s.t
 WHERE {_TOPIC_WAITS} = 1
 """)
 
-# The next ones are put together with UNION ALL, one for each key. Each walks its key by itself along the index. A batch
-# is one row of one column, for the driver is slow at rows and columns. What is found by its type and by its topic is
-# taken once.
+# A claim is put together of these, one for each key, which walks its key by itself along the index. All together they
+# are one row of one column, for the driver is slow at rows and columns; an aggregate for each key would be a table of
+# its own, and with 200 keys these took half of fan-out. What is found by its type and by its topic is taken once.
 #
 # SKIP LOCKED never waits for a producer. But each branch sees what is committed by the time it runs: of two events of
 # one ordering key, an earlier branch can miss the first, and a later one see the second. So the keys that ordered
@@ -55,29 +55,22 @@ WHERE {_TOPIC_WAITS} = 1
 # Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
 # may still want them: a backlog is read on from there. Where all columns are in the index, MySQL may walk it from its
 # beginning rather than from there; `hops` is not in it.
+CLAIM = """
+SELECT CONCAT('[', GROUP_CONCAT('[', b.number, ',', b.sequence, ',"', b.id, '"]'), ']') FROM ({branches}) b
+"""
 _OF_TYPE = f"FROM {_BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
 _OF_TOPIC = f"FROM {_BY_TOPIC} WHERE e.namespace = %s AND e.waiting_topic = %s"
 _FIRST = "ORDER BY e.sequence LIMIT %s"
-_BATCH_OF_TYPE, _BATCH_OF_TOPIC = f"{_OF_TYPE} {_FIRST}", f"{_OF_TOPIC} {_FIRST}"
-_CLAIM = """
-(SELECT JSON_ARRAYAGG(b.id), MAX(b.sequence) FROM (SELECT e.id, e.sequence {batch} FOR UPDATE SKIP LOCKED) b)
-"""
-CLAIM_OF_TYPE, CLAIM_OF_TOPIC = _CLAIM.format(batch=_BATCH_OF_TYPE), _CLAIM.format(batch=_BATCH_OF_TOPIC)
-_CLAIM_OF_MANY = "(SELECT JSON_ARRAYAGG(b.id), NULL FROM (SELECT e.id {batch} FOR UPDATE SKIP LOCKED) b)"
-CLAIM_OF_MANY_TYPES = _CLAIM_OF_MANY.format(batch=_BATCH_OF_TYPE)
-CLAIM_OF_MANY_TOPICS = _CLAIM_OF_MANY.format(batch=_BATCH_OF_TOPIC)
-CLAIM_OF_TYPE_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TYPE} AND e.sequence > %s {_FIRST}")
-CLAIM_OF_TOPIC_AFTER = _CLAIM.format(batch=f", e.hops {_OF_TOPIC} AND e.sequence > %s {_FIRST}")
-_MARKED = "JSON_ARRAYAGG(CONCAT(IF(b.other IN ({others}), '-', ''), b.id))"
-CLAIM_OF_TYPE_MARKING = f"""
-(SELECT {_MARKED}, NULL FROM (SELECT e.id, e.topic AS other {_BATCH_OF_TYPE} FOR UPDATE SKIP LOCKED) b)
-"""
-CLAIM_OF_TOPIC_MARKING = f"""
-(SELECT {_MARKED}, NULL FROM (SELECT e.id, e.event_type AS other {_BATCH_OF_TOPIC} FOR UPDATE SKIP LOCKED) b)
-"""
-_NUMBERED = "JSON_ARRAYAGG(CONCAT(b.sequence, ' ', b.id))"
-READ_OF_TYPE = f"(SELECT {_NUMBERED}, NULL FROM (SELECT e.id, e.sequence {_BATCH_OF_TYPE}) b)"
-READ_OF_TOPIC = f"(SELECT {_NUMBERED}, NULL FROM (SELECT e.id, e.sequence {_BATCH_OF_TOPIC}) b)"
+_READ = "SELECT %s AS number, e.id AS id, e.sequence AS sequence, 0 AS hops"
+_READ_ON = _READ.replace("0 AS", "e.hops AS")
+_MARKING = _READ.replace("e.id", "IF({other} IN ({{others}}), CONCAT('-', e.id), e.id)")
+READ_OF_TYPE, READ_OF_TOPIC = f"({_READ} {_OF_TYPE} {_FIRST})", f"({_READ} {_OF_TOPIC} {_FIRST})"
+CLAIM_OF_TYPE = f"({_READ} {_OF_TYPE} {_FIRST} FOR UPDATE SKIP LOCKED)"
+CLAIM_OF_TOPIC = f"({_READ} {_OF_TOPIC} {_FIRST} FOR UPDATE SKIP LOCKED)"
+CLAIM_OF_TYPE_AFTER = f"({_READ_ON} {_OF_TYPE} AND e.sequence > %s {_FIRST} FOR UPDATE SKIP LOCKED)"
+CLAIM_OF_TOPIC_AFTER = f"({_READ_ON} {_OF_TOPIC} AND e.sequence > %s {_FIRST} FOR UPDATE SKIP LOCKED)"
+CLAIM_OF_TYPE_MARKING = CLAIM_OF_TYPE.replace(_READ, _MARKING.format(other="e.topic"))
+CLAIM_OF_TOPIC_MARKING = CLAIM_OF_TOPIC.replace(_READ, _MARKING.format(other="e.event_type"))
 
 _INTO = """
 INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
@@ -200,6 +193,7 @@ class _Key(Struct, frozen=True):
 
 _subscriptions = msgspec.json.Decoder(list[_Subscription]).decode
 _strings = msgspec.json.Decoder(list[str]).decode
+_found = msgspec.json.Decoder(list[tuple[int, int, str]]).decode
 
 
 class MysqlEvents:
@@ -256,14 +250,16 @@ class MysqlEvents:
         after: Mapping[str, int],
     ) -> FannedOut:
         """Claim events of these keys, and make their notifications."""
+        is_read_on = not ordered and len(sizes) <= MOST_READ_ON
 
         async def claim_and_notify(connection: Any, begin: str, commit: str) -> FannedOut:
-            claim, args = _claim(namespace, sizes, ordered, after)
+            claim, args = _claim(namespace, sizes, ordered, after if is_read_on else {})
             look = self._server.spell(SUBSCRIPTIONS)
-            found, ((live,),) = await fetch_each(
+            ((text,),), ((live,),) = await fetch_each(
                 connection, f"{begin}; {claim}; {look}", (*args, namespace, seen_since)
             )
             subscribed = _subscribed(live)
+            found = _by_key(text, sizes)
             claimed, full = _shared_out(found, sizes)
             if any(s.ordered for s in subscribed) and not ordered:
                 # Somebody has just come who wants some in order: the next round looks for them in another way.
@@ -283,7 +279,7 @@ class MysqlEvents:
                 events={key.name: len(ids) for key, ids in claimed.items()},
                 full=frozenset(key.name for key in full),
                 notifications=made,
-                reached={key.name: row[1] for key, row in zip(sizes, found, strict=True) if row[1] is not None},
+                reached={key.name: batch[-1][0] for key, batch in found.items() if batch and is_read_on},
             )
 
         done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
@@ -381,20 +377,47 @@ def _claim(
     namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key], after: Mapping[str, int]
 ) -> tuple[str, tuple[Any, ...]]:
     """The statement that claims a batch of each key, and its arguments."""
-    reads_on = not ordered and len(sizes) <= MOST_READ_ON
-    branches = [_branch(key, namespace, size, ordered, after if reads_on else None) for key, size in sizes.items()]
-    return " UNION ALL ".join(sql for sql, _ in branches), tuple(arg for _, some in branches for arg in some)
+    branches: list[str] = []
+    args: list[Any] = []
+    for number, (key, size) in enumerate(sizes.items()):
+        others = [other.value for other in ordered if key.is_ordered is False and other.sign != key.sign]
+        branches.append(_branch(key, others, is_read_on=key.name in after))
+        behind = [after[key.name]] if key.name in after else []
+        args += [number, *others, namespace, key.value, *behind, size]
+    return CLAIM.format(branches=" UNION ALL ".join(branches)), tuple(args)
 
 
-def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> tuple[dict[_Key, list[str]], set[_Key]]:
-    """What was claimed of each key, as ids, and the keys that are full. An id is only the first key's that has it."""
-    found = {key: _strings(row[0]) if row[0] else [] for key, row in zip(sizes, rows, strict=True)}
+def _branch(key: _Key, others: Sequence[str], *, is_read_on: bool) -> str:
+    """What looks for a batch of one key. ``others``: what ordered handlers want of the other kind."""
+    if key.is_ordered:
+        return READ_OF_TOPIC if key.sign else READ_OF_TYPE
+    if others:
+        marking = CLAIM_OF_TOPIC_MARKING if key.sign else CLAIM_OF_TYPE_MARKING
+        return marking.format(others=", ".join(["%s"] * len(others)))
+    if is_read_on:
+        return CLAIM_OF_TOPIC_AFTER if key.sign else CLAIM_OF_TYPE_AFTER
+    return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE
+
+
+def _by_key(text: str | None, sizes: Mapping[_Key, int]) -> dict[_Key, list[tuple[int, str]]]:
+    """The sequences and the ids that a claim has found of each key, in their order."""
+    keys, found = list(sizes), dict[_Key, list[tuple[int, str]]]({key: [] for key in sizes})
+    for number, sequence, event_id in _found(text or "[]"):
+        found[keys[number]].append((sequence, event_id))
+    for batch in found.values():
+        batch.sort()
+    return found
+
+
+def _shared_out(
+    found: Mapping[_Key, Sequence[tuple[int, str]]], sizes: Mapping[_Key, int]
+) -> tuple[dict[_Key, list[str]], set[_Key]]:
+    """The ids that are taken of each key, and the keys that are full. An id is only the first key's that has it."""
     full = {key for key, batch in found.items() if len(batch) >= sizes[key]}
-
     owners: dict[str, _Key] = {}
-    numbered = {key: [_numbered(text) for text in batch] for key, batch in found.items() if key.is_ordered}
-    horizon = min((max(batch)[0] for key, batch in numbered.items() if key in full), default=None)
-    for key, batch in numbered.items():
+    ordered = {key: batch for key, batch in found.items() if key.is_ordered}
+    horizon = min((batch[-1][0] for key, batch in ordered.items() if key in full), default=None)
+    for key, batch in ordered.items():
         taken = [event_id for sequence, event_id in batch if horizon is None or sequence <= horizon]
         for event_id in taken:
             owners.setdefault(event_id, key)
@@ -402,8 +425,8 @@ def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> t
             full.discard(key)
         elif len(taken) < len(batch):
             full.add(key)
-    for key in (key for key in found if key not in numbered):
-        for event_id in found[key]:
+    for key in (key for key in found if key not in ordered):
+        for _, event_id in found[key]:
             if not event_id.startswith("-"):
                 owners.setdefault(event_id, key)
             elif event_id[1:] not in owners:
@@ -413,31 +436,6 @@ def _shared_out(rows: Sequence[tuple[Any, ...]], sizes: Mapping[_Key, int]) -> t
     for event_id, key in owners.items():
         claimed[key].append(event_id)
     return claimed, full
-
-
-def _branch(
-    key: _Key, namespace: str, size: int, ordered: Sequence[_Key], after: Mapping[str, int] | None
-) -> tuple[str, list[Any]]:
-    """What looks for a batch of one key, and its arguments. ``after``: where keys were reached, if they are read on."""
-    args: list[Any] = [namespace, key.value, size]
-    if key.is_ordered:
-        return READ_OF_TOPIC if key.sign else READ_OF_TYPE, args
-    others = [other.value for other in ordered if other.sign != key.sign]
-    if not others and after is None:
-        return CLAIM_OF_MANY_TOPICS if key.sign else CLAIM_OF_MANY_TYPES, args
-    if not others and after and key.name in after:
-        args.insert(2, after[key.name])
-        return CLAIM_OF_TOPIC_AFTER if key.sign else CLAIM_OF_TYPE_AFTER, args
-    if not others:
-        return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE, args
-    marking = CLAIM_OF_TOPIC_MARKING if key.sign else CLAIM_OF_TYPE_MARKING
-    return marking.format(others=", ".join(["%s"] * len(others))), [*others, *args]
-
-
-def _numbered(text: str) -> tuple[int, str]:
-    """The sequence and the id of an event."""
-    sequence, _, event_id = text.partition(" ")
-    return int(sequence), event_id
 
 
 def _id_head() -> str:
