@@ -180,7 +180,7 @@ class MysqlSession:
         self._server = server
         self._is_callers = is_callers
         self._is_to_begin = False
-        self._is_marked = is_callers  # whose own is not ours to mark
+        self._is_marked = True  # there is nothing to mark: no transaction yet, or the caller's own
         self._is_doubtful = False
         self._is_over = False
         self._has_run = False
@@ -197,7 +197,7 @@ class MysqlSession:
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
-        self._is_to_begin = True
+        self._is_to_begin, self._is_marked = True, False
         if not (soon and self._driver.sends_ahead(self._connection)):
             await self._mark()
 
