@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import UTC, date, datetime, timedelta, timezone
@@ -45,6 +46,7 @@ from outboxio.outcome import Bucket, Lease, Outcome
 from outboxio.storage.protocols import Acquired
 from outboxio.storage.schema import sql_files, sql_folder
 from outboxio.storage.sqlite import errors, events, lines, notifications, retention
+from outboxio.storage.sqlite.connection import BUSY_TIMEOUT, fetch_value
 from outboxio.storage.sqlite.database import SqliteDatabase
 from outboxio.storage.sqlite.session import CLAIM, FINISH, MARK_DELIVERED, OWE, SqliteSession
 from outboxio.subscription import Subscription
@@ -95,6 +97,41 @@ async def transaction(database: SqliteDatabase) -> AsyncIterator[SqliteSession]:
     async with database.session() as session:
         await session.begin()
         yield session
+
+
+async def test_a_writer_waits_for_others_as_long_as_agreed_and_looks_often(
+    in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SQLite would do by itself looks ten times a second, and lets those pass who come more often."""
+    looks = 0
+
+    def look(connection: sqlite3.Connection, sql: str, parameters: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return fetch_value(connection, sql, parameters)
+
+    monkeypatch.setattr("outboxio.storage.sqlite.connection.fetch_value", look)
+    monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.5)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            await emit(in_file, event())
+        assert time.monotonic() - begun >= 0.5
+    assert looks >= 20  # some hundreds, where nothing else keeps the machine busy
+    await emit(in_file, event())
+
+
+async def test_an_application_may_choose_its_own_patience(in_file: SqliteDatabase, path: Path) -> None:
+    async with transaction(in_file) as session:
+        await session.execute("PRAGMA busy_timeout = 0", ())
+        await session.commit()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            await emit(in_file, event())
+        assert time.monotonic() - begun < BUSY_TIMEOUT
 
 
 def action() -> ActionRecord:

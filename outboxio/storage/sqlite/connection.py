@@ -34,6 +34,9 @@ Work = Callable[[sqlite3.Connection], T]
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 BUSY_TIMEOUT = 5.0  # seconds that a writer waits for one in another process before SQLITE_BUSY
+# SQLite looks again after 1 ms, and then ever more rarely, down to ten times a second: it would let those pass who come
+# every millisecond. So a writer lets it look twice, and begins anew.
+QUICK_LOOKS = 0.002  # seconds
 
 _Answer = Callable[[Any, BaseException | None], None]
 _Jobs = SimpleQueue[tuple[Work[Any] | None, _Answer]]
@@ -145,10 +148,10 @@ class Connections:
     """
 
     def __init__(self, shard: str, path: str | None) -> None:
-        def connection() -> Connection:
-            return Connection(lambda: connect(shard, path))
+        def connection(patience: float = BUSY_TIMEOUT) -> Connection:
+            return Connection(lambda: connect(shard, path, patience))
 
-        self.writer = connection()
+        self.writer = connection(QUICK_LOOKS)
         self.turn = Turn(shard)
         self._in_memory = path is None
         self._reader = self.writer if self._in_memory else connection()
@@ -164,7 +167,7 @@ class Connections:
 
     async def write(self, sql: str, parameters: Parameters) -> int:
         """Run one autocommit statement; the number of rows it touched."""
-        return await self._in_turn(self.writer, lambda connection: connection.execute(sql, parameters).rowcount)
+        return await self._in_turn(self.writer, lambda connection: patiently(connection, sql, parameters).rowcount)
 
     async def transact(self, work: Work[T]) -> T:
         """Call ``work`` in one transaction, committed unless it raises."""
@@ -200,8 +203,24 @@ class Connections:
 def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Take the write lock at once: a reader that turns writer is refused without waiting when another was faster."""
     roll_back(connection)
-    connection.execute("BEGIN IMMEDIATE")
+    patiently(connection, "BEGIN IMMEDIATE")
     return connection
+
+
+def patiently(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()) -> sqlite3.Cursor:
+    """Run what needs the write lock as soon as no other process has it.
+
+    An application that has set another ``busy_timeout`` has that.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT
+    while True:
+        try:
+            return connection.execute(sql, parameters)
+        except sqlite3.OperationalError as error:
+            if not is_transient(error) or time.monotonic() > deadline:
+                raise
+            if fetch_value(connection, "PRAGMA busy_timeout", ()) != QUICK_LOOKS * 1000:
+                raise
 
 
 def roll_back(connection: sqlite3.Connection) -> None:
@@ -221,10 +240,13 @@ def fetch_value(connection: sqlite3.Connection, sql: str, parameters: Parameters
     return None if row is None else row[0]
 
 
-def connect(shard: str, path: str | None) -> sqlite3.Connection:
-    """Open a database; :class:`DatabaseUnavailable` says which could not be."""
+def connect(shard: str, path: str | None, patience: float = BUSY_TIMEOUT) -> sqlite3.Connection:
+    """Open a database; :class:`DatabaseUnavailable` says which could not be.
+
+    ``patience``: the seconds for which a statement waits by itself for others.
+    """
     try:
-        return _open(":memory:" if path is None else path)
+        return _open(":memory:" if path is None else path, patience)
     except sqlite3.Error as error:
         if path is None or is_transient(error):
             raise
@@ -232,8 +254,8 @@ def connect(shard: str, path: str | None) -> sqlite3.Connection:
         raise DatabaseUnavailable(shard, path, reason) from error
 
 
-def _open(target: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(target, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False)
+def _open(target: str, patience: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(target, timeout=patience, isolation_level=None, check_same_thread=False)
     try:
         connection.row_factory = sqlite3.Row
         _use_wal(connection)
