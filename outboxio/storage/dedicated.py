@@ -114,7 +114,9 @@ class DedicatedConnection(ABC):
 
     async def _give_back(self, connection: Any) -> None:
         try:
-            if not self.is_closed(connection):
+            if self.is_closed(connection):
+                self.drop(connection)  # or a pool of asyncpg's counts it among those that are in use, for ever
+            else:
                 await self.restore(connection)
         except Exception as error:
             logger.debug("a connection is dropped, for it cannot be given back: %r", error)

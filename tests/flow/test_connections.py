@@ -472,3 +472,16 @@ async def test_actions_through_the_proxy_and_loops_beside_it_work(postgres_url: 
 
 async def _are(rows: Look, states: dict[str, int]) -> bool:
     return await rows.states() == states
+
+
+async def test_a_session_with_the_locks_that_ended_without_a_word_goes_back_to_its_pool(postgres_url: str) -> None:
+    """asyncpg tells its pool, and whoever listens, only if it was told itself."""
+    pool = await asyncpg.create_pool(postgres_url, min_size=0, max_size=10)
+    async with opened(Outbox(pool, namespace="app")) as outbox:
+        outbox.handler(MoneyDeposited, name="first")(Journal())
+        async with outbox.running():
+            database: Any = outbox._shards["default"].database
+            await eventually(lambda: database._lock_session.is_open and database._lock_session._connection)
+            database._lock_session._connection._con._protocol.abort()
+    async with asyncio.timeout(20):
+        await pool.close()
