@@ -96,8 +96,10 @@ def number_of_statements(message: bytes) -> int:
     """As many as :func:`statements_in` finds; without a look at each text in quotes, for a clock may run."""
     if b";" not in message:
         return 1
-    if b"\\" in message or b"`" in message:
+    if b"`" in message:
         return len(statements_in(message.decode("utf8", "replace")))
+    if b"\\" in message:
+        message = message.replace(rb"\\", b"").replace(rb"\'", b"")
     unquoted = b"".join(message.split(b"'")[::2])
     return sum(not part.isspace() for part in unquoted.split(b";") if part)
 

@@ -17,6 +17,7 @@ from tests.wire import number_of_statements, statements_in, watched
         ("BEGIN; SELECT 1; COMMIT", 3),
         ("SELECT 'a;b', `c;d`", 1),
         ("INSERT INTO t VALUES ('it''s; fine'); UPDATE t SET a = '' ; COMMIT; ", 3),
+        (r"INSERT INTO t VALUES ('\\'); UPDATE t SET a = '\\\'; ' ; COMMIT", 3),
         (r"INSERT INTO t VALUES ('it''s; fine', 'so \'; is this'); COMMIT", 2),
     ],
 )

@@ -56,7 +56,7 @@ WHERE {_TOPIC_WAITS} = 1
 # may still want them: a backlog is read on from there. Where all columns are in the index, MySQL may walk it from its
 # beginning rather than from there; `hops` is not in it.
 CLAIM = """
-SELECT CONCAT('[', GROUP_CONCAT('[', b.number, ',', b.sequence, ',"', b.id, '"]'), ']') FROM ({branches}) b
+SELECT GROUP_CONCAT(b.number, ' ', b.sequence, ' ', b.id) FROM ({branches}) b
 """
 _OF_TYPE = f"FROM {_BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
 _OF_TOPIC = f"FROM {_BY_TOPIC} WHERE e.namespace = %s AND e.waiting_topic = %s"
@@ -177,6 +177,13 @@ class _Subscription(Struct, frozen=True, array_like=True):
         return ("#", self.topic) if self.topic else ("", self.event_type)
 
 
+class _Batch(Struct, frozen=True):
+    """Events of one key, which a claim has found."""
+
+    sequences: list[int]
+    ids: list[str]
+
+
 class _Key(Struct, frozen=True):
     """An event type, or a topic, which has the sign ``#``, that somebody wants."""
 
@@ -193,7 +200,6 @@ class _Key(Struct, frozen=True):
 
 _subscriptions = msgspec.json.Decoder(list[_Subscription]).decode
 _strings = msgspec.json.Decoder(list[str]).decode
-_found = msgspec.json.Decoder(list[tuple[int, int, str]]).decode
 
 
 class MysqlEvents:
@@ -279,7 +285,7 @@ class MysqlEvents:
                 events={key.name: len(ids) for key, ids in claimed.items()},
                 full=frozenset(key.name for key in full),
                 notifications=made,
-                reached={key.name: batch[-1][0] for key, batch in found.items() if batch and is_read_on},
+                reached={key.name: max(batch.sequences) for key, batch in found.items() if batch.ids and is_read_on},
             )
 
         done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
@@ -399,34 +405,38 @@ def _branch(key: _Key, others: Sequence[str], *, is_read_on: bool) -> str:
     return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE
 
 
-def _by_key(text: str | None, sizes: Mapping[_Key, int]) -> dict[_Key, list[tuple[int, str]]]:
-    """The sequences and the ids that a claim has found of each key, in their order."""
-    keys, found = list(sizes), dict[_Key, list[tuple[int, str]]]({key: [] for key in sizes})
-    for number, sequence, event_id in _found(text or "[]"):
-        found[keys[number]].append((sequence, event_id))
-    for batch in found.values():
-        batch.sort()
+def _by_key(text: str | None, sizes: Mapping[_Key, int]) -> dict[_Key, _Batch]:
+    """What a claim has found of each key."""
+    found = {key: _Batch([], []) for key in sizes}
+    batches = list(found.values())
+    for event in text.split(",") if text else ():
+        number, sequence, event_id = event.split(" ")
+        batch = batches[int(number)]
+        batch.sequences.append(int(sequence))
+        batch.ids.append(event_id)
     return found
 
 
-def _shared_out(
-    found: Mapping[_Key, Sequence[tuple[int, str]]], sizes: Mapping[_Key, int]
-) -> tuple[dict[_Key, list[str]], set[_Key]]:
+def _shared_out(found: Mapping[_Key, _Batch], sizes: Mapping[_Key, int]) -> tuple[dict[_Key, list[str]], set[_Key]]:
     """The ids that are taken of each key, and the keys that are full. An id is only the first key's that has it."""
-    full = {key for key, batch in found.items() if len(batch) >= sizes[key]}
+    full = {key for key, batch in found.items() if len(batch.ids) >= sizes[key]}
     owners: dict[str, _Key] = {}
     ordered = {key: batch for key, batch in found.items() if key.is_ordered}
-    horizon = min((batch[-1][0] for key, batch in ordered.items() if key in full), default=None)
+    horizon = min((max(batch.sequences) for key, batch in ordered.items() if key in full), default=None)
     for key, batch in ordered.items():
-        taken = [event_id for sequence, event_id in batch if horizon is None or sequence <= horizon]
+        taken = [
+            event_id
+            for sequence, event_id in zip(batch.sequences, batch.ids, strict=True)
+            if horizon is None or sequence <= horizon
+        ]
         for event_id in taken:
             owners.setdefault(event_id, key)
         if not taken:
             full.discard(key)
-        elif len(taken) < len(batch):
+        elif len(taken) < len(batch.ids):
             full.add(key)
     for key in (key for key in found if key not in ordered):
-        for _, event_id in found[key]:
+        for event_id in found[key].ids:
             if not event_id.startswith("-"):
                 owners.setdefault(event_id, key)
             elif event_id[1:] not in owners:
