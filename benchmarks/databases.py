@@ -20,14 +20,19 @@ from tests import servers as of_tests
 from tests.app import Look
 from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
-# A part of the memory, as the manuals advise: with what the servers come with, pages are thrown out within seconds.
+# A part of the memory, as the manuals advise, and no larger logs, which take memory as well: with what the servers come with, pages are thrown out within seconds.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
 POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", "max_wal_size=4GB", "max_connections=200")
 MYSQL_SETTINGS = (f"--innodb-buffer-pool-size={GIGABYTES}G", "--max-connections=200", "--skip-name-resolve",
                   "--character-set-server=utf8mb4")  # fmt: skip
 # The binary log is for replicas, and would fill the memory that the files are in. There, there is no O_DIRECT either.
-ONLY_MYSQL = ("--skip-log-bin", "--innodb-redo-log-capacity=4G", "--mysqlx=OFF", "--innodb-flush-method=fsync")
-ONLY_MARIADB = ("--innodb-log-file-size=4G",)
+ONLY_MYSQL = (
+    "--skip-log-bin",
+    f"--innodb-redo-log-capacity={GIGABYTES}G",
+    "--mysqlx=OFF",
+    "--innodb-flush-method=fsync",
+)
+ONLY_MARIADB = (f"--innodb-log-file-size={GIGABYTES}G",)
 DEFAULTS = "everything else, durability first of all, as the server comes"
 
 SCHEMES = {"postgresql": "postgres", "postgres": "postgres", "mysql": "mysql", "mariadb": "mariadb", "sqlite": "sqlite"}
