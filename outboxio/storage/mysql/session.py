@@ -365,16 +365,17 @@ class MysqlSession:
         # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent sign
         # is only a percent sign.
         statement = sql % tuple(map(self._spelled, args)) if args else sql
-        if self._is_doubtful:  # without a transaction it would be committed alone
-            await self._require_open(run(self._connection, IS_OPEN))
-            self._is_doubtful = False
-        before = self._before(sql)
-        if before and len(statement) > self._server.largest_packet // 8:
-            await self._mark()  # there may be no room for both
-            before = []
-        self._is_to_begin, self._is_marked = False, self._is_marked or MARK in before
-        self._has_run = self._is_running = True
+        self._is_running = True
         try:
+            if self._is_doubtful:  # without a transaction it would be committed alone
+                await self._require_open(run(self._connection, IS_OPEN))
+                self._is_doubtful = False
+            before = self._before(sql)
+            if before and len(statement) > self._server.largest_packet // 8:
+                await self._mark()  # there may be no room for both
+                before = []
+            self._is_to_begin, self._is_marked = False, self._is_marked or MARK in before
+            self._has_run = True
             cursor = await self._connection.cursor(self._driver.Cursor)
             await cursor.execute("; ".join([*before, statement]) if before else statement)
             for _ in before:
