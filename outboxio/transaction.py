@@ -90,7 +90,7 @@ class Transaction:
         """The driver's own connection, with the transaction open on it. Do not end that transaction.
 
         On SQLite, MySQL and MariaDB the transaction begins with its first statement, or with this, which on SQLite
-        blocks the event loop meanwhile.
+        blocks the event loop meanwhile. Raises :class:`ConcurrentUse` while a statement runs.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)

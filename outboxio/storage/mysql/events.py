@@ -386,7 +386,7 @@ def _claim(
     branches: list[str] = []
     args: list[Any] = []
     for number, (key, size) in enumerate(sizes.items()):
-        others = [other.value for other in ordered if key.is_ordered is False and other.sign != key.sign]
+        others = [other.value for other in ordered if not key.is_ordered and other.sign != key.sign]
         branches.append(_branch(key, others, is_read_on=key.name in after))
         behind = [after[key.name]] if key.name in after else []
         args += [number, *others, namespace, key.value, *behind, size]

@@ -152,10 +152,10 @@ def _spelled(escape: Escape, values: Sequence[Any]) -> str:
 
 async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server) -> None:
     """Write the rows of one action on a driver's connection, in the transaction that is open there."""
-    await _write(connection, action, insertions(action, events, connection.escape, server.largest_packet), server)
+    await _send(connection, action, insertions(action, events, connection.escape, server.largest_packet), server)
 
 
-async def _write(connection: Any, action: ActionRecord, messages: Iterable[bytes], server: Server) -> None:
+async def _send(connection: Any, action: ActionRecord, messages: Iterable[bytes], server: Server) -> None:
     for message in messages:
         try:
             await run(connection, message)
@@ -314,7 +314,7 @@ class MysqlSession:
                 messages[-1] = _joined(*self._opening(ends=True), messages[-1])
             if ends:
                 messages[-1] = _joined(messages[-1], "COMMIT")
-        await _write(self._connection, action, messages, self._server)
+        await _send(self._connection, action, messages, self._server)
 
     def _opening(self, *, ends: bool = False) -> list[str]:
         """What goes before statements of ours, in one message with them: the transaction begins, or is still there.

@@ -311,7 +311,7 @@ def _fan_out(
 def _fan_out_types(
     connection: sqlite3.Connection, scope: Mapping[str, Any], room: Mapping[str, int], subscribed: Iterable[_Subscribed]
 ) -> FannedOut:
-    """A round where nobody wants a topic, or an order: by as many statements for 200 types as for one."""
+    """A round where nobody wants a topic, or an order: two statements for all types, and one for each size of room."""
     reached: list[_Reach] = []
     for size in sorted(set(room.values())):
         keys = as_json([event_type for event_type, its in room.items() if its == size])
