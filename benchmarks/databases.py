@@ -20,8 +20,8 @@ from tests import servers as of_tests
 from tests.app import Look
 from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
-# A part of the memory, as the manuals advise; with what the servers come with, pages are thrown out within seconds. Their
-# logs are no larger, for these take memory as well.
+# A part of the memory, as the manuals advise; with what the servers come with, pages are thrown out within seconds.
+# Their logs are no larger, for these take memory as well.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
 POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", "max_wal_size=4GB", "max_connections=200")
 MYSQL_SETTINGS = (f"--innodb-buffer-pool-size={GIGABYTES}G", "--max-connections=200", "--skip-name-resolve",
