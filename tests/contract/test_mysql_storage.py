@@ -25,6 +25,7 @@ from pymysql.constants import CLIENT
 
 from outboxio import (
     Action,
+    ConcurrentUse,
     DatabaseUnavailable,
     Event,
     EventEnvelope,
@@ -785,6 +786,27 @@ async def test_a_first_statement_that_is_refused_leaves_nothing_open(
     await outbox.executor.execute(doing(act))
 
     assert await wallets(look) == {name: balance + 1 for name, balance in own_wallets.items()}
+    assert len(await written(look)) == 1
+
+
+async def test_a_task_that_was_left_behind_while_the_server_is_asked_has_its_answer_to_itself(
+    outbox: Outbox, look: Look, own_wallets: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[asyncio.Task[int]] = []
+
+    async def leave_one(tx: Transaction) -> None:
+        with pytest.raises(Exception, match="no_such_column"):
+            await tx.execute("UPDATE wallets SET no_such_column = 1")
+        left.append(asyncio.create_task(tx.execute("UPDATE wallets SET balance = balance + 1")))
+        await asyncio.sleep(0)  # it asks whether the transaction is still there
+
+    with pytest.raises(ConcurrentUse):
+        await outbox.executor.execute(doing(leave_one))
+    await asyncio.gather(*left, return_exceptions=True)
+
+    assert "ROLLBACK failed" not in caplog.text
+    assert await wallets(look) == own_wallets
+    await outbox.executor.execute(Emit((1,)))
     assert len(await written(look)) == 1
 
 
