@@ -103,6 +103,8 @@ AIMS = (
     _least("200 types beside one of our own", _compared, "drain", MANY, "rate", bound=0.6),
     _least("draining: beside txoutbox", _beside, "txoutbox", "drain", ONE, bound=1.4, on=POSTGRES),
     _least("draining: beside graphile-worker", _beside, "graphile-worker", "drain", ONE, bound=1.6, on=POSTGRES),
+    _least("draining: beside graphile-worker as it comes", _beside, "graphile-worker-as-it-comes", "drain", ONE,
+           bound=1.6, on=POSTGRES),
     _least("draining: beside pgqueuer", _beside, "pgqueuer", "drain", ONE, bound=2.3, on=POSTGRES),
     _most("statements for an event", _own, "drain", ONE, "statements", bound=0.02),
     _most("CPU µs of our process for an event", _own, "drain", ONE, "cpu_us", bound=15, on=SERVERS),

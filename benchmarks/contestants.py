@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.peers import PEERS, install
 from benchmarks.scenarios import Scenario, Setting
@@ -32,8 +33,8 @@ def _here(task: Task) -> Sequence[str]:
     return [sys.executable, "-m", "benchmarks.run", task.as_argument()]
 
 
-def _elsewhere(command: Sequence[str], task: Task) -> Sequence[str]:
-    return [*command, task.as_argument()]
+def _elsewhere(command: Sequence[str], variant: str, task: Task) -> Sequence[str]:
+    return [*command, replace(task, options={**task.options, "variant": variant}).as_argument()]
 
 
 _EVERYWHERE = frozenset({"postgres", "mysql", "mariadb", "sqlite"})
@@ -94,12 +95,12 @@ def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestan
         installed = install(peer, say)
         found.append(
             Contestant(
-                peer.name,
-                f"{peer.name} {peer.version}",
+                peer.contestant,
+                peer.label,
                 "peer",
                 f"{peer.promises}; {peer.settings}",
                 frozenset({"postgres"}),
-                partial(_elsewhere, installed.command),
+                partial(_elsewhere, installed.command, peer.variant),
                 lambda scenario, setting: setting.peers,
                 installed.why_not,
             )

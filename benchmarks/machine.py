@@ -6,10 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
-from benchmarks.databases import place_of_files
+from tests.servers import place_of_files
 
 PACKAGES = ("outboxio", "asyncpg", "aiomysql", "msgspec")
 
@@ -20,7 +23,7 @@ def hardware() -> dict[str, str]:
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "memory": f"{memory / 2**30:.0f} GiB",
         "system": f"{_distribution()}, Linux {platform.release()}",
-        "files": f"in {place_of_files()}",
+        "files": f"in {place_of_files()}, where a sync takes {_microseconds_of_a_sync():,.0f} µs",
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
 
@@ -33,6 +36,19 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found | {"commit": _commit()}
+
+
+def _microseconds_of_a_sync() -> float:
+    """What a commit cannot do without, by default: a page is written behind others, and on the disk."""
+    with tempfile.TemporaryFile(dir=place_of_files()) as file:
+
+        def once() -> float:
+            os.write(file.fileno(), bytes(8192))
+            begun = time.perf_counter()
+            os.fdatasync(file.fileno())
+            return (time.perf_counter() - begun) * 1e6
+
+        return median(once() for _ in range(200))
 
 
 def _processor() -> str:

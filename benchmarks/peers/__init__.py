@@ -32,11 +32,23 @@ class Peer(Struct, frozen=True):
     settings: str
     events: dict[str, int] = {}
     """How many events it gets in each size, where so many as the others get would take too long."""
+    variant: str = ""
+    """What is different, where a peer takes part a second time; its script is told."""
+
+    @property
+    def contestant(self) -> str:
+        return "-".join(filter(None, (self.name, *self.variant.split())))
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (f"{self.name} {self.version}", self.variant)))
 
     @property
     def is_node(self) -> bool:
         return self.script.endswith(".mjs")
 
+
+GRAPHILE_SETTINGS = "local queue of 500, batch delays 0, concurrency 24"
 
 PEERS = (
     Peer(
@@ -70,7 +82,16 @@ PEERS = (
         ("graphile-worker@0.18.0", "pg@8.16.3"),
         "run_graphile.mjs",
         "one stage, narrow rows, Node.js; finished jobs are deleted by id",
-        "local queue of 500, batch delays 0, concurrency 24",
+        f"{GRAPHILE_SETTINGS}; it logs nothing, and its table has just been vacuumed and analyzed",
+    ),
+    Peer(
+        "graphile-worker",
+        "0.18.0",
+        ("graphile-worker@0.18.0", "pg@8.16.3"),
+        "run_graphile.mjs",
+        "the same",
+        f"{GRAPHILE_SETTINGS}; its own log of each job is written, and its table is as the jobs' insertion left it",
+        variant="as it comes",
     ),
 )
 
