@@ -266,6 +266,31 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
         assert least <= found[what] <= most, found
 
 
+async def test_fan_out_waits_for_no_disk_and_whoever_comes_next_on_its_connection_does(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        store = Store(outbox, Look(postgres_url))
+        await store.subscribe("h")
+        connection = await asyncpg.connect(postgres_url)
+        try:
+            async with connection.transaction():
+                await connection.execute(EMIT_ONE, uuid4(), NOW)
+                assert await connection.fetchval("SHOW synchronous_commit") == "on"
+                [taken] = await connection.fetch(FAN_OUT, "app", NOW, LONG_AGO, [], [], BATCH, id_head(), [])
+                assert taken["notifications"] == 1
+                assert await connection.fetchval("SHOW synchronous_commit") == "off"
+            assert await connection.fetchval("SHOW synchronous_commit") == "on"
+        finally:
+            await connection.close()
+
+
+EMIT_ONE = """
+INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
+  model_id, model_type, event_type, payload, event_date, delivered)
+VALUES ($1, 'app', $1, 'Deposit', '{}', $2, $2, '1', 'Wallet', 'MoneyDeposited', '{}', $2, FALSE)
+"""
+
+
 async def wal_records(connection: Any, sql: str, *args: Any) -> int:
     """Run a statement, and have the server say what it wrote for it."""
     text = await connection.fetchval(f"EXPLAIN (ANALYZE, WAL, FORMAT JSON) {sql}", *args)

@@ -49,6 +49,8 @@ WHERE l.aliases <> '[]' AND NOT EXISTS (
 # Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
 # may still want them: a backlog is read on from there.
 _AFTER = "CASE WHEN t.ordered OR rooms.after IS NULL THEN (-2)::bigint << 62 ELSE rooms.after END AS after"
+# The commit does not wait for the disk: if the server fails before the next one that does, its events are undelivered
+# again, and fanned out again. Outcomes wait, and with them all that was written before.
 FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
@@ -99,7 +101,7 @@ WITH live AS MATERIALIZED (
 )
 SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
   count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications,
-  max(sequence) FILTER (WHERE {_TAKEN}) AS reached
+  max(sequence) FILTER (WHERE {_TAKEN}) AS reached, set_config('synchronous_commit', 'off', TRUE)
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
 
