@@ -22,7 +22,8 @@ from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
 # A part of the memory, as the manuals advise; with what the servers come with, pages are thrown out within seconds.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
-POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", "max_wal_size=4GB", "max_connections=200")
+POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", "min_wal_size=4GB", "max_wal_size=4GB", "max_connections=200")
+WAL_FILE = 16 * 2**20  # bytes
 DISK = Path("/var/tmp")  # what is in /tmp may be in memory
 MYSQL_SETTINGS = (f"--innodb-buffer-pool-size={GIGABYTES}G", "--max-connections=200", "--skip-name-resolve",
                   "--character-set-server=utf8mb4")  # fmt: skip
@@ -96,6 +97,8 @@ def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:
         raise NotHere(str(reason)) from None
     with empty(server) as url:
         version = _version(url)
+        if slot.dialect == "postgres" and not _is_given(server):
+            of_tests._run_apart(_use_the_log_once(url))
     return server, Database(slot.id, slot.dialect, version, server.source, _settings(server))
 
 
@@ -109,6 +112,20 @@ def empty(server: Server) -> Iterator[str]:
         yield url
 
 
+async def _use_the_log_once(url: str) -> None:
+    """A server that has been running for a while uses the files of its log again; one that is new has to make them.
+
+    To make one takes as long as to fill it, and whoever commits meanwhile waits for the file system.
+    """
+    look = Look(url)
+    files = GIGABYTES * 2**30 // WAL_FILE
+    for _ in range(files):
+        await look.fetch("SELECT pg_logical_emit_message(FALSE, 'outboxio', 'a file of the log')")
+        await look.fetch("SELECT pg_switch_wal()")
+    for _ in range(2):  # the files behind the last but one are used again
+        await look.fetch("CHECKPOINT")
+
+
 def _version(url: str) -> str:
     look = Look(url)
     ask = {
@@ -119,8 +136,12 @@ def _version(url: str) -> str:
     return str(of_tests._run_apart(look.value(ask[look.driver])))
 
 
+def _is_given(server: Server) -> bool:
+    return server.source.startswith("OUTBOXIO_TEST_")
+
+
 def _settings(server: Server) -> str:
-    if server.source.startswith("OUTBOXIO_TEST_"):
+    if _is_given(server):
         return "a server that was given, as it is"
     match server.dialect:
         case "postgres":
