@@ -441,3 +441,38 @@ async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, poll: s
 
         assert await statements(database, loop, work) == expected
         assert counted == [found]
+
+
+# --- what is hashed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poll", ["a fan-out of a batch", "a fan-out by topic", "a fan-out for an ordered handler"])
+async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(mysql_url: str, poll: str) -> None:
+    """Events are wide: a batch of them does not fit into the buffer of a join, and would go through files."""
+    _, run, found = POLLS[poll]
+    async with tables_and_polls(mysql_url) as (_, polls, database):
+        await database._fanout.ready()
+        seen = statements_on(database._fanout._connection)
+        assert await run(polls) == found
+        [insert] = [s.partition("; UPDATE ")[0] for s in seen if "INSERT INTO eventlog.event_notifications" in s]
+        buffered = await _buffered_by(database._fanout, insert)
+
+    assert buffered
+    assert "e" not in buffered
+
+
+async def _buffered_by(on: Dedicated, insert: str) -> list[str]:
+    """The tables whose rows the joins of a statement put into their buffers, as it calls them."""
+    before, insert, rest = insert.partition("INSERT INTO")
+
+    async def explained(how: str) -> list[Any]:
+        return await on.use(lambda connection: fetch(connection, f"{before}{how} {insert}{rest}"))
+
+    if on._server.flavour.name == "mysql":
+        # Below "-> Hash" is what is hashed, farther to the right.
+        [[tree]] = await explained("EXPLAIN FORMAT=TREE")
+        below = re.findall(r"^( *)-> Hash\n((?:\1 .*\n?)+)", tree, re.MULTILINE)
+        return [table for _, lines in below for table in re.findall(r" scan on (\w+)", lines)]
+    # What has "Using join buffer" is looked for in a buffer of what is on the line before.
+    lines = [(table, extra) for _, _, table, *_, extra in await explained("EXPLAIN")]
+    return [table for (table, _), (_, extra) in zip(lines, lines[1:], strict=False) if "BNLH join" in extra]

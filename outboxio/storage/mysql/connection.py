@@ -19,14 +19,12 @@ Arguments = Mapping[str, Any] | tuple[Any, ...] | None
 
 # Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
 # locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and a snapshot.
-# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB. join_buffer_size: MySQL hashes a batch of events,
-# and what does not fit goes through files.
+# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB.
 LOOP_SETTINGS: Mapping[str, str | int] = {
     "autocommit": 1,
     "sql_mode": "STRICT_ALL_TABLES,NO_ZERO_IN_DATE,NO_ZERO_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
     "innodb_lock_wait_timeout": 10,
     "group_concat_max_len": 2**30,
-    "join_buffer_size": 2**24,
     "sql_notes": 0,
 }
 

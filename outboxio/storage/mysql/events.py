@@ -93,8 +93,8 @@ SELECT LOWER(CONCAT(%(id_head)s, LPAD(HEX((e.sequence >> 12) & 4095), 3, '0'), '
 _ONCE = "ON DUPLICATE KEY UPDATE id = eventlog.event_notifications.id"
 
 # The subscriptions as they were read behind the claim: whoever has subscribed before an event was committed gets it.
-# DISTINCT makes a table of them, which MySQL gives an index; on MariaDB it is too wide for one, and hashed. A list
-# would be walked for each event.
+# DISTINCT makes a table of them, and both servers hash the one that is joined first: the subscriptions, which are few
+# and narrow. A batch of events would not fit into the buffer for it, and a list would be walked for each of them.
 _SUBSCRIBED = """
 WITH subscribed AS (
   SELECT DISTINCT * FROM JSON_TABLE(%(subscribed)s, '$[*]' COLUMNS (
@@ -105,7 +105,7 @@ _NOTIFY_BY_TYPE = f"""
 {{hashing}} {_INTO.lstrip()}
 {_SUBSCRIBED}
 {_OWED}
-FROM {_BY_ID} STRAIGHT_JOIN subscribed s ON s.event_type = e.event_type AND s.topic = ''
+FROM subscribed s STRAIGHT_JOIN {_BY_ID} ON e.event_type = s.event_type AND s.topic = ''
 WHERE e.id IN ({{ids}})
 """
 NOTIFY_BY_TYPE = in_both(f"{_NOTIFY_BY_TYPE} {_ONCE}")
