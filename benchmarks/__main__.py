@@ -82,7 +82,7 @@ def _measure_on(
     console: Console,
 ) -> None:
     try:
-        server, database = take(servers, slot)
+        server, database = take(servers, slot, options.size)
     except NotHere as reason:
         results.missing[slot.id] = str(reason)
         return

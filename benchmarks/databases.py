@@ -22,7 +22,8 @@ from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
 # A part of the memory, as the manuals advise; with what the servers come with, pages are thrown out within seconds.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
-POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", "min_wal_size=4GB", "max_wal_size=4GB", "max_connections=200")
+POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", f"min_wal_size={GIGABYTES}GB", f"max_wal_size={GIGABYTES}GB",
+                     "max_connections=200")  # fmt: skip
 WAL_FILE = 16 * 2**20  # bytes
 DISK = Path("/var/tmp")  # what is in /tmp may be in memory
 MYSQL_SETTINGS = (f"--innodb-buffer-pool-size={GIGABYTES}G", "--max-connections=200", "--skip-name-resolve",
@@ -86,8 +87,8 @@ def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> lis
     return [(slot, Servers([slot], servers.selection)) for slot in chosen]
 
 
-def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:
-    """Start a server, if need be."""
+def take(servers: Servers, slot: Slot, size: str) -> tuple[Server, Database]:
+    """Start a server, if need be. A run of the full size fills many files of its log, and finds them used."""
     try:
         server = servers.take(slot)
     except (
@@ -97,7 +98,7 @@ def take(servers: Servers, slot: Slot) -> tuple[Server, Database]:
         raise NotHere(str(reason)) from None
     with empty(server) as url:
         version = _version(url)
-        if slot.dialect == "postgres" and not _is_given(server):
+        if slot.dialect == "postgres" and size == "full" and not _is_given(server):
             of_tests._run_apart(_use_the_log_once(url))
     return server, Database(slot.id, slot.dialect, version, server.source, _settings(server))
 

@@ -27,7 +27,7 @@ from tests.servers import Server
 TAKES_AT_MOST = {"full": 1800.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
 PROJECT = Path(__file__).parent.parent
 
-_FEWER = {peer.name: peer.events for peer in PEERS if peer.events}
+_FEWER = {peer.contestant: peer.events for peer in PEERS if peer.events}
 
 
 class Contest(Struct, frozen=True):

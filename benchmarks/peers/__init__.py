@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 HERE = Path(__file__).parent
 INSTALLING_TAKES_AT_MOST = 300.0  # seconds
@@ -48,7 +49,15 @@ class Peer(Struct, frozen=True):
         return self.script.endswith(".mjs")
 
 
-GRAPHILE_SETTINGS = "local queue of 500, batch delays 0, concurrency 24"
+_GRAPHILE_OPTIONS = "local queue of 500, batch delays 0, concurrency 24"
+_GRAPHILE = Peer(
+    "graphile-worker",
+    "0.18.0",
+    ("graphile-worker@0.18.0", "pg@8.16.3"),
+    "run_graphile.mjs",
+    "one stage, narrow rows, Node.js; finished jobs are deleted by id",
+    f"{_GRAPHILE_OPTIONS}; it logs nothing, and its table has just been vacuumed and analyzed",
+)
 
 PEERS = (
     Peer(
@@ -76,21 +85,11 @@ PEERS = (
         "concurrency 10, pool of 10",
         {"full": 2000, "quick": 500, "tiny": 50},
     ),
-    Peer(
-        "graphile-worker",
-        "0.18.0",
-        ("graphile-worker@0.18.0", "pg@8.16.3"),
-        "run_graphile.mjs",
-        "one stage, narrow rows, Node.js; finished jobs are deleted by id",
-        f"{GRAPHILE_SETTINGS}; it logs nothing, and its table has just been vacuumed and analyzed",
-    ),
-    Peer(
-        "graphile-worker",
-        "0.18.0",
-        ("graphile-worker@0.18.0", "pg@8.16.3"),
-        "run_graphile.mjs",
-        "the same",
-        f"{GRAPHILE_SETTINGS}; its own log of each job is written, and its table is as the jobs' insertion left it",
+    _GRAPHILE,
+    replace(
+        _GRAPHILE,
+        promises="the same",
+        settings=f"{_GRAPHILE_OPTIONS}; it logs each job, and its table is as the jobs' insertion left it",
         variant="as it comes",
     ),
 )

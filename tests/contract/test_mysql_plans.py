@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 from uuid import UUID
 
@@ -475,4 +476,4 @@ async def _buffered_by(on: Dedicated, insert: str) -> list[str]:
         return [table for _, lines in below for table in re.findall(r" scan on (\w+)", lines)]
     # What has "Using join buffer" is looked for in a buffer of what is on the line before.
     lines = [(table, extra) for _, _, table, *_, extra in await explained("EXPLAIN")]
-    return [table for (table, _), (_, extra) in zip(lines, lines[1:], strict=False) if "BNLH join" in extra]
+    return [table for (table, _), (_, extra) in pairwise(lines) if "BNLH join" in extra]
