@@ -59,6 +59,11 @@ class PrivatePostgres:
         """A fast shutdown: sessions are ended, their transactions are rolled back."""
         self._ends.close()
 
+    def crash(self) -> None:
+        """An end without a shutdown: what was not written by then is gone."""
+        os.kill(int((self._data / "postmaster.pid").read_text().split()[0]), signal.SIGQUIT)
+        self._ends.close()
+
 
 class PrivateMysql:
     """A MySQL or MariaDB whose data outlive its stops."""

@@ -29,9 +29,10 @@ from outboxio import (
     Transaction,
 )
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.flow.private_servers import pgbouncer_to, private_server
+from tests.flow.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.flow.proxy import proxy_to
 from tests.server_acts import ServerActs, acts_on
+from tests.storage import Store
 
 #: Polling cannot be what found something.
 NO_POLLS = {"fanout_poll_delay": "60s", "handling_poll_delay": "60s"}
@@ -193,6 +194,41 @@ async def test_a_restart_of_the_server_is_survived_without_anybody_s_help(server
                 await journal.calls(len(journal) + 20)
             await outbox.drain()
             assert await all_handled(rows)
+
+
+async def test_a_fan_out_that_the_server_loses_in_a_crash_is_done_again(postgres_url: str) -> None:
+    """Its commit does not wait for the disk; the event's own did."""
+    journal = Journal()
+    with private_postgres() as server:
+        rows = Look(server.url)
+        await rows.fetch("ALTER SYSTEM SET wal_writer_delay = '10s'")  # nothing is written in the background
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
+        async with opened(Outbox(server.url, namespace="app")) as outbox:
+            store = Store(outbox, rows)
+            await store.subscribe("first")
+            await outbox.executor.execute(Emit((1,)))
+            await store.fan_out()
+            assert await found(rows) == {"delivered": 1, "notifications": 1}
+
+            await asyncio.to_thread(server.crash)
+            await asyncio.to_thread(server.start)
+            assert await found(rows) == {"delivered": 0, "notifications": 0}
+
+            outbox.handler(MoneyDeposited, name="first")(journal)
+            async with outbox.running():
+                await journal.calls(1)
+            await outbox.drain()
+        assert await all_handled(rows)
+        assert journal.amounts == [1]
+
+
+async def found(rows: Look) -> dict[str, int]:
+    [row] = await rows.fetch(
+        "SELECT (SELECT count(*) FROM {events} WHERE delivered) AS delivered,"
+        " (SELECT count(*) FROM {event_notifications}) AS notifications"
+    )
+    return dict(row)
 
 
 async def test_a_connection_that_is_cut_during_commit_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
