@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
@@ -11,7 +12,7 @@ Clock = Callable[[], datetime]
 
 def utc_now() -> datetime:
     """The present moment of this machine, naive UTC with microseconds."""
-    return datetime.now(UTC).replace(tzinfo=None)
+    return from_micros(time.time_ns() // 1000)  # half as long as to ask for an aware one, and make it naive
 
 
 EPOCH = datetime(1970, 1, 1)

@@ -79,12 +79,12 @@ async def over(future: asyncio.Future[Any], give_up: Callable[[], None] | None =
 
     ``give_up`` is called if it has not ended PATIENCE seconds after a cancellation, and has to make it end.
     """
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda _: _release(waiter))
     try:
-        await asyncio.shield(future)
+        await waiter
     except asyncio.CancelledError as error:
-        return None if future.cancelled() else await _over_after_all(future, give_up, error)
-    except Exception:
-        pass  # whoever asked finds it in the future
+        return await _over_after_all(future, give_up, error)
     return None
 
 

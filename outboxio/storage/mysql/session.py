@@ -228,14 +228,14 @@ class MysqlSession:
         drop(self._connection)
 
     def in_transaction(self) -> bool:
-        # A connection that is gone speaks for itself, with the driver's own error.
-        if self._is_to_begin or is_closed(self._connection):
-            return True
-        return not self._is_over and (
-            self._driver.has_unread(self._connection)
+        if not self._is_over and (
+            self._is_to_begin
             or self._connection.get_transaction_status()
+            or self._driver.has_unread(self._connection)
             or (self._is_callers and not self._connection.get_autocommit())
-        )
+        ):
+            return True
+        return is_closed(self._connection)  # one that is gone speaks for itself, with the driver's own error
 
     def would_commit(self, sql: str) -> str | None:
         # As the first statement it commits nothing, and what comes after it is refused.
