@@ -34,9 +34,9 @@ class Loop:
         eager_for: float = 0.0,
         quickest: float = QUICKEST_POLL,
     ) -> None:
-        """``eager_for``: poll quickly for so many seconds after something was found, ever less, ``quickest`` at first.
+        """``eager_for``: poll quickly for so many seconds from the beginning, and from whenever something was found.
 
-        For ever, where nobody can wake it; or as long as a wake-up may take.
+        Ever less, ``quickest`` at first. For ever, where nobody can wake it; or as long as a wake-up may take.
         """
         self.name = name
         self.errors = 0
@@ -62,7 +62,8 @@ class Loop:
         self._signal.set()
 
     async def run(self) -> None:
-        """Drive rounds until :meth:`stop`."""
+        """Drive rounds until :meth:`stop`. Whoever begins expects to find something soon."""
+        self._found_at = asyncio.get_running_loop().time()
         while not self._stopping:
             pause = await self._round()
             if pause > 0 and not self._stopping:
