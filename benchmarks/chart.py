@@ -79,7 +79,7 @@ def _backlogs(panel: Any, results: Results) -> None:
     for run in results.runs:
         if (run.scenario, run.setting, run.round) == ("sustained", first, 1) and "backlog" in run.figures:
             panel.plot(*zip(*run.figures["backlog"], strict=True), label=run.database, linewidth=1)
-    panel.set_title("steady load: events committed and not settled yet, over seconds", loc="left")
+    panel.set_title("steady load: events not settled yet, over seconds", loc="left")
     if panel.lines:
         panel.legend(frameon=False)
 
