@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks import document, machine, report, rounds
 from benchmarks.contestants import Contestant, everybody
 from benchmarks.databases import NotHere, as_they_come, choose, take
-from benchmarks.results import OURS, Results, Taker
+from benchmarks.results import OURS, Results, Taker, joined
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
 from tests.servers import Servers, Slot
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     options = _options(arguments)
     if options.read:
-        results = msgspec.json.decode(options.read.read_bytes(), type=Results)
+        results = joined([msgspec.json.decode(path.read_bytes(), type=Results) for path in options.read])
     else:
         results = measure(options, console)
         keep(results, options.json)
@@ -128,7 +128,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")
     add("--no-peers", dest="peers", action="store_false", help="without other projects")
     add("--json", type=Path, default=KEPT, metavar="FILE", help=f"where all figures go (default: {KEPT})")
-    add("--read", type=Path, metavar="FILE", help="measure nothing, show what such a file holds")
+    add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what such files hold together")
     add(
         "--write", type=Path, nargs="?", const=DOCS, metavar="FOLDER",
         help="write performance.md and its chart (default: into docs/)",

@@ -120,6 +120,8 @@ AIMS = (
     _most("steady load: p99 in ms", _own, "sustained", "half of the drain rate", "p99_ms", bound=50),
     _most("steady load by larger commits: p99 in ms", _own, "sustained", "the same, by larger commits", "p99_ms",
           bound=50),
+    _most("steady load by plain SQL: p99 in ms", _own, "sustained", "the same, written by plain SQL", "p99_ms",
+          bound=50),
     _most("idle, same process: p50 in ms", _own, "latency", "same process", "p50_ms", bound=2),
     _most("idle, same process: p99 in ms", _own, "latency", "same process", "p99_ms", bound=6),
     _most("idle, another process: p50 in ms", _own, "latency", "another process", "p50_ms", bound=3, on=POSTGRES),

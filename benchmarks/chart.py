@@ -40,6 +40,9 @@ def draw(results: Results, path: Path) -> None:
     if has_courses:
         _backlogs(panels[-1][0], results)
         _windows(panels[-1][1], results)
+        for panel in panels[-1]:
+            if not panel.lines:  # that was not measured
+                panel.set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

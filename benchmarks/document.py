@@ -35,7 +35,8 @@ def _page(results: Results, chart: str) -> Iterator[str]:
         "Measured beside bare pipelines, which do the same work by hand-written SQL without a framework, and beside "
         "the peers, all that share a table in one run: in each round every contestant runs once in a random order, "
         "each run in a process and on an empty database of its own. Figures are medians of the rounds; the spread is "
-        "from the least to the most. A ratio says how outboxio does beside a row: more than 1 is faster. Whoever "
+        "from the least to the most, and empty after a single round. "
+        "A ratio says how outboxio does beside a row: more than 1 is faster. Whoever "
         "loses stays in."
     )
     yield ""

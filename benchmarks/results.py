@@ -128,3 +128,25 @@ class Results(Struct):
         """The figures of a scenario that anybody has here."""
         there = [run for run in self.runs if (run.database, run.scenario) == (database, scenario.name)]
         return [metric for metric in scenario.metrics if any(metric.key in run.figures for run in there)]
+
+
+def joined(parts: Sequence[Results]) -> Results:
+    """What was measured in several calls on one machine, as if it had been one."""
+    first = parts[0]
+    databases = {database.id: database for part in parts for database in part.databases}
+    takers = {taker.name: taker for part in parts for taker in part.takers}
+    versions = {name: value for part in parts for name, value in part.versions.items()}
+    if "commit" in versions:
+        versions["commit"] = ", ".join(dict.fromkeys(part.versions["commit"] for part in parts))
+    moments = sorted({part.made for part in parts})
+    return Results(
+        made=moments[0] if len(moments) == 1 else f"{moments[0]} to {moments[-1]}, in {len(parts)} calls",
+        size=first.size,
+        seed=first.seed,
+        hardware=first.hardware,
+        versions=versions,
+        takers=list(takers.values()),
+        databases=list(databases.values()),
+        missing={name: why for part in parts for name, why in part.missing.items() if name not in databases},
+        runs=[run for part in parts for run in part.runs],
+    )

@@ -162,6 +162,17 @@ SCENARIOS = (
                     )
                 ),
             ),
+            Setting(
+                "the same, written by plain SQL",
+                _sized(
+                    {"seconds": 30, "warm_up": 20_000},
+                    {"seconds": 5, "warm_up": 5_000},
+                    {"seconds": 1, "warm_up": 200, "share": 0.2},
+                    share=0.5,
+                    events_per_commit=100,
+                    plain=True,
+                ),
+            ),
         ),
     ),
     Scenario(

@@ -8,7 +8,7 @@ import time
 from array import array
 from asyncio.subprocess import PIPE
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from random import Random
@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.meter import metered, percentiles, resident_bytes
-from benchmarks.ours import commit_events, empty_outbox, fanned_out, require, settled, subscribe
+from benchmarks.ours import commit_events, empty_outbox, fanned_out, require, settled
 from benchmarks.task import Figures, Task
-from benchmarks.workload import event_types, finish_events, old_snapshot
+from benchmarks.workload import event_types, finish_events, insertion, old_snapshot, running
 from outboxio import Event, EventEnvelope, Outbox, Settings
+from tests.app import Look
 from tests.spies import counters
 
 PRODUCERS = 4
@@ -44,8 +45,11 @@ class Arrivals:
         self.moments = array("d")
 
     async def __call__(self, envelope: EventEnvelope[Stamped]) -> None:
+        self.note(envelope.event.commit)
+
+    def note(self, commit: int) -> None:
         self.moments.append(time.monotonic())
-        self.commits.append(envelope.event.commit)
+        self.commits.append(commit)
 
     async def number(self, wanted: int) -> None:
         async with asyncio.timeout(60):
@@ -84,12 +88,17 @@ async def latency(task: Task) -> Figures:
 
 async def sustained(task: Task) -> Figures:
     """Producers in another process at a share of what was drained before, and handlers here, for so many seconds."""
-    arrivals = Arrivals()
+    arrivals, together, (plain,) = Arrivals(), task["events_per_commit"], event_types(1)
     async with empty_outbox(task.url) as outbox:
         outbox.handler(Stamped, name="arrivals")(arrivals)
-        subscribe(outbox, 1, 1)
+
+        @outbox.handler(plain, name="h0")
+        async def plainly(envelope: EventEnvelope[Any]) -> None:
+            if (number := envelope.event.amount - _warm_up(task)) >= 0:
+                arrivals.note(number // together)
+
         rate = task["share"] * await _drained_per_second(task, outbox)
-        seconds, together = task["seconds"], task["events_per_commit"]
+        seconds = task["seconds"]
         commits = max(1, round(rate * seconds / together))
         async with metered(task.url, task.dialect) as meter, outbox.running():
             await meter.start()
@@ -115,12 +124,16 @@ async def sustained(task: Task) -> Figures:
 
 async def _drained_per_second(task: Task, outbox: Outbox) -> float:
     """How fast this machine drains, now."""
-    events = task.options.get("warm_up", WARM_UP)
+    events = _warm_up(task)
     await commit_events(task, events, 1)
     async with outbox.running():
         begun = time.monotonic()
         await settled(outbox, events)
         return events / (time.monotonic() - begun)
+
+
+def _warm_up(task: Task) -> int:
+    return int(task.options.get("warm_up", WARM_UP))
 
 
 async def _watch_settling(outbox: Outbox, producing: asyncio.Task[list[float]]) -> list[tuple[float, int]]:
@@ -192,8 +205,29 @@ async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None)
 
 async def produce_for_another(task: Task) -> Figures:
     """What the other process does."""
+    if task.options.get("plain"):
+        return {"committed": await _produce_plainly(task)}
     async with Outbox(task.url, namespace="bench") as outbox:
         return {"committed": await produce(outbox, task.options)}
+
+
+async def _produce_plainly(task: Task) -> list[float]:
+    """The same by statements that make the rows inside the database, which costs next to nothing here."""
+    together, seconds, table = task["together"], task["seconds"], Look(task.url).table("events")
+    commits = task["events"] // together
+    committed, numbers = [0.0] * commits, iter(range(commits))
+    async with AsyncExitStack() as stack:
+        writers = [await stack.enter_async_context(running(task.url)) for _ in range(PRODUCERS)]
+        begun = time.monotonic()
+
+        async def producer(execute: Callable[[str], Awaitable[Any]]) -> None:
+            for number in numbers:
+                await asyncio.sleep(max(0.0, begun + number * seconds / commits - time.monotonic()))
+                await execute(insertion(task.dialect, table, _warm_up(task) + number * together, together, 1))
+                committed[number] = time.monotonic()
+
+        await asyncio.gather(*map(producer, writers))
+    return committed
 
 
 # --- handlers that take their time -------------------------------------------------------------------

@@ -7,8 +7,9 @@ millisecond, the types in turn.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -99,23 +100,30 @@ async def fill(
     url: str, dialect: str, table: str, events: int, types: int, *, first: int = 0, delivered: bool = False
 ) -> None:
     """Commit so many events, and let the planner know of them."""
-    spelling = "mysql" if dialect == "mariadb" else dialect
     for start in range(first, first + events, PIECE):
-        await run(
-            url,
-            _FILL[spelling].format(
-                table=table,
-                columns=COLUMNS,
-                first=start,
-                number=min(PIECE, first + events - start),
-                types=types,
-                start=_START[spelling],
-                delivered=str(delivered).upper(),
-                id=_ID[spelling].format(version=7),
-                action_id=_ID[spelling].format(version=4),
-            ),
-        )
-    await run(url, _SETTLE_DOWN[spelling].format(table=table))
+        number = min(PIECE, first + events - start)
+        await run(url, insertion(dialect, table, start, number, types, delivered=delivered))
+    await run(url, _SETTLE_DOWN[_spelling(dialect)].format(table=table))
+
+
+def _spelling(dialect: str) -> str:
+    return "mysql" if dialect == "mariadb" else dialect
+
+
+def insertion(dialect: str, table: str, first: int, number: int, types: int, *, delivered: bool = False) -> str:
+    """The statement that writes so many events; their amounts go up from ``first``."""
+    spelling = _spelling(dialect)
+    return _FILL[spelling].format(
+        table=table,
+        columns=COLUMNS,
+        first=first,
+        number=number,
+        types=types,
+        start=_START[spelling],
+        delivered=str(delivered).upper(),
+        id=_ID[spelling].format(version=7),
+        action_id=_ID[spelling].format(version=4),
+    )
 
 
 async def finish_events(url: str, dialect: str, handler: str, events: int, types: int) -> None:
@@ -123,7 +131,7 @@ async def finish_events(url: str, dialect: str, handler: str, events: int, types
     look = Look(url)
     table, notifications = look.table("events"), look.table("event_notifications")
     await fill(url, dialect, table, events, types, delivered=True)
-    start = _START["mysql" if dialect == "mariadb" else dialect]
+    start = _START[_spelling(dialect)]
     last = await look.value(f"SELECT max(sequence) AS last FROM {table}")  # numbers that are given out may have gaps
     for first in range(0, last, PIECE):
         await run(
@@ -132,23 +140,30 @@ async def finish_events(url: str, dialect: str, handler: str, events: int, types
             f"SELECT id, id, '{handler}', {_COPIED}, 'SUCCEEDED', 1, {start}, {start}, {start}, sequence, {start} "
             f"FROM {table} WHERE sequence > {first} AND sequence <= {first + PIECE} ORDER BY sequence",
         )
-    await run(url, _SETTLE_DOWN["mysql" if dialect == "mariadb" else dialect].format(table=notifications))
+    await run(url, _SETTLE_DOWN[_spelling(dialect)].format(table=notifications))
 
 
 async def run(url: str, statement: str) -> None:
     """Run a statement that may take long."""
+    async with running(url) as execute:
+        await execute(statement)
+
+
+@asynccontextmanager
+async def running(url: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+    """What runs statements, each a transaction of its own, on one connection."""
     look = Look(url)
     if look.driver == "asyncpg":
         connection = await asyncpg.connect(url)
         try:
-            await connection.execute(statement)
+            yield connection.execute
         finally:
             await connection.close()
     elif look.driver == "aiomysql":
         async with mysql.connected(url) as connection:
-            await mysql.fetch(connection, statement)
+            yield partial(mysql.fetch, connection)
     else:
-        await look.fetch(statement)
+        yield look.fetch
 
 
 @asynccontextmanager

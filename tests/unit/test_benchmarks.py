@@ -11,7 +11,7 @@ import pytest
 from benchmarks import aims, document, report, rounds
 from benchmarks.contestants import OURS as BUILT_IN
 from benchmarks.databases import Database
-from benchmarks.results import Results, Run, Taker
+from benchmarks.results import Results, Run, Taker, joined
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES
 
 DRAIN, ONE = BY_NAME["drain"], "1 type, 1 handler"
@@ -75,6 +75,21 @@ def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
     assert ours.median(DRAIN.headline) == 1000
     assert report.spread(ours, DRAIN.headline) == "900 .. 1,100"
     assert report.spread(bare, DRAIN.headline) == ""
+
+
+def test_calls_are_joined_as_if_they_had_been_one() -> None:
+    one, other = results(*THREE_ROUNDS[:2]), results(*THREE_ROUNDS[2:])
+    one.versions["commit"], other.versions["commit"], other.made = "abc", "def", "tomorrow"
+    other.missing["postgres15"] = "no server"
+
+    both = joined([one, other])
+
+    ours, bare = both.lines("postgres15", "drain", ONE)
+    assert (ours.median(DRAIN.headline), bare.median(DRAIN.headline)) == (1000, 2000)
+    assert (both.takers, both.databases, both.missing) == (one.takers, one.databases, {"mysql": "no"})
+    assert both.versions == {"Python": "3.14", "commit": "abc, def"}
+    assert both.made == "today to tomorrow, in 2 calls"
+    assert joined([one]) == one
 
 
 def test_a_ratio_says_how_much_better_outboxio_is() -> None:
