@@ -4,13 +4,16 @@ Three things go on at once, and meet only in this object's memory:
 
 * ``find_once`` reads due rows into the queue of their handler, ahead of need but bounded. Nothing is claimed in the
   database: this process holds the lock of every name that it asks for, and remembers what it has in flight.
+  What fan-out has just made in the same process need not be read: it is handed over (``handover.py``), if its handler
+  keeps up and nothing has to be decided before it runs.
 * ``concurrency`` long-lived workers take runs from the queues, a handler in turn with the others, and call it.
 * ``settle_once`` writes what they decided, equal outcomes with one UPDATE.
 
 How a row is found although other rows became due behind it: each name has a position up to which its rows were read.
 While there is a backlog, reading goes on from there; a sweep from the beginning, skipping what is in flight, follows
-as soon as the backlog ends (at most five times a second, if much is in flight), and at least twice a second while it
-lasts. So a late commit or a row that an operator put back is never missed, and a drain reads nearly every row once.
+as soon as the backlog ends, and at least twice a second while it lasts. Under load what is settled stays in the index
+for a while, so most sweeps begin only where rows were read a moment ago, and two in a second at the beginning. So a
+late commit or a row that an operator put back is never missed, and a drain reads nearly every row once.
 
 What is due may still have to wait, for its ordering key or for other handlers: ``lines.py`` decides that between
 finding and running. So does ``crashes.py``, after a process has died. How a handler is called, and what its end means,
@@ -27,7 +30,7 @@ import contextvars
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -39,8 +42,9 @@ from outboxio.crashes import Crashes
 from outboxio.envelope import HandlerContext, current_envelope
 from outboxio.errors import ShutdownError
 from outboxio.handler import HandlerRegistry
+from outboxio.handover import Handover
 from outboxio.lines import Lines
-from outboxio.notification import BEGINNING, DYING, Notification, State, Wanted
+from outboxio.notification import DYING, Notification, State, Wanted
 from outboxio.options import DeadHook
 from outboxio.outcome import Bucket, Lease, Outcome, expired, in_buckets, shown
 from outboxio.queues import (
@@ -57,6 +61,7 @@ from outboxio.quota import Quotas
 from outboxio.round import Round
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database, Pause
+from outboxio.trail import SWEEP_IN_BACKLOG
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +137,7 @@ class Dispatcher:
         self._quiet.set()
         self._finding = asyncio.Lock()
         self._settled_meanwhile: set[UUID] = set()
+        self._handover: Handover | None = None
         self._settling = asyncio.Lock()
         self._refused_runs: dict[UUID, Run] = {}
         self._base_context = contextvars.copy_context()
@@ -238,7 +244,7 @@ class Dispatcher:
                 rows = await self._crashes.sift(asked, rows)
             if self._stopping:
                 return Round(moved)  # leaving began during the read
-            started, undecided = self._take_in(rows)
+            started, undecided = self._take_in(rows, self._settled_meanwhile)
             more = self._learn(asked, rows, now)
             self._call_workers()
             try:
@@ -253,7 +259,7 @@ class Dispatcher:
 
     async def _move_up(self, now: float) -> int:
         """Start what waited for others that have ended; how many rows, those included that were unblocked."""
-        if self._stopping or now > self._proven_until:
+        if not self._may_start(now):
             return 0
         before = self._lines.unblocked
         moved = await self._lines.advance(self._sources.values(), now)
@@ -288,29 +294,73 @@ class Dispatcher:
         """Rows became due behind the position, so the next read begins at the beginning."""
         for source in self._sources.values():
             if source.queue.is_choosy:
-                source.swept_at = float("-inf")
+                source.sweep_soon()
 
     def _next_reads(self, now: float) -> list[tuple[Source, Wanted]]:
-        batch = self._settings.handling_batch_size
         for source in self._sources.values():
             source.queue.may_have_more = True  # until it was read to the end
-        if self._stopping or now > self._proven_until:
+        if not self._may_start(now) or self._is_choked:
             return []
-        if len(self._waiting) > 4 * self._settings.outcome_batch + batch:
-            return []  # the database takes outcomes more slowly than handlers make them
         open_sources = [s for s in self._sources.values() if s.queue.wants_more and not s.is_paused]
         rooms = self._quotas.rooms([source.name for source in open_sources])
         for queue in {id(source.queue): source.queue for source in open_sources}.values():
             queue.adapt_window(now)
         return [(s, s.next_read(min(rooms[s.name], s.queue.window), now)) for s in open_sources]
 
-    def _take_in(self, rows: Iterable[Notification]) -> tuple[int, dict[HandlerQueue, list[Run]]]:
+    def _may_start(self, now: float) -> bool:
+        return not self._stopping and now <= self._proven_until
+
+    @property
+    def _is_choked(self) -> bool:
+        """Whether the database takes outcomes more slowly than handlers make them."""
+        return len(self._waiting) > 4 * self._settings.outcome_batch + self._settings.handling_batch_size
+
+    # --- being handed --------------------------------------------------------------------------
+
+    def handover(self) -> Handover | None:
+        """What fan-out may hand over now: rows of handlers that keep up, and for which nothing has to be decided."""
+        now = asyncio.get_running_loop().time()
+        if not self._may_start(now) or self._is_choked or self._crashes.is_wary:
+            return None
+        if not self._database.notifications.can_settle:
+            return None
+        keep_up = [source for source in self._sources.values() if source.may_be_handed]
+        if not keep_up:
+            return None
+        for queue in {id(source.queue): source.queue for source in keep_up}.values():
+            queue.adapt_window(now)
+            queue.was_full = False
+        most = min(source.queue.room for source in keep_up)
+        self._handover = Handover([s.name for s in keep_up], most, self._take_over, self._handover_closed)
+        return self._handover
+
+    def _take_over(self, handover: Handover, rows: Sequence[Notification]) -> int:
+        """Queue rows that are handed over, unless something has come between; how many."""
+        if not self._may_start(asyncio.get_running_loop().time()) or self._crashes.is_wary:
+            return 0
+        sources = self._sources
+        open_names = {name for name in handover.names if name in sources and sources[name].may_be_handed}
+        taken, _ = self._take_in([row for row in rows if row.handler_name in open_names], handover.settled)
+        for name in open_names:
+            sources[name].queue.was_full = len(rows) >= handover.most
+        self._call_workers()
+        return taken
+
+    def _handover_closed(self, handover: Handover) -> None:
+        """No position moves on for what was handed over: rows of an earlier round may still have to be found."""
+        self._handover = None
+        if handover.taken and self._sweep_timer is None:  # nobody looks for what may have become due behind them
+            self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_IN_BACKLOG, self._time_to_sweep)
+
+    def _take_in(
+        self, rows: Iterable[Notification], settled: Container[UUID]
+    ) -> tuple[int, dict[HandlerQueue, list[Run]]]:
         """Queue the rows that are not in flight; how many, and those besides that may still have to wait.
 
-        Rows that were settled while this read was under way may be in it as they were before.
+        Rows that were ``settled`` while this read was under way may be in it as they were before.
         """
         taken, undecided, filled = 0, dict[HandlerQueue, list[Run]](), dict[HandlerQueue, None]()
-        in_flight, sources, settled = self._in_flight, self._sources, self._settled_meanwhile
+        in_flight, sources = self._in_flight, self._sources
         for row in rows:
             source = sources.get(row.handler_name)
             if source is None or row.id in in_flight or row.id in settled or row.id in self._left_behind:
@@ -321,6 +371,7 @@ class Dispatcher:
             queue = source.queue
             run = in_flight[row.id] = Run(row, queue, source.lease)
             source.in_flight += 1
+            source.found += 1
             if queue.is_choosy or source.is_paused:
                 undecided.setdefault(queue, []).append(run)
             elif queue.batch is not None:
@@ -405,8 +456,8 @@ class Dispatcher:
             if source.name in last:
                 reached = (last[source.name].next_retry_at, last[source.name].sequence)
                 # A sweep that was cut short has not seen what lies before the position: it is read on from there.
-                is_whole_sweep = source.sweeps and not source.has_backlog
-                source.position = max(source.position, reached) if is_whole_sweep else reached
+                is_whole = source.reads_again and not source.has_backlog
+                source.position = max(source.position, reached) if is_whole else reached
             if not source.has_backlog and not source.sweeps and self._sweep_timer is None:
                 self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_IN_FLIGHT, self._time_to_sweep)
         return any(source.has_backlog and source.queue.wants_more for source, _ in asked)
@@ -621,12 +672,15 @@ class Dispatcher:
     def _forget(self, ids: Iterable[UUID]) -> None:
         in_flight, sources = self._in_flight, self._sources
         meanwhile = self._settled_meanwhile if self._finding.locked() else None
+        handover = self._handover
         for notification_id in ids:
             run = in_flight.pop(notification_id, None)
             if run is None:
                 continue
             if meanwhile is not None:
                 meanwhile.add(notification_id)
+            if handover is not None:
+                handover.settled.add(notification_id)
             source = sources.get(run.notification.handler_name)
             if source is not None:
                 source.in_flight -= 1
@@ -656,7 +710,7 @@ class Dispatcher:
             if queue.is_choosy:
                 self._lines.drop(queue)
         for source in self._sources.values():
-            source.has_backlog, source.position = False, BEGINNING
+            source.start_over()
         if not self._running and not self._ready:
             self._quiet.set()
 

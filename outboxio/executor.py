@@ -49,8 +49,8 @@ class WritableShard(Protocol):
     @property
     def emitter(self) -> Emitter: ...
 
-    def committed(self) -> None:
-        """Told after each commit."""
+    def committed(self, events: Sequence[EventRecord] | None = None) -> None:
+        """Told after each commit; with the events, unless they are not known."""
 
 
 class ActionExecutor:
@@ -194,7 +194,7 @@ class ActionExecutor:
         finally:
             # Even if this task was cancelled meanwhile: what is committed waits to be fanned out.
             if tx is not None and tx.is_committed and (tx.events or tx.has_parts):
-                target.committed()
+                target.committed(None if tx.has_parts else tx.events)
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction: it commits with it, or not at all. Never retried by itself."""

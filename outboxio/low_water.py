@@ -7,29 +7,8 @@ beginning walks past a million of them.
 
 from __future__ import annotations
 
-from outboxio.queues import SWEEP_IN_BACKLOG
 from outboxio.storage.protocols import FannedOut
-
-SWEEP_NEARBY = 0.1  # seconds between rounds that begin further back, under load
-FEW = 500  # events between two sweeps, which leave too little in the index to care
-
-
-class Trail:
-    """Where each key was reached a while ago: at least one period, at most two."""
-
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._begun_at = float("-inf")
-        self._at_its_begin: dict[str, int] = {}
-        self.before: dict[str, int] = {}
-
-    def goes_on(self, now: float, reached: dict[str, int]) -> bool:
-        """Begin the next period, if this one is over."""
-        if now - self._begun_at < self._period:
-            return False
-        self._begun_at = now
-        self.before, self._at_its_begin = self._at_its_begin, reached.copy()
-        return True
+from outboxio.trail import FEW, SWEEP_IN_BACKLOG, SWEEP_NEARBY, Trail
 
 
 class LowWater:
@@ -41,7 +20,7 @@ class LowWater:
     """
 
     def __init__(self) -> None:
-        self._near, self._far = Trail(SWEEP_NEARBY), Trail(SWEEP_IN_BACKLOG)
+        self._near, self._far = Trail[dict[str, int]](SWEEP_NEARBY, {}), Trail[dict[str, int]](SWEEP_IN_BACKLOG, {})
         self._backlog: dict[str, int] = {}
         self._reached: dict[str, int] = {}
         self._found = 0  # since the last sweep

@@ -21,8 +21,8 @@ from outboxio.options import DeadHook, Delivery, OnDeadKey
 from outboxio.outcome import Lease, Verdict
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Session
+from outboxio.trail import FEW, SWEEP_IN_BACKLOG, SWEEP_NEARBY, Trail
 
-SWEEP_IN_BACKLOG = 0.5  # seconds between sweeps while a backlog is read
 SWEEP_IN_FLIGHT = 0.2  # seconds between sweeps while so much is in flight that reading it again costs something
 SHORTEST_GATHERING = 0.05  # seconds that a batch which is not full waits at least, if it waits
 FEW_IN_FLIGHT = 100
@@ -157,6 +157,11 @@ class HandlerQueue:
     def wants_more(self) -> bool:
         return len(self.ready) * self._per_call + len(self.gathering) <= self.window // 2
 
+    @property
+    def room(self) -> int:
+        """How many rows may be ready besides."""
+        return self.window - len(self.ready)
+
     def adapt_window(self, now: float) -> None:
         """Read far ahead for a handler that is quick, and hardly at all for one that is slow."""
         since, self.read_at = now - self.read_at, now
@@ -182,20 +187,59 @@ class Source:
         self.lease = lease
         self.position: Position = BEGINNING
         self.in_flight = 0
+        self.found = 0
+        """How many rows were found in all."""
         self.has_backlog = False
-        self.swept_at = float("-inf")
+        self.reads_again = False
+        """Whether what is in flight is read once more, for what may lie between."""
         self.sweeps = False
+        """Whether all is, from the beginning."""
         self.is_paused = True  # until it is known that it is not
+        self._trail = Trail(SWEEP_NEARBY, BEGINNING)
+        self._read_again_at = self._swept_at = float("-inf")
+        self._found_by_then = 0
+        self._is_busy = False
 
     def next_read(self, room: int, now: float) -> Wanted:
-        """What to ask for: on from the position, or from the beginning if it is time for a sweep."""
+        """What to ask for: on from the position; or from a little behind it; or from the beginning, for a sweep."""
+        self._trail.goes_on(now, self.position)
         pause = SWEEP_IN_BACKLOG if self.has_backlog else SWEEP_IN_FLIGHT
         few = self.in_flight <= FEW_IN_FLIGHT and not self.has_backlog
-        self.sweeps = few or now - self.swept_at >= pause
-        if self.sweeps:
-            self.swept_at = now
-            return Wanted(self.name, room + self.in_flight)
-        return Wanted(self.name, room, self.position)
+        self.reads_again = few or now - self._read_again_at >= pause
+        self.sweeps = self.reads_again and self._may_sweep(now)
+        if not self.reads_again:
+            return Wanted(self.name, room, self.position)
+        self._read_again_at = now
+        return Wanted(self.name, room + self.in_flight, BEGINNING if self.sweeps else self._nearby)
+
+    def _may_sweep(self, now: float) -> bool:
+        """Under load only twice a second: a row that was settled stays in the index until the database cleans up."""
+        since = now - self._swept_at
+        if self._is_busy and since < SWEEP_IN_BACKLOG:
+            return False
+        if since >= SWEEP_IN_BACKLOG:
+            self._is_busy = self.found - self._found_by_then >= FEW
+            self._found_by_then, self._swept_at = self.found, now
+        return True
+
+    @property
+    def _nearby(self) -> Position:
+        return min(self._trail.before, self.position)
+
+    @property
+    def may_be_handed(self) -> bool:
+        """Whether it would change nothing if its new rows were not found, but handed over."""
+        queue = self.queue
+        keeps_up = queue.wants_more and not self.has_backlog and self._swept_at > float("-inf")
+        return keeps_up and queue.is_plain and not (queue.is_choosy or self.is_paused)
+
+    def sweep_soon(self) -> None:
+        """Rows became due behind the position: the next read begins at the beginning."""
+        self._read_again_at = self._swept_at = float("-inf")
+
+    def start_over(self) -> None:
+        """What was read has been given back."""
+        self.has_backlog, self.position = False, BEGINNING
 
 
 class Turns:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from typing import Any
 from uuid import UUID
@@ -21,6 +21,7 @@ from outboxio.dispatcher import Dispatcher
 from outboxio.emission import Emitter
 from outboxio.envelope import Execute, HandlerContext, Join
 from outboxio.errors import ShutdownError
+from outboxio.event import EventRecord
 from outboxio.fanout import Announcer, Fanout
 from outboxio.handler import HandlerRegistry
 from outboxio.keeper import LockKeeper, standby_pause
@@ -98,10 +99,10 @@ class ShardRuntime:
     def name(self) -> str:
         return self.database.name
 
-    def committed(self) -> None:
+    def committed(self, events: Sequence[EventRecord] | None = None) -> None:
         """Events were committed by this process: wake fan-out, here if it is here, elsewhere otherwise."""
         if self.work is not None:
-            self.work.fanout.expect()
+            self.work.fanout.expect(events)
             self.work.fanout_loop.wake()
         if self.work is None or not self.work.fans_out:
             self._poke(EVENTS)
@@ -153,6 +154,7 @@ class ShardRuntime:
             batch_size=settings.fanout_batch_size,
             holds_lock=lambda: keeper.holds(fanout_lock),
             fanned_out=self.became_due,
+            handover=lambda: dispatcher.handover(),
         )
         context = self._context(work.stopping)
         dispatcher = Dispatcher(
@@ -299,6 +301,7 @@ class ShardWork:
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         if name.role == "dispatch":
             self.dispatcher.take(name.handler_name, lease)
+            self.look_twice()
         else:
             self.fanout_loop.wake()
             self.retention_loop.wake()
@@ -308,7 +311,7 @@ class ShardWork:
             self.dispatcher.lose(name.handler_name)
 
     def look_twice(self) -> None:
-        """Another process has made notifications, due by its clock: by ours that may still be a moment away."""
+        """Another process may have made notifications, due by its clock: by ours that may still be a moment away."""
         self.find_loop.wake()
         self._heard_at = asyncio.get_running_loop().time()
         if not self._looks_again:

@@ -9,6 +9,8 @@ from decimal import Decimal
 from uuid import uuid4
 
 from outboxio import Outbox
+from outboxio.event import EventRecord
+from outboxio.handover import Handover
 from outboxio.notification import NotificationRecord
 from outboxio.storage.protocols import Database, FannedOut
 from outboxio.subscription import Subscription
@@ -68,11 +70,14 @@ class Store:
         batch_size: int = 10_000,
         *,
         expected: bool = False,
+        committed: Sequence[EventRecord] = (),
+        handover: Handover | None = None,
     ) -> FannedOut:
         await asyncio.sleep(0.002)  # the ids of one fan-out sort behind those of another at another millisecond
         return await self.database.events.fan_out(
-            self.namespace, now, LONG_AGO, rooms or {}, batch_size, expected=expected
-        )
+            self.namespace, now, LONG_AGO, rooms or {}, batch_size,
+            expected=expected, committed=committed, handover=handover,
+        )  # fmt: skip
 
     async def owe(self, *keys: str | None, now: datetime = NOW) -> None:
         """Commit an event for each of these ordering keys, and fan them out."""

@@ -16,6 +16,7 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.event import ActionRecord, EventRecord
+from outboxio.handover import Handover
 from outboxio.names import LockName
 from outboxio.notification import Notification, NotificationRecord, Wanted
 from outboxio.outcome import Bucket
@@ -202,6 +203,8 @@ class EventRepository(Protocol):
         after: Mapping[str, int] | None = None,
         *,
         expected: bool = False,
+        committed: Sequence[EventRecord] = (),
+        handover: Handover | None = None,
     ) -> FannedOut:
         """Make the notifications of undelivered events, and mark these delivered, in one transaction.
 
@@ -209,6 +212,8 @@ class EventRepository(Protocol):
         ``after``: the sequence behind which to look, of keys that were read so far. A dialect may pass it over, and
         does for keys that ordered handlers want, for which an event that was committed late may not be overtaken.
         ``expected``: this process has just committed some, so that to look whether there are any is one look too many.
+        ``committed``: which, if that is known and they are few. A dialect may pass it over.
+        ``handover``: who takes rows that are due at once, as soon as they are written. A dialect may pass it over.
         Subscriptions count that were seen after ``seen_since``.
 
         Keys that ordered handlers want advance together: of these keys none is taken beyond the last event of one that
@@ -236,6 +241,11 @@ class EventRepository(Protocol):
 
 class NotificationRepository(Protocol):
     """The ``event_notifications`` table."""
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether the connection for outcomes is open: what is started must be settled."""
+        ...
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
         """Due rows for each wanted handler name, in order, behind its cursor, up to its limit."""

@@ -215,10 +215,10 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
     shard = outbox.executor.shard(None)
     committed = shard.committed
 
-    def count_it() -> None:
+    def count_it(*args: Any) -> None:
         nonlocal woken
         woken += 1
-        committed()
+        committed(*args)
 
     shard.committed = count_it  # type: ignore[method-assign]
     await outbox.executor.execute(Happen())  # from here on a connection is open

@@ -13,9 +13,10 @@ import pytest
 
 from outboxio import Event, Outbox, Settings
 from outboxio.clock import utc_now
-from outboxio.low_water import FEW
 from outboxio.notification import Wanted
 from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
+from outboxio.trail import FEW
+from tests import mysql
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.probes import MakeOutbox, open_transaction
 
@@ -95,11 +96,11 @@ async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_commit
         await outbox.record(connection, MoneyDeposited(uuid4(), Decimal(1000)), action="Late")
         await outbox.executor.execute(Emit(tuple(range(55))))
 
-        async def watched(*args: Any, expected: bool) -> Any:
+        async def watched(*args: Any, **options: Any) -> Any:
             asked.append(args[-1].get("MoneyDeposited"))
             if len(asked) == 3:
                 await commit()
-            return await fan_out(*args, expected=expected)
+            return await fan_out(*args, **options)
 
         events.fan_out = watched
         await outbox.drain()
@@ -122,9 +123,9 @@ async def test_under_load_events_are_looked_for_behind_those_of_a_moment_ago_and
     events: Any = outbox._shards["default"].database.events
     fan_out, bounds = events.fan_out, list[int]()
 
-    async def watched(*args: Any, expected: bool) -> Any:
+    async def watched(*args: Any, **options: Any) -> Any:
         bounds.extend(args[-1].values())
-        return await fan_out(*args, expected=expected)
+        return await fan_out(*args, **options)
 
     events.fan_out = watched
     amounts = count()
@@ -208,3 +209,29 @@ async def test_a_backlog_of_many_types_comes_to_its_end(make_outbox: MakeOutbox)
 
     assert (await outbox.drain()).succeeded == 500
     assert sorted(envelope.event.number for envelope in journal.envelopes) == list(range(500))
+
+
+async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: MakeOutbox, look: Look) -> None:
+    """A predecessor may hang in its transaction."""
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    await outbox.drain()  # announces it
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    events, now = outbox._shards["default"].database.events, utc_now()
+
+    async def fan_out() -> int:
+        done = await asyncio.wait_for(events.fan_out("app", now, now - timedelta(days=1), {}, 10, {}), 0.9)
+        return sum(done.events.values())
+
+    async with open_transaction(look) as (connection, commit):
+        lock = f"SELECT id FROM eventlog.events WHERE sequence = {(await look.events())[1]['sequence']} FOR UPDATE"
+        await (mysql.fetch(connection, lock) if look.driver == "aiomysql" else connection.fetch(lock))
+        assert [await fan_out(), await fan_out()] == [2, 0]
+        await outbox.executor.execute(Emit((4,)))
+        assert await fan_out() == 1
+        await commit()
+    assert await fan_out() == 1
+    await outbox.drain()
+    assert sorted(journal.amounts) == [1, 2, 3, 4]

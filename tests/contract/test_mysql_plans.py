@@ -16,11 +16,16 @@ from uuid import UUID
 
 import pytest
 
+from outboxio.event import EventRecord
+from outboxio.fanout import FEW
+from outboxio.handover import Handover
 from outboxio.names import LockName
 from outboxio.notification import State, Wanted
 from outboxio.outcome import Bucket, Lease, Outcome
 from outboxio.storage.mysql.connection import Dedicated, fetch
 from outboxio.storage.mysql.database import MysqlDatabase
+from outboxio.storage.mysql.events import SUBSCRIPTIONS, _subscribed
+from outboxio.storage.mysql.notifications import FEW_MADE
 from outboxio.subscription import Subscription
 from tests import mysql
 from tests.probes import statements_on
@@ -134,6 +139,25 @@ class Polls:
         done = await self._database.events.fan_out(namespace, NOW, LONG_AGO, {}, BATCH, after)
         return sum(done.events.values())
 
+    async def hand_over(self, batch: int) -> int:
+        """A fan-out whose rows are handed over; how many."""
+        handover = Handover(["h"], batch, lambda _, rows: len(rows), lambda _: None)
+        await self._database.events.fan_out("app", NOW, LONG_AGO, {}, batch, {}, handover=handover)
+        return handover.taken
+
+    async def hand_over_committed(self) -> int:
+        """The same of a few events whose ids are known, behind another round."""
+        events, on = self._database.events, self._database._admin
+        events._known = _subscribed(await on.fetch(SUBSCRIPTIONS, ("app", LONG_AGO)))
+        look = """SELECT id, event_type FROM eventlog.events
+            WHERE namespace = 'app' AND delivered = FALSE AND event_type LIKE 'T%%' ORDER BY sequence LIMIT %s"""
+        rows = await on.use(lambda connection: fetch(connection, look, (FEW,)))
+        committed = [EventRecord(id=UUID(row[0]), event_type=row[1]) for row in rows]
+        handover = Handover(["h"], BATCH, lambda _, rows: len(rows), lambda _: None)
+        done = await events._take_committed("app", NOW, LONG_AGO, committed, handover)
+        assert sum(done.events.values()) == handover.taken
+        return handover.taken
+
     async def fan_out_in_order(self) -> int:
         """About a batch: what is behind the last event of a type that has more of them is left."""
         return min(await self.fan_out("ordered"), IN_ORDER)
@@ -195,6 +219,7 @@ WITH_WORK = ["dying", "gone", "h", "idle", "keyed", "lapsed", "ledger", "other",
              "strict-too", "unblocked", "waiting", "without-a-slot"]  # fmt: skip
 
 REACHED = {f"T{i}": 0 for i in range(TYPES)}
+AS_ROWS = FEW_MADE // TYPES * TYPES
 
 #: What each is called, the loop on whose connection it runs, and what it finds.
 POLLS: dict[str, tuple[str, Poll, Any]] = {
@@ -202,6 +227,9 @@ POLLS: dict[str, tuple[str, Poll, Any]] = {
     "a fan-out by topic": ("_fanout", lambda polls: polls.fan_out("topics"), BATCH),
     "a fan-out that reads on": ("_fanout", lambda polls: polls.fan_out(after=REACHED), BATCH),
     "a fan-out by topic that reads on": ("_fanout", lambda polls: polls.fan_out("topics", {"#money": 0}), BATCH),
+    "a fan-out that hands over": ("_fanout", lambda polls: polls.hand_over(BATCH), BATCH),
+    "a fan-out that hands over few": ("_fanout", lambda polls: polls.hand_over(AS_ROWS), AS_ROWS),
+    "a fan-out of what was just committed": ("_fanout", lambda polls: polls.hand_over_committed(), FEW),
     "a fan-out for an ordered handler": ("_fanout", lambda polls: polls.fan_out_in_order(), IN_ORDER),
     "an idle fan-out": ("_fanout", lambda polls: polls.fan_out("idle"), 0),
     "looking for undelivered events": (
@@ -288,7 +316,7 @@ async def subscribe(database: MysqlDatabase) -> None:
 
 
 async def fill_a_little(tables: Tables) -> None:
-    await tables.events(3 * BATCH)
+    await tables.events(5 * BATCH)
     await tables.events(3 * BATCH, namespace="topics", topic="money")
     await tables.events(2 * BATCH, namespace="ordered")
     await tables.notifications(BATCH // 2, "quick")
@@ -420,6 +448,7 @@ async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awai
         ("a fan-out of a batch", ["SELECT", "START", "INSERT"]),
         ("a fan-out that reads on", ["SELECT", "START", "INSERT"]),
         ("a fan-out for an ordered handler", ["SELECT", "START", "INSERT"]),
+        ("a fan-out of what was just committed", ["START"]),
         ("an idle fan-out", ["SELECT"]),
         ("finding a batch", ["SELECT"]),
         ("finding nothing", ["SELECT"]),
@@ -444,6 +473,19 @@ async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, poll: s
         assert counted == [found]
 
 
+async def test_looks_that_find_nothing_in_between_do_not_make_many_rows_come_one_by_one(mysql_url: str) -> None:
+    """A driver takes longer for a row than for all that is in it."""
+    async with tables_and_polls(mysql_url) as (_, polls, database):
+        await database._find.ready()
+        seen = statements_on(database._find._connection)
+        for names in (["quick", "other"], ["idle"], ["idle"], ["idle"], ["quick", "other"]):
+            await polls.find_due(*names)
+
+    looks = [statement for statement in seen if "event_notifications" in statement]
+    assert len(looks) == 5
+    assert all("GROUP_CONCAT" in look for look in looks[1:])
+
+
 # --- what is hashed --------------------------------------------------------------------------------
 
 
@@ -455,7 +497,7 @@ async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(my
         await database._fanout.ready()
         seen = statements_on(database._fanout._connection)
         assert await run(polls) == found
-        [insert] = [s.partition("; UPDATE ")[0] for s in seen if "INSERT INTO eventlog.event_notifications" in s]
+        [insert] = [s.partition(";")[0] for s in seen if "INSERT INTO eventlog.event_notifications" in s]
         buffered = await _buffered_by(database._fanout, insert)
 
     assert buffered

@@ -32,6 +32,7 @@ from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventua
 from tests.flow.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.flow.proxy import proxy_to
 from tests.server_acts import ServerActs, acts_on
+from tests.spies import nothing_is_handed_over
 from tests.storage import Store
 
 #: Polling cannot be what found something.
@@ -309,6 +310,7 @@ async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(p
                     await journal.calls(1)
                     assert proxy.fall_silent(b"LISTEN") == 1
                 else:  # after the first message of the wake-up that fan-out sends
+                    nothing_is_handed_over(outbox)
                     proxy.fall_silent_after(b"notify")
                     await producer.executor.execute(Emit((1,)))
                     await eventually(lambda: not proxy.waits_for_last_words)

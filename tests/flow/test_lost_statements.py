@@ -34,6 +34,7 @@ from tests.flow.private_servers import PrivateMysql, PrivatePostgres, private_se
 from tests.flow.proxy import proxy_to
 from tests.probes import open_transaction
 from tests.server_acts import ServerActs, acts_on
+from tests.spies import nothing_is_handed_over
 
 ERROR = '{"type": "ValueError", "message": "no"}'
 
@@ -63,7 +64,7 @@ ROWS = dict.fromkeys(("asyncpg", "aiomysql"), "SELECT 1 FROM {table} WHERE {cond
 
 #: What is in each that has to wait, within the part of a statement that PostgreSQL shows.
 FAN_OUT = {"asyncpg": "rooms AS MATERIALIZED", "aiomysql": "INSERT INTO eventlog.event_notifications"}
-FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "(SELECT COUNT(*), CONCAT("}
+FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "CONCAT('['"}
 SETTLE = {"asyncpg": "UPDATE eventlog.event_notifications", "aiomysql": "SET n.state ="}
 ANNOUNCE = "INSERT INTO eventlog.subscriptions"
 ACQUIRE = "INSERT INTO eventlog.leases"
@@ -129,6 +130,7 @@ async def test_a_look_for_due_rows_that_is_killed_loses_nothing_and_starts_nothi
         async with outbox.running():
             await journal.calls(1)
             await eventually(lambda: all_handled(rows, 1))
+            nothing_is_handed_over(outbox)
             async with obstacle(rows, NO_READING, table="eventlog.event_notifications"):
                 await outbox.executor.execute(Emit((2, 3)))
                 for _ in range(2):

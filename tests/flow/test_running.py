@@ -31,7 +31,7 @@ from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.flow.leaks import Leaks
 from tests.flow.processes import ROOT
 from tests.flow.proxy import Proxy, proxy_to
-from tests.spies import watch, work
+from tests.spies import nothing_is_handed_over, watch, work
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -249,6 +249,7 @@ async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started
     await outbox.executor.execute(Emit((1,)))
     await slow.started.calls(1)
     watch(outbox, "notifications").trouble["find_due"] = read_and_wait
+    nothing_is_handed_over(outbox)
     dispatcher = work(outbox).dispatcher
     await outbox.executor.execute(Emit((2,)))
     await has_read.wait()

@@ -213,6 +213,29 @@ async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
         assert call["at"] - committed_at < 1.0
 
 
+async def test_rows_made_a_moment_ahead_before_one_came_are_found_without_a_poll(postgres_url: str) -> None:
+    """Nobody tells of them any more."""
+    ahead = lambda: utc_now() + timedelta(milliseconds=200)  # noqa: E731
+    settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
+    async with (
+        opened(Outbox(postgres_url, namespace="app", clock=ahead, settings=settings)) as fanning,
+        Outbox(postgres_url, namespace="app", settings=settings) as handling,
+    ):
+        for outbox in (fanning, handling):
+            outbox.handler(MoneyDeposited, name="receipt")(journal)
+        async with handling.running(fanout=False):
+            pass  # its connections, and what it measures, are there
+        async with fanning.running(handling=False):
+            await fanning.executor.execute(Emit((1,)))
+            await eventually(lambda: fanned_out(fanning))
+        async with handling.running(fanout=False):
+            await journal.calls(1)
+
+
+async def fanned_out(outbox: Outbox) -> bool:
+    return (await outbox.admin.counts())["undelivered"] == 0
+
+
 async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_without_a_poll(postgres_url: str) -> None:
     """Both have measured the database's clock, and one of them in haste."""
     ahead = lambda: utc_now() + timedelta(milliseconds=100)  # noqa: E731

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outboxio.low_water import FEW, SWEEP_NEARBY, LowWater
-from outboxio.queues import SWEEP_IN_BACKLOG
+from outboxio.low_water import LowWater
 from outboxio.storage.protocols import FannedOut
+from outboxio.trail import FEW, SWEEP_IN_BACKLOG, SWEEP_NEARBY
 
 ROUND = 0.011  # seconds, or a little less
 ROUNDED = 1e-9

@@ -8,10 +8,11 @@ from uuid import UUID
 from outboxio.clock import as_micros, from_micros
 from outboxio.event import Event, EventTypes
 from outboxio.handler import HandlerRegistry, make_handler
-from outboxio.notification import BEGINNING, Notification
+from outboxio.notification import BEGINNING, Notification, Position
 from outboxio.outcome import Lease
 from outboxio.queues import FEW_IN_FLIGHT, HandlerQueue, Source
 from outboxio.settings import Settings
+from outboxio.trail import FEW, SWEEP_NEARBY
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 123457)
 WEEK = timedelta(days=7)
@@ -67,6 +68,53 @@ def test_while_much_is_in_flight_few_reads_find_it_again() -> None:
 
 def test_while_a_backlog_is_read_fewer_still_do() -> None:
     assert reads_again(source(in_flight=1, has_backlog=True), 10, 10.2, 10.45, 10.55, 10.7) == [1, 0, 0, 1, 0]
+
+
+def test_under_load_a_read_that_begins_again_does_so_where_rows_were_reached_a_while_ago() -> None:
+    read = source(in_flight=1)
+    bounds = list[tuple[float, Position]]()
+    for number in range(1, 201):  # two seconds
+        moment = number / 100
+        bounds.append((moment, read.next_read(1000, moment).after))
+        read.found += 100
+        read.position = (NOW + timedelta(seconds=moment), number)
+
+    under_load = [(moment, after) for moment, after in bounds if moment > 1]
+    sweeps = [after for _, after in under_load if after == BEGINNING]
+    behind = [moment - (after[0] - NOW).total_seconds() for moment, after in under_load if after != BEGINNING]
+    assert len(sweeps) == 2, "rows that come to light far behind are found within half a second"
+    assert all(seconds + 1e-9 >= SWEEP_NEARBY for seconds in behind), "what came late would be passed by"
+    assert all(seconds <= 2 * SWEEP_NEARBY + 0.02 for seconds in behind)
+
+
+def test_when_the_load_ends_every_read_begins_at_the_beginning_again() -> None:
+    read = source(in_flight=1)
+    for moment in (1, 1.1, 1.7):
+        read.next_read(1000, moment)
+        read.found += FEW
+    assert read.next_read(1000, 1.8).after != BEGINNING
+    assert read.next_read(1000, 2.2).after == BEGINNING  # half a second after the last one, and the load is seen still
+    assert read.next_read(1000, 2.3).after != BEGINNING
+    assert reads_again(read, 2.7, 2.8, 2.9) == [True] * 3
+
+
+def test_what_has_become_due_behind_the_position_is_read_for_at_once_under_load_too() -> None:
+    read = source(in_flight=1)
+    for moment in (1, 1.6):
+        read.next_read(1000, moment)
+        read.found += FEW
+    assert read.next_read(1000, 1.7).after != BEGINNING
+    read.sweep_soon()
+    assert read.next_read(1000, 1.8).after == BEGINNING
+
+
+def test_what_was_given_back_is_not_passed_by_under_load() -> None:
+    read = source(in_flight=1)
+    for moment in (1, 1.2, 1.6):
+        read.next_read(1000, moment)
+        read.found += FEW
+    read.start_over()
+    assert read.next_read(1000, 1.7).after == BEGINNING
 
 
 def test_a_read_that_begins_at_the_beginning_has_room_for_what_is_in_flight() -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+LOCKED = 1205
+"""A lock was waited for too long, or on MariaDB may not be waited for."""
+MAY_NOT_WAIT = 3572
+"""A lock may not be waited for, on MySQL."""
+
 # A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
-_TRANSIENT = {1020, 1205, 1213}
+_TRANSIENT = {1020, LOCKED, 1213}
 # The server has rolled back the whole transaction, not only the statement.
 _ROLLED_BACK = {1020, 1213}
 _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index

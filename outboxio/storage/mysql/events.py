@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from outboxio.event import EventRecord
+from outboxio.handover import Handover
 from outboxio.ids import uuid7
-from outboxio.storage.mysql.connection import Dedicated, execute, execute_each, fetch_each, id_list
+from outboxio.storage.dedicated import STATEMENT_TIMEOUT
+from outboxio.storage.mysql import errors
+from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, execute_each, fetch_each, id_list
+from outboxio.storage.mysql.driver import driver_of
 from outboxio.storage.mysql.flavour import Server, in_both
+from outboxio.storage.mysql.notifications import FEW_MADE, FEWEST_MADE, JUST_MADE, JUST_MADE_FEW, as_notifications
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FannedOut
 
@@ -21,17 +30,17 @@ _BY_TOPIC = "eventlog.events e FORCE INDEX (events_undelivered_topic)"
 _BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
 # Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
-# a newer one; and the types and topics among them that have undelivered events. An idle poll is this one message. The
-# rows are one value, for the driver is slow at rows and columns. EXISTS would be turned into a join, which a planner
-# that believes the table to be empty begins with the backlog.
+# a newer one; and the types and topics among them that have undelivered events. An idle poll is this one message. A
+# row is one value, for the driver is slow at columns; to make all rows one, MariaDB would need a table in a file.
+# EXISTS would be turned into a join, which a planner that believes the table to be empty begins with the backlog.
 _LIVE = "eventlog.subscriptions s WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s"
 _TYPE_WAITS = f"""(SELECT 1 FROM {_BY_TYPE}
   WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1)"""
 _TOPIC_WAITS = f"""(SELECT 1 FROM {_BY_TOPIC}
   WHERE e.namespace = %(namespace)s AND e.waiting_topic = t.topic LIMIT 1)"""
 _SUBSCRIPTIONS = f"""
-SELECT JSON_ARRAYAGG(JSON_ARRAY(s.handler_name, s.event_type, s.topic, s.priority, s.ordered,
-  CAST(s.aliases AS CHAR) {{collate}}, CAST(s.last_seen_date AS CHAR) {{collate}})) FROM {_LIVE}
+SELECT JSON_ARRAY(s.handler_name, s.event_type, s.topic, s.priority, s.ordered,
+  CAST(s.aliases AS CHAR) {{collate}}, CAST(s.last_seen_date AS CHAR) {{collate}}) FROM {_LIVE}
 """
 SUBSCRIPTIONS = in_both(_SUBSCRIPTIONS.replace("%(namespace)s", "%s").replace("%(seen_since)s", "%s"))
 FIND_WANTED = in_both(f"""
@@ -47,10 +56,14 @@ WHERE {_TOPIC_WAITS} = 1
 # are one row of one column, for the driver is slow at rows and columns; an aggregate for each key would be a table of
 # its own, and with 200 keys these took half of fan-out. What is found by its type and by its topic is taken once.
 #
-# SKIP LOCKED never waits for a producer. But each branch sees what is committed by the time it runs: of two events of
-# one ordering key, an earlier branch can miss the first, and a later one see the second. So the keys that ordered
-# handlers want are read without locks, which in one statement is one view of them all. What is found by its type and is
-# on a topic that ordered handlers want, or the other way round, is marked with a minus: it is not taken here.
+# Where no order is wanted, fan-out never waits for somebody else's transaction. A read without locks does not, and
+# MariaDB can be told not to when the events are marked: only if that fails are they claimed past those that are locked,
+# for a while. To lock the newest entries of an index, among which producers are at work, takes it several times as
+# long. MySQL waits for a second at least, so there they are always claimed in this way. Then each branch sees what is
+# committed by the time it runs: of two events of one ordering key, an earlier branch can miss the first, and a later
+# one see the second. So the keys that ordered handlers want are never locked, which in one statement is one view of
+# them all. What is found by its type and is on a topic that ordered handlers want, or the other way round, is marked
+# with a minus: it is not taken here.
 #
 # Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
 # may still want them: a backlog is read on from there. Where all columns are in the index, MySQL may walk it from its
@@ -64,13 +77,13 @@ _FIRST = "ORDER BY e.sequence LIMIT %s"
 _READ = "SELECT %s AS number, e.id AS id, e.sequence AS sequence, 0 AS hops"
 _READ_ON = _READ.replace("0 AS", "e.hops AS")
 _MARKING = _READ.replace("e.id", "IF({other} IN ({{others}}), CONCAT('-', e.id), e.id)")
-READ_OF_TYPE, READ_OF_TOPIC = f"({_READ} {_OF_TYPE} {_FIRST})", f"({_READ} {_OF_TOPIC} {_FIRST})"
-CLAIM_OF_TYPE = f"({_READ} {_OF_TYPE} {_FIRST} FOR UPDATE SKIP LOCKED)"
-CLAIM_OF_TOPIC = f"({_READ} {_OF_TOPIC} {_FIRST} FOR UPDATE SKIP LOCKED)"
-CLAIM_OF_TYPE_AFTER = f"({_READ_ON} {_OF_TYPE} AND e.sequence > %s {_FIRST} FOR UPDATE SKIP LOCKED)"
-CLAIM_OF_TOPIC_AFTER = f"({_READ_ON} {_OF_TOPIC} AND e.sequence > %s {_FIRST} FOR UPDATE SKIP LOCKED)"
-CLAIM_OF_TYPE_MARKING = CLAIM_OF_TYPE.replace(_READ, _MARKING.format(other="e.topic"))
-CLAIM_OF_TOPIC_MARKING = CLAIM_OF_TOPIC.replace(_READ, _MARKING.format(other="e.event_type"))
+OF_TYPE, OF_TOPIC = f"{_READ} {_OF_TYPE} {_FIRST}", f"{_READ} {_OF_TOPIC} {_FIRST}"
+OF_TYPE_AFTER = f"{_READ_ON} {_OF_TYPE} AND e.sequence > %s {_FIRST}"
+OF_TOPIC_AFTER = f"{_READ_ON} {_OF_TOPIC} AND e.sequence > %s {_FIRST}"
+OF_TYPE_MARKING = OF_TYPE.replace(_READ, _MARKING.format(other="e.topic"))
+OF_TOPIC_MARKING = OF_TOPIC.replace(_READ, _MARKING.format(other="e.event_type"))
+PAST_LOCKED = " FOR UPDATE SKIP LOCKED"
+PAST_LOCKED_FOR = 60.0  # seconds, after something was locked
 
 _INTO = """
 INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
@@ -120,7 +133,27 @@ WHERE e.id IN ({{ids}})
 {_ONCE}
 """)
 
-MARK_DELIVERED = f"UPDATE {_BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}})"
+_MARK_DELIVERED = f"UPDATE {_BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}})"
+MARK_DELIVERED, MARK_UNLESS_LOCKED = in_both(_MARK_DELIVERED), in_both(f"{{unwaiting}} {_MARK_DELIVERED}")
+
+# Events that this process has just committed are claimed by their ids, and all that follows is in the same message. So
+# nothing can be decided in between: an event is marked if rows were made of it, and none are made if somebody wants
+# events in order, or has another name, of which the long way knows more.
+CLAIM_COMMITTED = f"SELECT e.id FROM {_BY_ID} WHERE e.id IN ({{ids}}) AND e.delivered = FALSE FOR UPDATE NOWAIT"
+NOTIFY_COMMITTED = f"""
+{_INTO.strip()}
+{_OWED.strip()}
+FROM {_BY_ID} STRAIGHT_JOIN {_LIVE}
+  AND (e.event_type = s.event_type AND s.topic = '' OR e.topic = s.topic AND s.topic <> '')
+  AND e.id IN ({{ids}}) AND e.delivered = FALSE
+  AND NOT EXISTS (SELECT 1 FROM {_LIVE} AND (s.ordered OR JSON_LENGTH(s.aliases) > 0))
+{_ONCE}
+"""
+MARK_COMMITTED = f"""
+{_MARK_DELIVERED} AND e.delivered = FALSE AND EXISTS (
+  SELECT 1 FROM eventlog.event_notifications n FORCE INDEX (event_notifications_event)
+  WHERE n.event_id = e.id AND n.created_date = %(now)s)
+"""
 
 COUNT_UNDELIVERED = in_both(f"""
 SELECT COUNT(*) FROM {_BY_TYPE} WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type IS NOT NULL
@@ -210,6 +243,9 @@ class MysqlEvents:
         self._likely: list[_Key] = []
         """Where events were last, if nobody wants any in order."""
         self._has_guessed = False
+        self._known: Sequence[_Subscription] = ()
+        """The subscriptions, as they were read last."""
+        self._past_locked_until = float("-inf")
 
     async def fan_out(
         self,
@@ -221,13 +257,20 @@ class MysqlEvents:
         after: Mapping[str, int] | None = None,
         *,
         expected: bool = False,
+        committed: Sequence[EventRecord] = (),
+        handover: Handover | None = None,
     ) -> FannedOut:
         # To find out which keys have events takes as long as all the rest of a small round. What is expected is
-        # probably where events were last; if it is not, or next time, all are looked at.
+        # probably where events were last, or even known; if it is not, or next time, all are looked at.
         guessed = self._likely if expected and not after and not self._has_guessed else []
         self._has_guessed = bool(guessed)
+        if guessed and committed and handover is not None:
+            done = await self._take_committed(namespace, now, seen_since, committed, handover)
+            if done.events:
+                return done
         if guessed:
-            done = await self._take(namespace, now, seen_since, self._sizes(guessed, rooms, batch_size), (), {})
+            sizes = self._sizes(guessed, rooms, batch_size)
+            done = await self._take(namespace, now, seen_since, sizes, (), {}, handover)
             if done.events:
                 looked_at = frozenset(key.name for key in guessed)
                 return FannedOut(done.events, done.full, done.notifications, done.reached, looked_at)
@@ -244,7 +287,7 @@ class MysqlEvents:
         if any(key.waits for key in ordered):
             waiting += [key for key in ordered if not key.waits]
         sizes = self._sizes(waiting, rooms, batch_size)
-        return await self._take(namespace, now, seen_since, sizes, ordered, after or {})
+        return await self._take(namespace, now, seen_since, sizes, ordered, after or {}, handover)
 
     async def _take(
         self,
@@ -254,17 +297,19 @@ class MysqlEvents:
         sizes: Mapping[_Key, int],
         ordered: Sequence[_Key],
         after: Mapping[str, int],
+        handover: Handover | None,
     ) -> FannedOut:
         """Claim events of these keys, and make their notifications."""
         is_read_on = not ordered and len(sizes) <= MOST_READ_ON
+        moment = asyncio.get_running_loop().time()
+        can_refuse = self._server.flavour.can_refuse_to_wait and not ordered
+        past_locked = not can_refuse or moment < self._past_locked_until
 
-        async def claim_and_notify(connection: Any, begin: str, commit: str) -> FannedOut:
-            claim, args = _claim(namespace, sizes, ordered, after if is_read_on else {})
+        async def claim_and_notify(connection: Any, begin: str, commit: str, *, past_locked: bool) -> FannedOut:
+            claim, args = _claim(namespace, sizes, ordered, after if is_read_on else {}, past_locked=past_locked)
             look = self._server.spell(SUBSCRIPTIONS)
-            ((text,),), ((live,),) = await fetch_each(
-                connection, f"{begin}; {claim}; {look}", (*args, namespace, seen_since)
-            )
-            subscribed = _subscribed(live)
+            ((text,),), live = await fetch_each(connection, f"{begin}; {claim}; {look}", (*args, namespace, seen_since))
+            subscribed = self._known = _subscribed(live)
             found = _by_key(text, sizes)
             claimed, full = _shared_out(found, sizes)
             if any(s.ordered for s in subscribed) and not ordered:
@@ -272,13 +317,10 @@ class MysqlEvents:
                 claimed, full = {}, set(sizes)
             wanted = {s.key for s in subscribed}
             claimed = {key: ids for key, ids in claimed.items() if ids and (key.sign, key.value) in wanted}
-            ids = id_list([i for ids in claimed.values() for i in ids])
             made = 0
-            if ids:
-                notify, values = self._notify(ids, subscribed, claimed, now)
-                made, *_ = await execute_each(
-                    connection, f"{notify}; {MARK_DELIVERED.format(ids=ids)}; {commit}", values
-                )
+            if claimed:
+                mark = self._server.spell(MARK_DELIVERED if past_locked else MARK_UNLESS_LOCKED)
+                made = await self._write(connection, claimed, subscribed, now, mark, commit, handover)
             else:
                 await execute(connection, commit)
             return FannedOut(
@@ -288,7 +330,69 @@ class MysqlEvents:
                 reached={key.name: max(batch.sequences) for key, batch in found.items() if batch.ids and is_read_on},
             )
 
-        done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
+        done: FannedOut
+        try:
+            done = await self._fanout.in_transaction_of(partial(claim_and_notify, past_locked=past_locked))
+        except Exception as error:
+            if past_locked or errors.number(error) != errors.LOCKED:
+                raise
+            self._past_locked_until = moment + PAST_LOCKED_FOR
+            done = await self._fanout.in_transaction_of(partial(claim_and_notify, past_locked=True))
+        return done
+
+    async def _write(
+        self,
+        connection: Any,
+        claimed: Mapping[_Key, Sequence[str]],
+        subscribed: Sequence[_Subscription],
+        now: datetime,
+        mark: str,
+        commit: str,
+        handover: Handover | None,
+    ) -> int:
+        """Make the notifications of claimed events, mark these and commit, in one message; how many it makes."""
+        events = [event_id for ids in claimed.values() for event_id in ids]
+        ids = id_list(events)
+        notify, values = self._notify(ids, subscribed, claimed, now)
+        written = f"{notify}; {mark.replace('{ids}', ids)}"
+        if handover is None:
+            made, *_ = await execute_each(connection, f"{written}; {commit}", values)
+            return made
+        just_made, names = _just_made(ids, len(events), handover, self._server)
+        message = f"{written}; {just_made}; {commit}"
+        (made, *_), _ = await execute_handing_over(connection, message, values | names, handover)
+        return made
+
+    async def _take_committed(
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        committed: Sequence[EventRecord],
+        handover: Handover,
+    ) -> FannedOut:
+        """Make the notifications of known events, in one message; of none that somebody has locked."""
+        keys = _keys_of(committed, self._known)
+        if not keys:
+            return FannedOut({}, frozenset(), 0)
+        ids = id_list(keys)
+        claim, notify, mark = (text.format(ids=ids) for text in (CLAIM_COMMITTED, NOTIFY_COMMITTED, MARK_COMMITTED))
+        just_made, names = _just_made(ids, len(keys), handover, self._server)
+        values = {**names, "namespace": namespace, "seen_since": seen_since, "now": now, "id_head": _id_head()}
+
+        async def claim_and_notify(connection: Any, begin: str, commit: str) -> FannedOut:
+            message = f"{begin}; {claim}; {notify}; {just_made}; {mark}; {commit}"
+            (made, marked, *_), (claimed,) = await execute_handing_over(connection, message, values, handover, looks=1)
+            # What lost its last handler a moment ago was claimed and is not marked: the number is right, at least.
+            events = Counter(keys[event_id] for (event_id,) in claimed[:marked])
+            return FannedOut(dict(events), frozenset(), made, looked_at=frozenset(keys.values()))
+
+        try:
+            done: FannedOut = await self._fanout.in_transaction_of(claim_and_notify)
+        except Exception as error:
+            if errors.number(error) not in (errors.LOCKED, errors.MAY_NOT_WAIT):
+                raise
+            return FannedOut({}, frozenset(), 0)
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
@@ -329,7 +433,7 @@ class MysqlEvents:
         reached = {f"reached{number}": name for number, name in enumerate(after)}
         names = ", ".join(f"%({name})s" for name in reached)
         but = f" AND CONCAT(IF(s.topic = '', '', '#'), s.event_type, s.topic) NOT IN ({names})" if reached else ""
-        ((live,),), ((types,), (topics,)) = await on.fetch_each(
+        live, ((types,), (topics,)) = await on.fetch_each(
             {dialect: text.replace("{but}", but) for dialect, text in FIND_WANTED.items()},
             {"namespace": namespace, "seen_since": seen_since, **reached},
         )
@@ -363,12 +467,12 @@ class MysqlEvents:
         }  # fmt: skip
 
 
-def _subscribed(found: str | None) -> Sequence[_Subscription]:
+def _subscribed(found: Iterable[tuple[str]]) -> Sequence[_Subscription]:
     """Those of the live subscriptions that get new rows: a name that is a live handler's alias does not.
 
     Of two names that are each other's alias, after a rename was taken back, the one that was seen earlier does not.
     """
-    live = _subscriptions(found or "[]")
+    live = _subscriptions(f"[{','.join([text for (text,) in found])}]")
     newest: dict[tuple[str, str], str] = {}
     for s in live:
         for alias in _strings(s.aliases) if s.aliases != "[]" else ():
@@ -379,15 +483,33 @@ def _subscribed(found: str | None) -> Sequence[_Subscription]:
     return [s for s in live if s.handler_name not in replaced]
 
 
+def _keys_of(events: Iterable[EventRecord], subscribed: Sequence[_Subscription]) -> dict[str, str]:
+    """The ids of events that somebody wants, with the name of the key by which they are found first."""
+    wanted = {s.key for s in subscribed}
+    keys: dict[str, str] = {}
+    for event in events:
+        if event.event_type is not None and ("", event.event_type) in wanted:
+            keys[str(event.id)] = event.event_type
+        elif event.topic is not None and ("#", event.topic) in wanted:
+            keys[str(event.id)] = f"#{event.topic}"
+    return keys
+
+
 def _claim(
-    namespace: str, sizes: Mapping[_Key, int], ordered: Sequence[_Key], after: Mapping[str, int]
+    namespace: str,
+    sizes: Mapping[_Key, int],
+    ordered: Sequence[_Key],
+    after: Mapping[str, int],
+    *,
+    past_locked: bool,
 ) -> tuple[str, tuple[Any, ...]]:
     """The statement that claims a batch of each key, and its arguments."""
     branches: list[str] = []
     args: list[Any] = []
     for number, (key, size) in enumerate(sizes.items()):
         others = [other.value for other in ordered if not key.is_ordered and other.sign != key.sign]
-        branches.append(_branch(key, others, is_read_on=key.name in after))
+        locked = PAST_LOCKED if past_locked and not key.is_ordered else ""
+        branches.append(f"({_branch(key, others, is_read_on=key.name in after)}{locked})")
         behind = [after[key.name]] if key.name in after else []
         args += [number, *others, namespace, key.value, *behind, size]
     return CLAIM.format(branches=" UNION ALL ".join(branches)), tuple(args)
@@ -395,14 +517,46 @@ def _claim(
 
 def _branch(key: _Key, others: Sequence[str], *, is_read_on: bool) -> str:
     """What looks for a batch of one key. ``others``: what ordered handlers want of the other kind."""
-    if key.is_ordered:
-        return READ_OF_TOPIC if key.sign else READ_OF_TYPE
-    if others:
-        marking = CLAIM_OF_TOPIC_MARKING if key.sign else CLAIM_OF_TYPE_MARKING
+    if others and not key.is_ordered:
+        marking = OF_TOPIC_MARKING if key.sign else OF_TYPE_MARKING
         return marking.format(others=", ".join(["%s"] * len(others)))
     if is_read_on:
-        return CLAIM_OF_TOPIC_AFTER if key.sign else CLAIM_OF_TYPE_AFTER
-    return CLAIM_OF_TOPIC if key.sign else CLAIM_OF_TYPE
+        return OF_TOPIC_AFTER if key.sign else OF_TYPE_AFTER
+    return OF_TOPIC if key.sign else OF_TYPE
+
+
+def _just_made(ids: str, events: int, handover: Handover, server: Server) -> tuple[str, dict[str, Any]]:
+    """The statement that looks at the rows of so many events that may be handed over, and its arguments."""
+    names = {f"to{number}": name for number, name in enumerate(handover.names)}
+    listed = ", ".join(f"%({name})s" for name in names)
+    as_rows = events * len(names) <= (FEW_MADE if server.flavour.aggregates_in_files else FEWEST_MADE)
+    return (JUST_MADE_FEW if as_rows else JUST_MADE).format(ids=ids, names=listed, most=handover.most), names
+
+
+async def execute_handing_over(
+    connection: Any, message: str, args: Arguments, handover: Handover, looks: int = 0
+) -> tuple[list[int], list[list[tuple[Any, ...]]]]:
+    """Run a message that makes rows and looks at them, behind other ``looks``.
+
+    The number of rows that each statement behind those looks changes, and what they found.
+
+    They are handed over when they are seen, and not when the server has answered the COMMIT behind: it waits for the
+    disk. If it fails, all is as if a run's outcome had been lost: their events are fanned out again.
+    """
+    async with asyncio.timeout(STATEMENT_TIMEOUT):
+        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        await cursor.execute(message, args)
+        counts, found, has_more = list[int](), list[list[tuple[Any, ...]]](), True
+        while has_more:
+            if cursor.description is None:
+                if len(found) == looks:
+                    counts.append(int(cursor.rowcount))
+            elif len(found) < looks:
+                found.append(list(await cursor.fetchall()))
+            else:
+                handover.hand(as_notifications(await cursor.fetchall()) or ())
+            has_more = await cursor.nextset()
+    return counts, found
 
 
 def _by_key(text: str | None, sizes: Mapping[_Key, int]) -> dict[_Key, _Batch]:

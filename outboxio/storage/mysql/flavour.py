@@ -23,6 +23,10 @@ class Flavour(Struct, frozen=True):
     """The session variable of the isolation level."""
     collation: str
     """Of expressions on our connections. Where several collations meet in one expression, it must be this one."""
+    can_refuse_to_wait: bool
+    """Whether a statement can say that it will not wait for a lock, without saying so for a whole session."""
+    aggregates_in_files: bool
+    """Whether to make one long text of several rows takes a table in a file."""
     words: Mapping[str, str]
 
     def says(self, version: str) -> bool:
@@ -33,18 +37,21 @@ class Flavour(Struct, frozen=True):
 # {text}, {document}: a text column within JSON_TABLE, comparable with ours; without a character set of its own it would
 # have the selected database's, and lose what does not fit. {collate}: makes any other text comparable with ours. {id}:
 # the type of an id within JSON_TABLE; {id_of}: an id of there, as our columns have them. {hashing}: before a statement
-# whose joins may hash.
+# whose joins may hash. {unwaiting}: before one that fails where it would wait for a lock, if it can be told to.
 MYSQL = Flavour(
     name="mysql",
     product="MySQL",
     oldest=(8, 0, 17),
     isolation="transaction_isolation",
     collation="utf8mb4_0900_bin",
+    can_refuse_to_wait=False,
+    aggregates_in_files=False,
     words={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
         "collate": "COLLATE utf8mb4_0900_bin",
         "hashing": "",
+        "unwaiting": "",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "{}",
     },
@@ -55,11 +62,14 @@ MARIADB = Flavour(
     oldest=(10, 11, 0),
     isolation="tx_isolation",
     collation="utf8mb4_bin",
+    can_refuse_to_wait=True,
+    aggregates_in_files=True,
     words={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
         "collate": "COLLATE utf8mb4_nopad_bin",
         "hashing": "SET STATEMENT join_cache_level = 4 FOR",
+        "unwaiting": "SET STATEMENT innodb_lock_wait_timeout = 0 FOR",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
     },
@@ -78,7 +88,7 @@ def in_both(text: str) -> Statement:
 
 
 def _spelled(text: str, flavour: Flavour) -> str:
-    for word in ("text", "document", "collate", "hashing", "id"):
+    for word in ("text", "document", "collate", "hashing", "unwaiting", "id"):
         text = text.replace(f"{{{word}}}", flavour.words[word])
     return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
+from outboxio.event import EventRecord
+from outboxio.handover import Handover
 from outboxio.ids import uuid7
+from outboxio.notification import Notification
 from outboxio.storage.postgres.connection import Dedicated, as_texts
+from outboxio.storage.postgres.notifications import DUE_COLUMNS
 from outboxio.storage.protocols import FannedOut
 
 _INTO = """
-INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
+INSERT INTO eventlog.event_notifications AS n (id, event_id, handler_name, namespace, action_id, action_name,
   action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
   attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
   causation_id, headers, hops, retention_from)
@@ -51,7 +55,7 @@ WHERE l.aliases <> '[]' AND NOT EXISTS (
 _AFTER = "CASE WHEN t.ordered OR rooms.after IS NULL THEN (-2)::bigint << 62 ELSE rooms.after END AS after"
 # The commit does not wait for the disk: if the server fails before the next one that does, its events are undelivered
 # again, and fanned out again. Outcomes wait, and with them all that was written before.
-FAN_OUT = f"""
+_FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
   FROM eventlog.subscriptions WHERE namespace = $1 AND last_seen_date > $3
@@ -95,14 +99,25 @@ WITH live AS MATERIALIZED (
   FROM batch e JOIN subscribed s ON s.topic = e.topic AND s.topic <> ''
   WHERE {_TAKEN}
   ON CONFLICT (event_id, handler_name) DO NOTHING
-  RETURNING 1
+  RETURNING {{made}}
 ), done AS (
   UPDATE eventlog.events SET delivered = TRUE WHERE ctid = ANY (ARRAY(SELECT place FROM batch e WHERE {_TAKEN}))
 )
 SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
   count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications,
-  max(sequence) FILTER (WHERE {_TAKEN}) AS reached, set_config('synchronous_commit', 'off', TRUE)
+  max(sequence) FILTER (WHERE {_TAKEN}) AS reached, set_config('synchronous_commit', 'off', TRUE){{no_row}}
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
+"""
+FAN_OUT = _FAN_OUT.format(made="1", no_row="")
+_COLUMNS = 6
+_NO_ROW = f"NULL::uuid, {'NULL::text, ' * 4}NULL::int, {'NULL::bigint, ' * 3}NULL::text"
+
+# The same, and behind it the rows that it has made, as they would be found, for whoever takes them at once.
+FAN_OUT_HANDING_OVER = f"""
+{_FAN_OUT.format(made="n.*", no_row=f", {_NO_ROW}")}
+UNION ALL
+(SELECT {", ".join(["NULL"] * _COLUMNS)}, {DUE_COLUMNS}
+FROM made n WHERE n.handler_name = ANY ($9::text[]) AND n.next_retry_at <= $2 LIMIT $10)
 """
 
 ANY_UNDELIVERED = f"""
@@ -161,9 +176,11 @@ class PostgresEvents:
         after: Mapping[str, int] | None = None,
         *,
         expected: bool = False,
+        committed: Sequence[EventRecord] = (),
+        handover: Handover | None = None,
     ) -> FannedOut:
         rows = await self._fanout.fetch(
-            FAN_OUT,
+            FAN_OUT if handover is None else FAN_OUT_HANDING_OVER,
             namespace,
             now,
             seen_since,
@@ -172,7 +189,11 @@ class PostgresEvents:
             batch_size,
             id_head(),
             as_texts((after or {}).get(key) for key in rooms),
+            *(() if handover is None else (list(handover.names), handover.most)),
         )
+        if handover is not None:
+            handover.hand([Notification(*row[_COLUMNS:]) for row in rows if row["key"] is None])
+            rows = [row for row in rows if row["key"] is not None]
         return FannedOut(
             events={row["key"]: row["events"] for row in rows},
             full=frozenset(row["key"] for row in rows if row["is_full"]),

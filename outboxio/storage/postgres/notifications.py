@@ -31,7 +31,7 @@ def _micros(column: str) -> str:
     return f"(date_part('epoch', n.{column}) * 1000000)::bigint"
 
 
-_DUE_COLUMNS = f"""{_selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
+DUE_COLUMNS = f"""{_selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
   {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, {_context()}"""
 _RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
 
@@ -41,7 +41,7 @@ FIND_DUE = f"""
 SELECT n.* FROM unnest($3::text[], $4::text[]::int[], $5::text[]::timestamp[], $6::text[]::bigint[])
   AS w(handler_name, size, due, sequence)
 CROSS JOIN LATERAL (
-  SELECT {_DUE_COLUMNS} FROM eventlog.event_notifications n
+  SELECT {DUE_COLUMNS} FROM eventlog.event_notifications n
   WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
     AND n.next_retry_at <= $2 AND (n.next_retry_at, n.sequence) > (w.due, w.sequence)
   ORDER BY n.next_retry_at, n.sequence LIMIT w.size) n
@@ -190,6 +190,10 @@ class PostgresNotifications:
         self._settle = settle
         self._admin = admin
         self._shard = shard
+
+    @property
+    def can_settle(self) -> bool:
+        return self._settle.is_open
 
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
         # What is started must be settled: while handlers hold all of a given pool, it would be too late to ask it.

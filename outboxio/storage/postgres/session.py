@@ -95,14 +95,19 @@ async def insert_events(connection: Any, action: ActionRecord, events: Sequence[
         action.headers,
         action.hops,
         as_texts(e.id for e in events),
-        [e.model_id for e in events],
-        [e.model_type for e in events],
-        [e.event_type for e in events],
-        [e.payload for e in events],
-        [e.ordering_key for e in events],
-        [e.topic for e in events],
-        as_texts(e.available_at for e in events),
+        _unless_null([e.model_id for e in events]),
+        _unless_null([e.model_type for e in events]),
+        _unless_null([e.event_type for e in events]),
+        _unless_null([e.payload for e in events]),
+        _unless_null([e.ordering_key for e in events]),
+        _unless_null([e.topic for e in events]),
+        _unless_null(as_texts(e.available_at for e in events)),
     )
+
+
+def _unless_null(column: list[str | None]) -> list[str | None]:
+    """A column of ``INSERT_EVENTS``: ``unnest`` fills it up with NULL, and the driver is slow at ``None``."""
+    return [] if column.count(None) == len(column) else column
 
 
 class PostgresSession:

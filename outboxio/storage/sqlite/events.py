@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from outboxio.event import EventRecord
+from outboxio.handover import Handover
 from outboxio.ids import uuid7
 from outboxio.storage.protocols import FannedOut
 from outboxio.storage.sqlite.connection import Connections, fetch_value
@@ -236,6 +238,8 @@ class SqliteEvents:
         after: Mapping[str, int] | None = None,
         *,
         expected: bool = False,
+        committed: Sequence[EventRecord] = (),
+        handover: Handover | None = None,
     ) -> FannedOut:
         # Most rounds find nothing, and these must not keep a writer waiting.
         if not expected and not await self.any_undelivered(namespace, seen_since):

@@ -231,6 +231,10 @@ class SqliteNotifications:
         self._connections = connections
         self._shard = shard
 
+    @property
+    def can_settle(self) -> bool:
+        return True
+
     async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
         return await self._connections.read(lambda connection: _find_due(connection, namespace, as_text(now), wanted))
 

@@ -1,0 +1,232 @@
+"""Fan-out of events that this process has just committed, and therefore knows, to handlers that take them at once.
+
+MySQL and MariaDB claim them by their ids, and do all the rest in the same message; the others take them as any. What
+comes of it is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import Event, Settings
+from outboxio.event import EventRecord
+from outboxio.handover import Handover
+from outboxio.notification import Notification, Wanted
+from outboxio.storage.mysql import events as mysql_events
+from outboxio.storage.protocols import FannedOut
+from tests import mysql
+from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.probes import MakeOutbox, open_transaction
+from tests.storage import NOW, Store
+from tests.wire import watched
+
+
+class Other(Event):
+    number: int
+
+
+class Taker:
+    """Takes the rows of these handlers."""
+
+    def __init__(self, *names: str) -> None:
+        self.rows: list[Notification] = []
+        self.offer = Handover(names, 1000, self._take, lambda _: None)
+
+    def _take(self, _: Handover, rows: Sequence[Notification]) -> int:
+        self.rows += rows
+        return len(rows)
+
+
+@pytest.fixture
+async def store(make_outbox: MakeOutbox, look: Look) -> Store:
+    """Events of one type were found already, for one handler."""
+    store = Store(await make_outbox(settings=Settings(notify=False)), look)
+    await store.subscribe("h")
+    await emit(store)
+    await store.fan_out()
+    return store
+
+
+async def emit(store: Store, number: int = 1, kind: type[Event] = MoneyDeposited, **options: Any) -> list[EventRecord]:
+    """Commit so many events; as they were written."""
+    async with store.outbox.transaction("Emit") as tx:
+        for amount in range(number):
+            event = MoneyDeposited(uuid4(), Decimal(amount)) if kind is MoneyDeposited else kind(amount)
+            tx.emit(event, **options)
+    return tx.events
+
+
+async def fan_out(store: Store, committed: Sequence[EventRecord], *names: str) -> tuple[FannedOut, Taker]:
+    taker = Taker(*(names or ("h",)))
+    done = await store.fan_out(expected=True, committed=committed, handover=taker.offer)
+    return done, taker
+
+
+async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: MakeOutbox, look: Look) -> None:
+    if look.driver != "aiomysql":
+        pytest.skip("what PostgreSQL does is one statement anyway, and SQLite hands nothing over")
+    with watched(keeps_texts=True) as wire:
+        store = Store(await make_outbox(settings=Settings(notify=False)), look)
+        await store.subscribe("h")
+        for _ in range(2):
+            await store.owe("a")
+        committed, before = await emit(store, 3), 0
+
+        class Counting(Taker):
+            def _take(self, offer: Handover, rows: Sequence[Notification]) -> int:
+                self.round_trips = wire.round_trips - before
+                return super()._take(offer, rows)
+
+        taker, before = Counting("h"), wire.round_trips
+        done = await store.fan_out(expected=True, committed=committed, handover=taker.offer)
+
+        assert (done.events, done.notifications, len(taker.rows)) == ({"MoneyDeposited": 3}, 3, 3)
+        assert (taker.round_trips, wire.round_trips - before) == (1, 1)
+
+
+async def test_what_is_made_is_what_fan_out_makes_of_any_event(store: Store, look: Look) -> None:
+    await store.subscribe("second", types=(), topics=("audit",), priority=3)
+    await fan_out(store, await emit(store))  # who is subscribed is read
+    await store.fan_out()
+    done, taker = await fan_out(store, await emit(store, 2, topic="audit"), "h", "second")
+
+    assert (done.events, done.notifications) == ({"MoneyDeposited": 2}, 4)
+    rows = await store.rows()
+    assert [(row.handler_name, row.state, row.priority) for row in rows[-4:]] == [
+        ("h", "PENDING", 0), ("second", "PENDING", 3), ("h", "PENDING", 0), ("second", "PENDING", 3),
+    ]  # fmt: skip
+    if not look.is_file:
+        assert {row.id for row in taker.rows} == {row.id for row in rows[-4:]}
+        found = await store.database.notifications.find_due("app", NOW, [Wanted(name, 100) for name in ("h", "second")])
+        assert {row.id: row for row in taker.rows}.items() <= {row.id: row for row in found}.items()
+    assert (await store.fan_out()).events == {}
+
+
+async def test_only_by_a_topic(store: Store) -> None:
+    await store.subscribe("second", types=(), topics=("audit",))
+    await fan_out(store, await emit(store))
+    await store.fan_out()
+    done, _ = await fan_out(store, await emit(store, 1, Other, topic="audit"), "second")
+    assert (done.events, done.notifications) == ({"#audit": 1}, 1)
+
+
+async def test_what_is_delivered_already_is_not_made_again(store: Store, look: Look) -> None:
+    committed = await emit(store, 2)
+    await store.fan_out()
+    await look.fetch("DELETE FROM {event_notifications}")
+    committed += await emit(store)
+
+    done, taker = await fan_out(store, committed)
+
+    assert (done.events, done.notifications) == ({"MoneyDeposited": 1}, 1)
+    assert [row.event_id for row in await store.rows()] == [committed[-1].id]
+    assert len(taker.rows) <= 1
+
+
+async def test_what_nobody_wants_stays_undelivered(store: Store, look: Look) -> None:
+    done, _ = await fan_out(store, [*await emit(store, 1, Other), *await emit(store)])
+    assert done.events == {"MoneyDeposited": 1}
+    assert [row["delivered"] for row in await look.events()][-2:] == [False, True]
+
+
+async def test_what_is_due_later_is_made_and_not_handed_over(store: Store) -> None:
+    committed = await emit(store, available_at=NOW + timedelta(days=1))
+    done, taker = await fan_out(store, committed)
+    assert (done.notifications, taker.rows) == (1, [])
+
+
+async def test_whoever_subscribed_meanwhile_gets_them_too(store: Store) -> None:
+    await store.subscribe("late", types=("MoneyDeposited",), topics=("audit",))
+    done, taker = await fan_out(store, await emit(store, topic="audit"), "h", "late")
+    assert (done.notifications, len(await store.rows())) == (2, 3)
+    assert len({row.id for row in taker.rows}) == len(taker.rows)
+
+
+async def test_a_handler_that_was_renamed_meanwhile_gets_them_once(store: Store) -> None:
+    await store.subscribe("renamed", aliases=("h",))
+    for _ in range(2):
+        done, _ = await fan_out(store, await emit(store), "h", "renamed")
+        assert done.notifications == 1
+    assert [row.handler_name for row in await store.rows()] == ["h", "renamed", "renamed"]
+
+
+async def test_whoever_left_meanwhile_gets_none(store: Store, look: Look) -> None:
+    await look.fetch("DELETE FROM {subscriptions}")
+    done, taker = await fan_out(store, await emit(store))
+    assert (done.events, taker.rows, len(await store.rows())) == ({}, [], 1)
+    await store.subscribe("h")
+    assert (await store.fan_out()).notifications == 1
+
+
+async def test_an_ordered_handler_that_came_meanwhile_gets_them_in_order(store: Store, look: Look) -> None:
+    await emit(store)  # by another process
+    await store.subscribe("ledger", ordered=True)
+    committed = await emit(store)
+    while (await fan_out(store, committed))[0].events:
+        notified = [row.sequence for row in await store.rows("ledger")]
+        assert notified == [row["sequence"] for row in await look.events()][1 : 1 + len(notified)]
+    assert len(notified) == 2
+
+
+async def test_what_others_commit_waits_for_no_longer_than_a_round(store: Store) -> None:
+    for _ in range(3):
+        await emit(store)  # by another process
+        rounds = [(await fan_out(store, await emit(store)))[0].notifications for _ in range(2)]
+        assert sum(rounds) == 3
+
+
+async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) -> None:
+    if look.is_file:
+        pytest.skip("this database has one writer at a time")
+    committed = await emit(store, 3)
+    async with open_transaction(look) as (connection, commit):
+        lock = f"SELECT id FROM eventlog.events WHERE id = '{committed[1].id}' FOR UPDATE"
+        await (mysql.fetch(connection, lock) if look.driver == "aiomysql" else connection.fetch(lock))
+        done, taker = await asyncio.wait_for(fan_out(store, committed), 0.9)
+        assert (done.notifications, len(taker.rows)) == (2, 2)
+        await commit()
+    assert (await store.fan_out()).notifications == 1
+
+
+async def test_if_the_commit_fails_they_are_fanned_out_and_handled_again(
+    make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if look.driver != "aiomysql":
+        pytest.skip("elsewhere what is handed over is committed")
+    outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    execute, failed = mysql_events.execute_handing_over, list[str]()
+
+    async def failing_once(connection: Any, message: str, *args: Any, **options: Any) -> Any:
+        if failed or "NOWAIT" not in message:
+            return await execute(connection, message, *args, **options)
+        before, commit, _ = message.rpartition("COMMIT")
+        failed.append(commit)
+        await execute(connection, before, *args, **options)
+        await journal.calls(amounts)
+        raise ConnectionError("lost in COMMIT")
+
+    monkeypatch.setattr(mysql_events, "execute_handing_over", failing_once)
+    amounts = 0
+    async with outbox.running():
+        while not failed:  # until it was not a poll that took it
+            assert amounts < 50
+            amounts += 1
+            await outbox.executor.execute(Emit((amounts,)))
+            await journal.calls(amounts)
+            await asyncio.sleep(0.1)
+        await journal.calls(amounts + 1)
+        await eventually(lambda: handled(outbox, amounts))
+    assert journal.amounts == [*range(1, amounts + 1), amounts]
+
+
+async def handled(outbox: Any, number: int) -> bool:
+    counts = await outbox.admin.counts()
+    return bool(counts["SUCCEEDED"] == number and not counts["PENDING"])
