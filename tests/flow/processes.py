@@ -112,6 +112,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Ask it to leave, and wait until it has left in good order."""
+        await self.until("running")  # before that it has no ear for signals
         self.terminate()
         await self.until("left")
         assert await self._process.wait() == 0
