@@ -122,7 +122,7 @@ class ActionExecutor:
         self.refuse_nesting(name)
         target = self.shard(shard)
         action_id = uuid7()
-        retries = RetryCounter(retry, retried_by_default(target.database))
+        retries: RetryCounter | None = None  # most succeed at once
         while True:
             try:
                 async with self.transaction(
@@ -132,6 +132,7 @@ class ActionExecutor:
                     result = await _awaitable(perform(tx), name)
                 return result
             except Exception as error:
+                retries = retries or RetryCounter(retry, retried_by_default(target.database))
                 if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
                     raise
                 logger.info(

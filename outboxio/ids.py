@@ -6,10 +6,11 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from uuid import UUID
+from uuid import UUID, SafeUUID
 
 _VERSION_AND_VARIANT = (7 << 76) | (2 << 62)
 _RANDOM_BITS = (1 << 62) - 1
+_new, _set = UUID.__new__, object.__setattr__  # as the standard library's own, from Python 3.14 on
 
 
 def uuid7() -> UUID:
@@ -21,7 +22,10 @@ def uuid7() -> UUID:
     milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
     fraction = (nanoseconds << 12) // 1_000_000
     random = _random() & _RANDOM_BITS
-    return UUID(int=(milliseconds << 80) | (fraction << 64) | _VERSION_AND_VARIANT | random)
+    made = _new(UUID)  # what it is made of is right: to check it takes longer than all the rest
+    _set(made, "int", (milliseconds << 80) | (fraction << 64) | _VERSION_AND_VARIANT | random)
+    _set(made, "is_safe", SafeUUID.unknown)
+    return made
 
 
 _randoms: Iterator[int] = iter(())

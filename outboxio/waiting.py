@@ -63,6 +63,39 @@ class Exclusive:
         self._lock.release()
 
 
+class TimeLimit:
+    """One time limit for many waits at once, with one timer: a timer for each would take longer than all the rest."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: dict[Any, tuple[float, Callable[[Any], None]]] = {}  # in the order in which they began
+
+    def begin(self, what: Any, expired: Callable[[Any], None]) -> None:
+        """Call ``expired`` with ``what`` if it has not ended when the time is over."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._timer = loop, None
+            self._waiting.clear()
+        self._waiting[what] = loop.time() + self._seconds, expired
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._look, loop)
+
+    def end(self, what: Any) -> None:
+        self._waiting.pop(what, None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        while self._waiting:
+            what, (until, expired) = next(iter(self._waiting.items()))
+            if until > loop.time():
+                self._timer = loop.call_at(until, self._look, loop)
+                return
+            del self._waiting[what]
+            expired(what)
+
+
 async def to_the_end(awaitable: Awaitable[T]) -> T:
     """Await what must finish once begun; a cancellation meanwhile goes on only afterwards."""
     task = asyncio.ensure_future(awaitable)

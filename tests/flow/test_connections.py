@@ -28,6 +28,7 @@ from outboxio import (
     Shard,
     Transaction,
 )
+from outboxio.storage.mysql import flavour
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.flow.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.flow.proxy import proxy_to
@@ -249,6 +250,27 @@ async def test_a_connection_that_is_cut_during_commit_leaves_the_outcome_unknown
             await acting
 
         await proxy.start()
+        await outbox.executor.execute(Emit((3,)))
+    assert await _has_events(rows, 3)
+
+
+async def test_a_commit_that_is_never_answered_is_given_up(
+    server_url: str, rows: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rows.driver != "aiomysql":
+        pytest.skip("on PostgreSQL the network's own limits are the only ones")
+    monkeypatch.setattr(flavour, "STATEMENT_TIMEOUT", 0.5)
+    async with (
+        opened(Outbox(server_url, namespace="app")),
+        proxy_to(server_url) as proxy,
+        Outbox(proxy.url, namespace="app") as outbox,
+    ):
+        await outbox.executor.execute(Emit((1,)))
+        proxy.fall_silent_after(b"commit")
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(CommitUnknown):
+            await outbox.executor.execute(Emit((2,)))
+        assert asyncio.get_running_loop().time() - begun >= 0.5
         await outbox.executor.execute(Emit((3,)))
     assert await _has_events(rows, 3)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import outboxio
-from outboxio.waiting import Exclusive, Signal, over, to_the_end
+from outboxio.waiting import Exclusive, Signal, TimeLimit, over, to_the_end
+from tests.app import eventually
 
 LONG = 3600.0
 
@@ -54,6 +55,46 @@ async def test_a_cancelled_wait_leaves_the_signal_usable() -> None:
 
     signal.set()
     assert await signal.wait(LONG)
+
+
+# --- one time limit for many waits ---------------------------------------------------------------
+
+
+async def test_what_ends_in_time_is_left_alone_and_what_does_not_is_ended() -> None:
+    limit, expired = TimeLimit(0.05), list[str]()
+    for name in ("quick", "slow", "slower"):
+        limit.begin(name, expired.append)
+    limit.end("quick")
+    await eventually(lambda: len(expired) == 2)
+    limit.begin("later", expired.append)
+    assert expired == ["slow", "slower"]
+    await eventually(lambda: len(expired) == 3)
+    assert expired == ["slow", "slower", "later"]
+
+
+async def test_an_end_that_comes_late_or_twice_changes_nothing() -> None:
+    limit, expired = TimeLimit(0.01), list[str]()
+    limit.begin("slow", expired.append)
+    await eventually(lambda: expired)
+    limit.end("slow")
+    limit.end("slow")
+    limit.begin("slow", expired.append)
+    await eventually(lambda: len(expired) == 2)
+
+
+def test_what_an_earlier_event_loop_left_behind_is_forgotten() -> None:
+    limit, expired = TimeLimit(0.02), list[str]()
+
+    async def begin(what: str) -> None:
+        limit.begin(what, expired.append)
+
+    async def begin_and_wait() -> None:
+        await begin("in the second")
+        await eventually(lambda: expired)
+
+    asyncio.run(begin("in the first"))
+    asyncio.run(begin_and_wait())
+    assert expired == ["in the second"]
 
 
 # --- one at a time -------------------------------------------------------------------------------

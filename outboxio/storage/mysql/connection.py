@@ -127,11 +127,17 @@ class Dedicated(DedicatedConnection):
         drop(connection)
 
 
+def quiet_cursor(connection: Any) -> Any:
+    """A cursor that asks for no warnings."""
+    driver = driver_of(connection)
+    return driver.cursor(connection, driver.QuietCursor)
+
+
 async def execute_each(connection: Any, sql: str, args: Arguments = None) -> list[int]:
     """Run several statements in one message; the number of rows that each changed."""
     counts: list[int] = []
     async with asyncio.timeout(STATEMENT_TIMEOUT):
-        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        cursor = quiet_cursor(connection)
         await cursor.execute(sql, args)
         has_more = True
         while has_more:
@@ -140,10 +146,19 @@ async def execute_each(connection: Any, sql: str, args: Arguments = None) -> lis
     return counts
 
 
+async def send(connection: Any, message: bytes, server: Server) -> None:
+    """Run statements whose answers say nothing but that they have worked."""
+    server.unanswered.begin(connection, drop)
+    try:
+        await driver_of(connection).send(connection, message)
+    finally:
+        server.unanswered.end(connection)
+
+
 async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
     """Run a statement, or several with semicolons between them; the cursor after the last one."""
     async with asyncio.timeout(timeout):
-        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        cursor = quiet_cursor(connection)
         await cursor.execute(sql, args)
         while await cursor.nextset():
             pass
@@ -154,19 +169,20 @@ async def fetch(
     connection: Any, sql: str, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
 ) -> list[tuple[Any, ...]]:
     cursor = await run(connection, sql, args, timeout)
-    return list(await cursor.fetchall())
+    return list(await driver_of(connection).rows(cursor))
 
 
 async def fetch_each(connection: Any, sql: str, args: Arguments = None) -> list[list[tuple[Any, ...]]]:
     """The rows of each of several statements that has any."""
     results: list[list[tuple[Any, ...]]] = []
+    rows = driver_of(connection).rows
     async with asyncio.timeout(STATEMENT_TIMEOUT):
-        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        cursor = quiet_cursor(connection)
         await cursor.execute(sql, args)
         has_more = True
         while has_more:
             if cursor.description is not None:
-                results.append(list(await cursor.fetchall()))
+                results.append(list(await rows(cursor)))
             has_more = await cursor.nextset()
     return results
 

@@ -6,6 +6,7 @@ What is not alike in the two, and what of their insides we reach for, is in a mo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -46,6 +47,18 @@ class Driver(Protocol):
 
     def send_ahead(self, connection: Any, message: bytes) -> None:
         """Do so, unless the connection is lost: then whatever comes next says so."""
+        ...
+
+    def cursor(self, connection: Any, kind: type[Any]) -> Any:
+        """A cursor of one of the kinds above."""
+        ...
+
+    async def rows(self, cursor: Any) -> Sequence[tuple[Any, ...]]:
+        """All rows of the result that a cursor is at."""
+        ...
+
+    async def send(self, connection: Any, message: bytes) -> None:
+        """Run statements whose answers say nothing but that they have worked."""
         ...
 
     def has_unread(self, connection: Any) -> bool:

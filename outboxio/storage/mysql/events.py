@@ -17,7 +17,15 @@ from outboxio.handover import Handover
 from outboxio.ids import uuid7
 from outboxio.storage.dedicated import STATEMENT_TIMEOUT
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, execute_each, fetch_each, id_list
+from outboxio.storage.mysql.connection import (
+    Arguments,
+    Dedicated,
+    execute,
+    execute_each,
+    fetch_each,
+    id_list,
+    quiet_cursor,
+)
 from outboxio.storage.mysql.driver import driver_of
 from outboxio.storage.mysql.flavour import Server, in_both
 from outboxio.storage.mysql.notifications import FEW_MADE, FEWEST_MADE, JUST_MADE, JUST_MADE_FEW, as_notifications
@@ -543,8 +551,9 @@ async def execute_handing_over(
     They are handed over when they are seen, and not when the server has answered the COMMIT behind: it waits for the
     disk. If it fails, all is as if a run's outcome had been lost: their events are fanned out again.
     """
+    rows = driver_of(connection).rows
     async with asyncio.timeout(STATEMENT_TIMEOUT):
-        cursor = await connection.cursor(driver_of(connection).QuietCursor)
+        cursor = quiet_cursor(connection)
         await cursor.execute(message, args)
         counts, found, has_more = list[int](), list[list[tuple[Any, ...]]](), True
         while has_more:
@@ -552,9 +561,9 @@ async def execute_handing_over(
                 if len(found) == looks:
                     counts.append(int(cursor.rowcount))
             elif len(found) < looks:
-                found.append(list(await cursor.fetchall()))
+                found.append(list(await rows(cursor)))
             else:
-                handover.hand(as_notifications(await cursor.fetchall()) or ())
+                handover.hand(as_notifications(await rows(cursor)) or ())
             has_more = await cursor.nextset()
     return counts, found
 

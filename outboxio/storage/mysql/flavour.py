@@ -12,6 +12,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from outboxio.storage.dedicated import STATEMENT_TIMEOUT
+from outboxio.waiting import TimeLimit
+
 
 class Flavour(Struct, frozen=True):
     """One of the two products."""
@@ -100,6 +103,8 @@ class Server:
         self.flavour = flavour
         self.largest_packet = 16 * 2**20
         """``max_allowed_packet``: the longest statement that it takes, in bytes."""
+        self.unanswered = TimeLimit(STATEMENT_TIMEOUT)
+        """For what actions have sent."""
 
     def greeted_by(self, connection: Any) -> None:
         """Learn from a new connection which product it is."""

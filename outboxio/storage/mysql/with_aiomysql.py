@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -92,6 +93,22 @@ def send_ahead(connection: Any, message: bytes) -> None:
     if not is_closed(connection):
         connection._write_bytes((len(message) + 1).to_bytes(4, "little") + _QUERY + message)
         connection._next_seq_id, connection._result = 1, _Unread()
+
+
+def cursor(connection: Any, kind: type[Any]) -> Any:
+    # The driver's own way makes a future of it, and of what it has read.
+    connection._last_usage = connection._loop.time()
+    return kind(connection, connection._echo)
+
+
+async def rows(cursor: Any) -> Sequence[tuple[Any, ...]]:
+    return cursor._rows or ()
+
+
+async def send(connection: Any, message: bytes) -> None:
+    await connection.query(message)
+    while connection._result.has_next:
+        await connection.next_result()
 
 
 def has_unread(connection: Any) -> bool:

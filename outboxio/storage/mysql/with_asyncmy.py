@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
 import asyncmy.connection as _asyncmy
@@ -81,6 +82,22 @@ def sends_ahead(connection: Any) -> bool:
 
 def send_ahead(connection: Any, message: bytes) -> None:
     raise NotImplementedError("asyncmy reads no answers that were not waited for")
+
+
+def cursor(connection: Any, kind: type[Any]) -> Any:
+    return connection.cursor(kind)
+
+
+async def rows(cursor: Any) -> Sequence[tuple[Any, ...]]:
+    found: Sequence[tuple[Any, ...]] = await cursor.fetchall()
+    return found
+
+
+async def send(connection: Any, message: bytes) -> None:
+    one = cursor(connection, QuietCursor)
+    await one.execute(message)
+    while await one.nextset():
+        pass
 
 
 def has_unread(connection: Any) -> bool:
