@@ -33,7 +33,7 @@ LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and calling it s
 LONGEST_TURN = 0.2  # seconds that a queue waits for a slot before it goes ahead of those of higher priority
 
 
-class Run(Struct, eq=False):
+class Run(Struct, eq=False, gc=False):
     """One notification on its way through one handler."""
 
     notification: Notification
@@ -63,7 +63,7 @@ class Run(Struct, eq=False):
         return (self,)
 
 
-class BatchRun(Run, eq=False, kw_only=True):
+class BatchRun(Run, eq=False, kw_only=True, gc=False):
     """One call of a handler for many notifications, and the smaller calls that it is split into if it fails."""
 
     remaining: dict[Run, None]

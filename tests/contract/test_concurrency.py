@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from outboxio import EventEnvelope, Outbox, RetryPolicy, Settings
+from outboxio import Batch, EventEnvelope, Outbox, RetryPolicy, Settings
 from outboxio.testing import MovableClock
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.spies import Gate, counters, deposits
@@ -247,3 +249,36 @@ async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(mak
         work.locks_proven_until(float("-inf"))
         await outbox.executor.execute(Emit((2,)))
         await journal.calls(2, timeout=10)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handler", ["waits", "waits-in-batches"])
+async def test_what_a_stay_had_in_memory_is_gone_with_it(make_outbox: MakeOutbox, handler: str) -> None:
+    """Runs, which the garbage collector does not see, and their queues know each other."""
+    outbox, started = await make_outbox(settings=Settings(concurrency=2, shutdown_timeout=0)), asyncio.Event()
+
+    async def wait(_: object) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    options: dict[str, Any] = {"batch": Batch(size=2)} if handler == "waits-in-batches" else {}
+    outbox.handler(MoneyDeposited, name="waits", **options)(wait)
+    await outbox.executor.execute(Emit(tuple(range(20))))
+    remembered = list[weakref.ref[Any]]()
+
+    async def stay() -> None:
+        async with outbox.running():
+            await started.wait()
+            dispatcher: Any = outbox._shards["default"].work.dispatcher  # type: ignore[union-attr]
+            (queue,) = dispatcher._queues.values()
+            await eventually(lambda: queue.running and queue.ready)
+            remembered.extend(map(weakref.ref, (dispatcher, queue)))
+
+    def is_gone() -> bool:
+        gc.collect()
+        return [reference() for reference in remembered] == [None, None]
+
+    await asyncio.create_task(stay())
+    await eventually(is_gone)  # timers may know them for a moment
