@@ -80,8 +80,8 @@ HARMLESS = {
     "mysql/retention.py": {"MysqlRetention._parking_nothing": IDS, "MysqlRetention._remove": IDS},
     "mysql/schema.py": {"MysqlSchema._rights_missing": TEXT, "MysqlSchema._refuse_old": TEXT},
     "mysql/session.py": {
-        "insertions": "values that the driver's escape has spelled",
-        "_spelled": "values that the driver's escape has spelled",
+        "insertions": "values that were escaped",
+        "_spelled": "values that were escaped",
         "_joined": "whole statements, in a row",
         "MysqlSession.claim": IDS,
         "MysqlSession.finish": IDS,
@@ -91,6 +91,7 @@ HARMLESS = {
         "MysqlSession._run": "the caller's own statement, as its driver would fill it in",
     },
     "mysql/url.py": {"where": TEXT},
+    "mysql/values.py": {"_escaping_backslashes": "what escapes", "_doubling_quotes": "what escapes"},
     "postgres/connection.py": {"Dedicated.prepare": SESSION, "Dedicated.restore": SESSION},
     "postgres/database.py": {
         "PostgresDatabase.notify": "a channel that is a digest, and a payload with its quotes doubled",
