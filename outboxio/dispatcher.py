@@ -183,6 +183,11 @@ class Dispatcher:
     def knows_pauses(self) -> bool:
         return self._pauses is not None
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether what is due may have to wait for what another process handles."""
+        return self._is_choosy
+
     def _heed_pauses_of(self, source: Source) -> None:
         if self._pauses is None:
             return  # until they are known nothing starts

@@ -31,12 +31,12 @@ class Loop:
         run_once: Callable[[], Awaitable[Round]],
         poll_delay: Callable[[], float],
         *,
-        eager_for: float = 0.0,
+        eager_for: Callable[[], float] = lambda: 0.0,
         quickest: float = QUICKEST_POLL,
     ) -> None:
         """``eager_for``: poll quickly for so many seconds from the beginning, and from whenever something was found.
 
-        Ever less, ``quickest`` at first. For ever, where nobody can wake it; or as long as a wake-up may take.
+        Ever less, ``quickest`` at first. For ever, where nobody may wake it; or as long as a wake-up may take.
         """
         self.name = name
         self.errors = 0
@@ -85,7 +85,7 @@ class Loop:
         if result.found:
             self._found_at = now
         silence = now - self._found_at
-        eagerly = max(self._quickest, silence / SHARE_OF_SILENCE) if silence < self._eager_for else FOR_EVER
+        eagerly = max(self._quickest, silence / SHARE_OF_SILENCE) if silence < self._eager_for() else FOR_EVER
         return min(self._poll_delay(), eagerly)
 
     def _failed(self, error: Exception) -> float:

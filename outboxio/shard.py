@@ -247,17 +247,23 @@ class ShardWork:
         name = shard.name
         self.keeper_loop = Loop(f"locks of {name}", self.keeper.run_once, self.keeper.poll_delay)
         self.announce_loop = Loop(f"subscriptions of {name}", self._announce, lambda: _ANNOUNCE_DELAY)
-        # What other processes commit is heard of, or else looked for: often while there is traffic.
+        # What other processes commit is heard of, or else looked for: often while there is traffic. What is fanned out
+        # here is known here, unless it has to wait for what others handle.
         eager = 0.0 if shard.database.wakes_across_processes else FOR_EVER
         fanout_delay, find_delay = _seconds(settings.fanout_poll_delay), _seconds(settings.handling_poll_delay)
         self.fanout_loop = Loop(
             f"fan-out of {name}",
             self.fanout.run_once,
             fanout_delay,
-            eager_for=max(eager, LONGEST_GAP),
+            eager_for=lambda: max(eager, LONGEST_GAP),
             quickest=_QUICKEST_FANOUT,
         )
-        self.find_loop = Loop(f"dispatch of {name}", self.dispatcher.find_once, find_delay, eager_for=eager)
+        self.find_loop = Loop(
+            f"dispatch of {name}",
+            self.dispatcher.find_once,
+            find_delay,
+            eager_for=lambda: 0.0 if self.fans_out and not self.dispatcher.waits_for_others else eager,
+        )
         self.settle_loop = Loop(f"outcomes of {name}", self.dispatcher.settle_once, lambda: _SETTLE_DELAY)
         self.housekeeping_loop = Loop(f"housekeeping of {name}", self._keep_house, lambda: _HOUSEKEEPING_DELAY)
         self.retention = Retention(shard.namespace, shard.database, shard.clock, settings)
@@ -309,6 +315,8 @@ class ShardWork:
     def lock_lost(self, name: LockName) -> None:
         if name.role == "dispatch":
             self.dispatcher.lose(name.handler_name)
+        else:
+            self.find_loop.wake()  # from now on others fan out
 
     def look_twice(self) -> None:
         """Another process may have made notifications, due by its clock: by ours that may still be a moment away."""

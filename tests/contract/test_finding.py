@@ -19,6 +19,7 @@ from outboxio.trail import FEW
 from tests import mysql
 from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.probes import MakeOutbox, open_transaction
+from tests.spies import watch
 
 
 class Numbered(Event):
@@ -235,3 +236,21 @@ async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: 
     assert await fan_out() == 1
     await outbox.drain()
     assert sorted(journal.amounts) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("fans_out", "ordered"), [(True, False), (False, False), (True, True)])
+async def test_who_fans_out_does_not_look_for_what_others_have_fanned_out(
+    make_outbox: MakeOutbox, fans_out: bool, ordered: bool
+) -> None:
+    """Unless it may have to wait for what others handle; and where they can wake it, it need not look either."""
+    outbox = await make_outbox(settings=QUIET)
+    wakes = outbox._shards["default"].database.wakes_across_processes
+    notifications = watch(outbox, "notifications")
+    outbox.handler(MoneyDeposited, name="h", ordered=ordered)(Journal())
+
+    async with outbox.running(fanout=fans_out):
+        if wakes or (fans_out and not ordered):
+            await asyncio.sleep(1)
+            assert 1 <= notifications.count("find_due") <= 6
+        else:
+            await eventually(lambda: notifications.count("find_due") >= 10)

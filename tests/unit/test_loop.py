@@ -82,7 +82,7 @@ async def test_a_wake_up_ends_the_wait() -> None:
 
 async def test_an_eager_loop_looks_again_soon_after_something_was_found() -> None:
     service = Service(Round(1))
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=FOR_EVER, quickest=0.001)
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001)
 
     await driving(loop, lambda: service.rounds(10))
 
@@ -90,14 +90,14 @@ async def test_an_eager_loop_looks_again_soon_after_something_was_found() -> Non
 async def test_an_eager_loop_is_eager_when_it_begins() -> None:
     """Others may have been committing for long."""
     service = Service()
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=FOR_EVER, quickest=0.001)
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001)
 
     await driving(loop, lambda: service.rounds(5))
 
 
 async def test_it_is_eager_for_a_while() -> None:
     service = Service(Round(1))
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=0.01, quickest=0.001)
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: 0.01, quickest=0.001)
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
         await service.rounds(2)
