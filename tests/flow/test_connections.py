@@ -33,7 +33,7 @@ from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventua
 from tests.flow.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.flow.proxy import proxy_to
 from tests.server_acts import ServerActs, acts_on
-from tests.spies import nothing_is_handed_over
+from tests.spies import counters, nothing_is_handed_over
 from tests.storage import Store
 
 #: Polling cannot be what found something.
@@ -155,19 +155,27 @@ async def test_whichever_connection_is_lost_everything_is_handled(
     async with opened(Outbox(server_url if source == "url" else pool, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running(), producing(outbox, acts):
-            for name in ("find", "settle", "fanout", "pool"):
+            for name in ("find", "settle", "pool", "fanout"):
                 await journal.calls(len(journal) + 10)
                 await eventually(lambda name=name: name in acts.own_sessions(outbox))
                 await acts.end([acts.own_sessions(outbox)[name]])
                 await journal.calls(len(journal) + 10)
-            await caught_up(rows)
-            assert set(Counter(journal.amounts).values()) == {1}, "handled twice, although the lock was not lost"
+                await caught_up(rows)
+                if name == "fanout" and rows.driver == "aiomysql":
+                    # Handlers begin while it commits: what is lost with it is refused, and handled once more.
+                    await eventually(lambda: len(repeated(journal)) <= counters(outbox).refused)
+                else:
+                    assert repeated(journal) == [], f"handled twice, although only {name} was lost"
 
             await acts.end([acts.own_sessions(outbox)["lock"]])
             await journal.calls(len(journal) + 10)
         await outbox.drain()
     events = await rows.fetch("SELECT model_id FROM {events} WHERE event_type IS NOT NULL")
     assert {int(event["model_id"]) for event in events} == set(journal.amounts)
+
+
+def repeated(journal: Journal) -> list[int]:
+    return [amount for amount, times in Counter(journal.amounts).items() if times > 1]
 
 
 async def test_all_connections_lost_at_once_are_survived(server_url: str, rows: Look, acts: ServerActs) -> None:
