@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -38,8 +38,14 @@ class Payload(Struct):
     currency: str
 
 
+Handler = Callable[[Payload], Awaitable[None]]
+
+
 class Tables(Protocol):
     """The tables on one database, and the three statements of the pipeline, each on a connection of its own."""
+
+    events: str
+    """What the table of events is called."""
 
     async def make(self, events: int, types: int, handlers: int) -> None:
         """Empty tables, filled with undelivered events."""
@@ -93,6 +99,13 @@ async def drain(tables: Tables, task: Task, stages: Sequence[str] = ("fanout", "
     return meter.per(events)
 
 
+async def keep_up(tables: Tables, events: int, handler: Handler) -> None:
+    """Fan out and dispatch so many events, which may be committed meanwhile, for one handler."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_fan_out(tables, events))
+        group.create_task(_pipelined(tables, events, handler))
+
+
 async def _handler(payload: Payload) -> None:
     return None
 
@@ -100,7 +113,10 @@ async def _handler(payload: Payload) -> None:
 async def _fan_out(tables: Tables, events: int) -> None:
     done = 0
     while done < events:
-        done += await tables.fan_out()
+        made = await tables.fan_out()
+        if not made:
+            await asyncio.sleep(PAUSE)
+        done += made
 
 
 async def _plain(tables: Tables, total: int) -> None:
@@ -118,7 +134,7 @@ async def _plain(tables: Tables, total: int) -> None:
         done += len(due)
 
 
-async def _pipelined(tables: Tables, total: int) -> None:
+async def _pipelined(tables: Tables, total: int, handler: Handler = _handler) -> None:
     decode = msgspec.json.Decoder(Payload).decode
     queue: deque[Row] = deque()
     finished: list[Any] = []
@@ -147,7 +163,7 @@ async def _pipelined(tables: Tables, total: int) -> None:
             row = queue.popleft()
             if len(queue) < BATCH:
                 room.set()
-            await _handler(decode(row[1]))
+            await handler(decode(row[1]))
             finished.append(row[0])
             if len(finished) >= OUTCOMES:
                 flush.set()

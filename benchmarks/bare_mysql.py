@@ -88,6 +88,8 @@ class Quiet(aiomysql.Cursor):
 
 
 class Tables:
+    events = "bare.events"
+
     def __init__(self, url: str, dialect: str) -> None:
         self._url = url
         self._dialect = dialect

@@ -71,6 +71,8 @@ BEGINNING = (datetime(1970, 1, 1), UUID(int=0))
 
 
 class Tables:
+    events = "bare.events"
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._position = BEGINNING

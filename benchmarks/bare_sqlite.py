@@ -119,6 +119,8 @@ class _Thread:
 
 
 class Tables:
+    events = "bare_events"
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._position = BEGINNING

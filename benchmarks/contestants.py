@@ -56,7 +56,7 @@ OURS = (
         "two stages, full context in each row; no locks, retries, errors or timeouts",
         _EVERYWHERE,
         _here,
-        lambda scenario, setting: "bare" in scenario.contestants,
+        lambda scenario, setting: "bare" in scenario.contestants and setting.bare,
     ),
     Contestant(
         "bare-plain",

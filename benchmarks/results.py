@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from benchmarks.databases import Database
@@ -148,5 +150,14 @@ def joined(parts: Sequence[Results]) -> Results:
         takers=list(takers.values()),
         databases=list(databases.values()),
         missing={name: why for part in parts for name, why in part.missing.items() if name not in databases},
-        runs=[run for part in parts for run in part.runs],
+        runs=list(_numbered(run for part in parts for run in part.runs)),
     )
+
+
+def _numbered(runs: Iterable[Run]) -> Iterator[Run]:
+    """Each call begins with round 1: what was measured again in another one is another round."""
+    rounds = Counter[tuple[str, ...]]()
+    for run in runs:
+        contest = (run.database, run.scenario, run.setting, run.contestant)
+        rounds[contest] += 1
+        yield msgspec.structs.replace(run, round=rounds[contest])

@@ -34,6 +34,8 @@ async def _bare(task: Task) -> Figures:
             async with ours.empty_outbox(task.url):
                 pass
         return await bare.execute(_writer(task, same_rows=same_rows), task)
+    if task.scenario == "sustained":
+        return await under_load.sustained_bare(_tables(task), task)
     stages = {"drain": ("fanout", "dispatch")}.get(task.scenario, (task.scenario,))
     return await bare.drain(_tables(task), task, stages)
 

@@ -31,6 +31,8 @@ class Setting(Struct, frozen=True):
     sizes: Mapping[str, Mapping[str, Any]]
     peers: bool = False
     """Whether the peers can do this, too."""
+    bare: bool = True
+    """Whether the bare pipeline can."""
     beside: str = ""
     """Another setting, in which outboxio does the same under better conditions."""
 
@@ -130,7 +132,8 @@ SCENARIOS = (
         "Producers in another process commit half of what was just drained, while handlers run here. Does the backlog "
         "stay flat, and how long does an event wait from its commit to its handler? The load begins all at once: what "
         "was committed in its first two seconds is left out, and told of besides. The producers share the machine: how "
-        "much of it is busy says whether it is the load that an event waits for, or a processor.",
+        "much of it is busy says whether it is the load that an event waits for, or a processor. The bare pipeline, "
+        "which cannot write, gets half of what it drains itself, written by plain SQL.",
         (
             P99, P50,
             Metric("p99_from_start_ms", "p99 ms from the start", ".0f", more_is_better=False, short="from start"),
@@ -149,6 +152,7 @@ SCENARIOS = (
                     share=0.5,
                     events_per_commit=25,
                 ),
+                bare=False,
             ),
             Setting(
                 "the same, by larger commits",
@@ -161,6 +165,7 @@ SCENARIOS = (
                         events_per_commit=100,
                     )
                 ),
+                bare=False,
             ),
             Setting(
                 "the same, written by plain SQL",
@@ -174,6 +179,7 @@ SCENARIOS = (
                 ),
             ),
         ),
+        ("outboxio", "bare"),
     ),
     Scenario(
         "latency",

@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.meter import metered, percentiles, resident_bytes
+from benchmarks import bare
+from benchmarks.meter import checkpoint, metered, percentiles, resident_bytes
 from benchmarks.ours import commit_events, empty_outbox, fanned_out, require, settled
 from benchmarks.task import Figures, Task
 from benchmarks.workload import event_types, finish_events, insertion, old_snapshot, running
@@ -109,16 +110,49 @@ async def sustained(task: Task) -> Figures:
             await arrivals.number(options["events"])
             meter.stop()
     backlog = _backlog(committed, together, settlements)
-    steady = arrivals.waits(committed, since=min(committed) + min(SETTLING_IN, seconds / 4))
     return {
         **meter.per(options["events"]),
-        **percentiles(steady),
-        "p99_from_start_ms": percentiles(arrivals.waits(committed))["p99_ms"],
-        "rate": options["events"] / (max(committed) - min(committed) or seconds),
+        **_waits(arrivals, committed, seconds),
         "wanted_rate": rate,
         "most_waiting": max(waiting for _, waiting in backlog),
         "waiting_at_end": backlog[-1][1],
         "backlog": backlog,
+    }
+
+
+async def sustained_bare(tables: bare.Tables, task: Task) -> Figures:
+    """The same with the bare pipeline, at the same share of what it drains itself."""
+    arrivals, together = Arrivals(), task["events_per_commit"]
+
+    async def arrive(payload: bare.Payload) -> None:
+        if (number := payload.amount - _warm_up(task)) >= 0:
+            arrivals.note(number // together)
+
+    async with metered(task.url, task.dialect) as meter:
+        await tables.make(_warm_up(task), 1, 1)
+        await checkpoint(task.url, task.dialect)
+        begun = time.monotonic()
+        await bare.keep_up(tables, _warm_up(task), arrive)
+        rate = task["share"] * _warm_up(task) / (time.monotonic() - begun)
+        seconds = task["seconds"]
+        events = max(1, round(rate * seconds / together)) * together
+        await meter.start()
+        options = {"events": events, "seconds": seconds, "table": tables.events}
+        producing = asyncio.create_task(_produced_elsewhere(task, options))
+        await bare.keep_up(tables, events, arrive)
+        committed = await producing
+        meter.stop()
+        await tables.close()
+    return {**meter.per(events), **_waits(arrivals, committed, seconds), "wanted_rate": rate}
+
+
+def _waits(arrivals: Arrivals, committed: Sequence[float], seconds: float) -> Figures:
+    """How long events waited, and how many were committed in a second."""
+    steady = arrivals.waits(committed, since=min(committed) + min(SETTLING_IN, seconds / 4))
+    return {
+        **percentiles(steady),
+        "p99_from_start_ms": percentiles(arrivals.waits(committed))["p99_ms"],
+        "rate": len(arrivals.commits) / (max(committed) - min(committed) or seconds),
     }
 
 
@@ -193,7 +227,9 @@ async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
 
 async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None) -> list[float]:
     """The same in another process, whose monotonic clock is this machine's, too."""
-    there = msgspec.structs.replace(task, scenario="produce", options=task.options | (options or {}))
+    there = msgspec.structs.replace(
+        task, scenario="produce", contestant="outboxio", options=task.options | (options or {})
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.run", there.as_argument(), stdout=PIPE
     )
@@ -213,7 +249,8 @@ async def produce_for_another(task: Task) -> Figures:
 
 async def _produce_plainly(task: Task) -> list[float]:
     """The same by statements that make the rows inside the database, which costs next to nothing here."""
-    together, seconds, table = task["together"], task["seconds"], Look(task.url).table("events")
+    together, seconds = task["events_per_commit"], task["seconds"]
+    table = task.options.get("table") or Look(task.url).table("events")
     commits = task["events"] // together
     committed, numbers = [0.0] * commits, iter(range(commits))
     async with AsyncExitStack() as stack:

@@ -78,7 +78,7 @@ def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
 
 
 def test_calls_are_joined_as_if_they_had_been_one() -> None:
-    one, other = results(*THREE_ROUNDS[:2]), results(*THREE_ROUNDS[2:])
+    one, other = results(*THREE_ROUNDS[:2]), results(("outboxio", 1, 1100.0), ("bare", 1, 2000.0))
     one.versions["commit"], other.versions["commit"], other.made = "abc", "def", "tomorrow"
     other.missing["postgres15"] = "no server"
 
@@ -86,6 +86,7 @@ def test_calls_are_joined_as_if_they_had_been_one() -> None:
 
     ours, bare = both.lines("postgres15", "drain", ONE)
     assert (ours.median(DRAIN.headline), bare.median(DRAIN.headline)) == (1000, 2000)
+    assert [run.round for run in ours.runs] == [1, 2, 3]
     assert (both.takers, both.databases, both.missing) == (one.takers, one.databases, {"mysql": "no"})
     assert both.versions == {"Python": "3.14", "commit": "abc, def"}
     assert both.made == "today to tomorrow, in 2 calls"
