@@ -33,10 +33,14 @@ class Loop:
         *,
         eager_for: Callable[[], float] = lambda: 0.0,
         quickest: float = QUICKEST_POLL,
+        heard_within: float = FOR_EVER,
     ) -> None:
         """``eager_for``: poll quickly for so many seconds from the beginning, and from whenever something was found.
 
         Ever less, ``quickest`` at first. For ever, where nobody may wake it; or as long as a wake-up may take.
+        ``heard_within``: what is found more seconds after the last wake-up was written by somebody who wakes nobody,
+        and whoever has written once is likely to go on: poll quickly for ever after that, too. So may somebody who has
+        been writing for long when it begins.
         """
         self.name = name
         self.errors = 0
@@ -48,7 +52,9 @@ class Loop:
         self._poll_delay = poll_delay
         self._eager_for = eager_for
         self._quickest = quickest
-        self._found_at = float("-inf")
+        self._heard_within = heard_within
+        self._found_at = self._woken_at = float("-inf")
+        self._unheard = heard_within < FOR_EVER
         self._signal = Signal()
         self._stopping = False
 
@@ -66,8 +72,8 @@ class Loop:
         self._found_at = asyncio.get_running_loop().time()
         while not self._stopping:
             pause = await self._round()
-            if pause > 0 and not self._stopping:
-                await self._signal.wait(pause)
+            if pause > 0 and not self._stopping and await self._signal.wait(pause):
+                self._woken_at = asyncio.get_running_loop().time()
 
     async def _round(self) -> float:
         """One round; the seconds to wait after it, 0 for none."""
@@ -78,15 +84,17 @@ class Loop:
         if self.failures:
             logger.info("%s works again after %d failed rounds", self.name, self.failures)
             self.failures = 0
-        return 0.0 if result.more else jittered(self._pause_after(result))
-
-    def _pause_after(self, result: Round) -> float:
         now = asyncio.get_running_loop().time()
         if result.found:
             self._found_at = now
+            self._unheard = now - self._woken_at > self._heard_within
+        return 0.0 if result.more else jittered(self._pause(now))
+
+    def _pause(self, now: float) -> float:
+        """The seconds until the next look, if nobody wakes it."""
         silence = now - self._found_at
-        eagerly = max(self._quickest, silence / SHARE_OF_SILENCE) if silence < self._eager_for() else FOR_EVER
-        return min(self._poll_delay(), eagerly)
+        is_eager = self._unheard or silence < self._eager_for()
+        return min(self._poll_delay(), max(self._quickest, silence / SHARE_OF_SILENCE) if is_eager else FOR_EVER)
 
     def _failed(self, error: Exception) -> float:
         self.errors += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-_PROBES = 10  # a key that had nothing last time is looked at with a tenth of its even share
+_PROBES = 2  # a key that had nothing last time is looked at with half of its even share
 
 
 class Quotas:

@@ -257,6 +257,7 @@ class ShardWork:
             fanout_delay,
             eager_for=lambda: max(eager, LONGEST_GAP),
             quickest=_QUICKEST_FANOUT,
+            heard_within=LONGEST_GAP,
         )
         self.find_loop = Loop(
             f"dispatch of {name}",

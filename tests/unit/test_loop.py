@@ -28,6 +28,9 @@ class Service:
             raise result
         return result
 
+    def plan(self, *rounds: Round | BaseException) -> None:
+        self._rounds += rounds
+
     async def rounds(self, number: int) -> None:
         async with asyncio.timeout(5), self._counted:
             await self._counted.wait_for(lambda: self.done >= number)
@@ -106,6 +109,51 @@ async def test_it_is_eager_for_a_while() -> None:
         await asyncio.sleep(0.1)
         assert service.done == before
         loop.stop()
+
+
+async def test_a_full_round_is_one_that_has_found_something() -> None:
+    """Or a loop would wait behind it for a share of the silence before it: commits of a hundred events waited 0.3 s."""
+    service = Service()
+    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: 0.1, quickest=0.001)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await asyncio.sleep(0.3)  # it has given up
+        service.plan(FULL)
+        done = service.done
+        loop.wake()
+        await service.rounds(done + 5)
+        loop.stop()
+
+
+async def test_what_nobody_woke_it_for_is_looked_for_quickly_from_then_on() -> None:
+    """Whoever writes by plain SQL on PostgreSQL wakes nobody: after a moment's break he would wait for a whole poll."""
+    service = Service(Round(1))
+    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+
+    await driving(loop, lambda: service.rounds(10))
+
+
+async def test_what_it_was_woken_for_is_not_followed_by_quick_looks() -> None:
+    service = Service()
+    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await service.rounds(1)
+        service.plan(Round(1))
+        loop.wake()
+        await service.rounds(2)
+        await asyncio.sleep(0.01)
+        done = service.done
+        await asyncio.sleep(0.1)
+        assert service.done == done
+        loop.stop()
+
+
+async def test_whoever_may_not_be_woken_looks_quickly_when_it_begins() -> None:
+    service = Service()
+    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+
+    await driving(loop, lambda: service.rounds(5))
 
 
 async def test_a_loop_that_is_not_eager_waits_also_after_something_was_found() -> None:

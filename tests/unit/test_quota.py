@@ -18,15 +18,15 @@ def test_a_busy_key_gets_what_the_quiet_ones_do_not_need() -> None:
     rooms = quotas.rooms(keys)
 
     assert rooms["k0"] == 1000
-    assert rooms["k1"] == 1 + 2 * 2
-    assert {rooms[key] for key in keys[2:]} == {1}
+    assert rooms["k1"] == 2 + 2 * 2
+    assert {rooms[key] for key in keys[2:]} == {2}
 
 
 def test_a_quiet_key_that_fills_its_probe_is_busy_again() -> None:
     quotas, keys = Quotas(1000), ["a", "b"]
     quotas.learn(keys, found={"a": 500}, full=["a"])
-    assert quotas.rooms(keys) == {"a": 1000, "b": 50}
-    quotas.learn(keys, found={"a": 1000, "b": 50}, full=["a", "b"])
+    assert quotas.rooms(keys) == {"a": 1000, "b": 250}
+    quotas.learn(keys, found={"a": 1000, "b": 250}, full=["a", "b"])
 
     assert quotas.rooms(keys) == {"a": 500, "b": 500}
 
@@ -36,14 +36,14 @@ def test_without_names_it_speaks_of_the_keys_that_were_ever_found() -> None:
     assert quotas.rooms() == {}
     quotas.learn([], found={"a": 20, "b": 100}, full=["b"])
 
-    assert quotas.rooms() == {"a": 50 + 2 * 20, "b": 1000}
+    assert quotas.rooms() == {"a": 250 + 2 * 20, "b": 1000}
 
 
 def test_a_key_of_steady_load_has_room_for_twice_what_it_had() -> None:
     quotas, keys = Quotas(1000), ["a", "b"]
     quotas.learn(keys, found={"a": 400}, full=[])
 
-    assert quotas.rooms(keys) == {"a": 50 + 2 * 400, "b": 50}
+    assert quotas.rooms(keys) == {"a": 250 + 2 * 400, "b": 250}
 
 
 def test_what_the_quiet_ones_may_have_beyond_their_probes_is_one_batch_in_all() -> None:
@@ -52,7 +52,16 @@ def test_what_the_quiet_ones_may_have_beyond_their_probes_is_one_batch_in_all() 
 
     rooms = quotas.rooms(keys)
 
-    assert rooms == {"a": 33 + 750, "b": 33 + 250, "c": 33}
+    assert rooms == {"a": 166 + 750, "b": 166 + 250, "c": 166}
+
+
+def test_a_commit_of_a_hundred_fits_where_nothing_was() -> None:
+    """A full room is followed by a look for more."""
+    quotas = Quotas(1000)
+    quotas.learn([], found={"a": 20, "b": 20}, full=[])
+    quotas.learn(["a", "b"], found={}, full=[])
+
+    assert min(quotas.rooms().values()) > 100
 
 
 def test_what_a_key_had_long_ago_counts_no_more() -> None:
@@ -60,4 +69,4 @@ def test_what_a_key_had_long_ago_counts_no_more() -> None:
     quotas.learn(["a"], found={"a": 400}, full=[])
     quotas.learn(["a"], found={}, full=[])
 
-    assert quotas.rooms(["a"]) == {"a": 100}
+    assert quotas.rooms(["a"]) == {"a": 500}
