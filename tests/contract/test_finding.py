@@ -14,6 +14,7 @@ import pytest
 from outboxio import Event, Outbox, Settings
 from outboxio.clock import utc_now
 from outboxio.notification import Wanted
+from outboxio.notifier import LONGEST_GAP
 from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
 from outboxio.trail import FEW
 from tests import mysql
@@ -254,3 +255,22 @@ async def test_who_fans_out_does_not_look_for_what_others_have_fanned_out(
             assert 1 <= notifications.count("find_due") <= 6
         else:
             await eventually(lambda: notifications.count("find_due") >= 10)
+
+
+async def test_who_wakes_nobody_is_looked_for_quickly_once_he_was_found(make_outbox: MakeOutbox) -> None:
+    silent, outbox = await make_outbox(settings=QUIET), await make_outbox(settings=QUIET)
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+
+    async with outbox.running():
+        work: Any = outbox._shards["default"].work
+        await asyncio.sleep(2 * LONGEST_GAP)  # until fan-out has given up looking for what it was woken for
+        work.fanout_loop._poll_delay = lambda: 0.05
+        work.fanout_loop.wake()
+        await asyncio.sleep(2 * LONGEST_GAP)
+        await silent.executor.execute(Emit((1,)))
+        await eventually(lambda: journal.amounts == [1])
+        work.fanout_loop._poll_delay = lambda: 3600.0
+        await asyncio.sleep(2 * LONGEST_GAP)
+        await silent.executor.execute(Emit((2,)))
+        await eventually(lambda: journal.amounts == [1, 2])

@@ -182,6 +182,37 @@ async def test_what_others_commit_waits_for_no_longer_than_a_round(store: Store)
         assert sum(rounds) == 3
 
 
+@pytest.mark.parametrize("types", [1, 20], ids=["few-types", "many-types"])
+async def test_what_comes_up_under_load_waits_for_no_longer_than_a_round(store: Store, types: int) -> None:
+    await store.subscribe("h", types=("MoneyDeposited", *(f"Another{n}" for n in range(types))))
+    for _ in range(5):
+        await emit(store)
+        assert (await store.fan_out()).events == {"MoneyDeposited": 1}
+    await store.subscribe("late", types=("Other",))
+    await emit(store, 1, Other)
+    found: dict[str, int] = {}
+    for _ in range(2):
+        await emit(store)
+        found |= (await store.fan_out()).events
+    assert found == {"MoneyDeposited": 1, "Other": 1}
+    assert len(await store.rows("late")) == 1
+
+
+async def test_an_ordered_handler_that_comes_under_load_gets_all_in_order(store: Store, look: Look) -> None:
+    for _ in range(5):
+        await emit(store)
+        await store.fan_out()
+    before = len(await look.events())
+    await store.subscribe("ledger", ordered=True)
+    for _ in range(3):
+        await emit(store, 2)
+        await store.fan_out()
+    while (await store.fan_out()).events:
+        pass
+    expected = [row["sequence"] for row in (await look.events())[before:]]
+    assert [row.sequence for row in await store.rows("ledger")] == expected
+
+
 async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) -> None:
     if look.is_file:
         pytest.skip("this database has one writer at a time")

@@ -7,10 +7,10 @@ say: each counts the rows that one kind of access handed to the statement, scans
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 from uuid import UUID
 
@@ -36,6 +36,7 @@ TYPES = 8
 BATCH = 1000
 IN_ORDER = 900
 OUTCOMES = 500
+SETTLED = ("an-earlier-one", "settled")  # the handlers of a bucket
 ERROR = '{"type": "ValueError", "message": "no"}'
 
 TABLES = ("events", "event_notifications", "subscriptions")
@@ -129,9 +130,9 @@ class Tables:
 class Polls:
     """Every statement of the loops, as they run it."""
 
-    def __init__(self, database: MysqlDatabase, lease: Lease) -> None:
+    def __init__(self, database: MysqlDatabase, leases: Sequence[Lease]) -> None:
         self._database = database
-        self._lease = lease
+        self._leases = leases
         self._ids: list[UUID] = []
         self._attempts = 1
 
@@ -202,7 +203,8 @@ class Polls:
         due = None if error is None else NOW
         self._attempts += 1  # rows count that have changed
         outcomes = [
-            Outcome(i, self._lease, State.FAILED, self._attempts, due, error) for i in await self._settled_ids()
+            Outcome(i, lease, State.FAILED, self._attempts, due, error)
+            for i, lease in zip(await self._settled_ids(), cycle(self._leases), strict=False)
         ]
         return await self._database.notifications.settle(Bucket(State.FAILED, self._attempts, outcomes), NOW)
 
@@ -289,18 +291,19 @@ async def tables_and_polls(url: str) -> AsyncIterator[tuple[Tables, Polls, Mysql
     """Tables with a little of everything, whose statistics are those of empty ones."""
     database = MysqlDatabase("main", url)
     lock = database.cluster_lock("me", None, 60)
-    name = LockName("app", "dispatch", "settled")
+    names = [LockName("app", "dispatch", name) for name in SETTLED]
     try:
         await database.schema.migrate()
         await lock.listen(lambda _: None)
-        lease = Lease(name.lease, "settled", (await lock.acquire([name]))[name].term)
+        held = await lock.acquire(names)
+        leases = [Lease(name.lease, name.handler_name, held[name].term) for name in names]
         async with mysql.connected(url) as connection:
             tables = Tables(connection)
             await tables.keep_statistics()
             await tables.remember_belief("empty")
             await subscribe(database)
             await fill_a_little(tables)
-            yield tables, Polls(database, lease), database
+            yield tables, Polls(database, leases), database
     finally:
         await lock.close()
         await database.close()
@@ -365,19 +368,19 @@ async def fill_much(tables: Tables) -> None:
     await tables.notifications(20_000, "strict-too", State.BLOCKED)
 
 
-async def rows_read(on: Dedicated) -> int:
+async def rows_read(on: Dedicated, how: str = "%") -> int:
     """By this connection, since it was opened."""
-    found = await on.use(lambda connection: fetch(connection, "SHOW SESSION STATUS LIKE 'Handler\\_read\\_%'"))
+    found = await on.use(lambda connection: fetch(connection, f"SHOW SESSION STATUS LIKE 'Handler\\_read\\_{how}'"))
     return sum(int(value) for _, value in found)
 
 
-async def cost(on: Dedicated, work: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+async def cost(on: Dedicated, work: Callable[[], Awaitable[Any]], how: str = "%") -> tuple[Any, int]:
     """What something returns, and how many rows it has read on a connection."""
     await on.ready()
-    asking = -await rows_read(on) + await rows_read(on)
-    before = await rows_read(on)
+    asking = -await rows_read(on, how) + await rows_read(on, how)
+    before = await rows_read(on, how)
     found = await work()
-    return found, await rows_read(on) - before - asking
+    return found, await rows_read(on, how) - before - asking
 
 
 async def costs(database: MysqlDatabase, polls: Polls) -> dict[str, int]:
@@ -424,6 +427,15 @@ async def test_rows_read_are_a_small_multiple_of_rows_found(mysql_url: str) -> N
         reads = await costs(database, polls)
 
     assert {name: read for name, read in reads.items() if read > 20 * as_number(POLLS[name][2]) + SLACK} == {}
+
+
+async def test_settling_looks_up_the_leases_once_and_not_for_each_row(mysql_url: str) -> None:
+    async with tables_and_polls(mysql_url) as (_, polls, database):
+        await polls._settled_ids()
+        settled, looked_up = await cost(database._settle, polls.settle, "key")
+
+    assert settled == OUTCOMES
+    assert looked_up <= OUTCOMES + 2 * len(SETTLED)
 
 
 def as_number(found: Any) -> int:

@@ -190,6 +190,7 @@ ORDER BY e.sequence
 """)
 PIECE = 1000
 MOST_GUESSED = 8  # keys that are claimed without a look
+BUSY_AFTER = 2  # rounds that have found events, one after the other
 MOST_READ_ON = 64  # keys, for with hundreds of them it costs more to remember where each was reached than it spares
 BYTES_OF_EVENT = 100  # that a message at most has of an event: its id, twice
 BACKFILL = f"""
@@ -200,6 +201,9 @@ FROM {_BY_ID} JOIN eventlog.subscriptions s ON s.namespace = %(namespace)s AND s
 WHERE e.id IN ({{ids}})
 {_ONCE}
 """
+
+
+NOTHING_DONE = FannedOut({}, frozenset(), 0)
 
 
 class _Subscription(Struct, frozen=True, array_like=True):
@@ -251,6 +255,9 @@ class MysqlEvents:
         self._likely: list[_Key] = []
         """Where events were last, if nobody wants any in order."""
         self._has_guessed = False
+        self._by_id = False
+        self._in_a_row = 0
+        """How many rounds have found events, one after the other."""
         self._known: Sequence[_Subscription] = ()
         """The subscriptions, as they were read last."""
         self._past_locked_until = float("-inf")
@@ -268,21 +275,51 @@ class MysqlEvents:
         committed: Sequence[EventRecord] = (),
         handover: Handover | None = None,
     ) -> FannedOut:
-        # To find out which keys have events takes as long as all the rest of a small round. What is expected is
-        # probably where events were last, or even known; if it is not, or next time, all are looked at.
-        guessed = self._likely if expected and not after and not self._has_guessed else []
-        self._has_guessed = bool(guessed)
-        if guessed and committed and handover is not None:
-            done = await self._take_committed(namespace, now, seen_since, committed, handover)
-            if done.events:
-                return done
+        guessed = self._guessed(after or {}, expected=expected)
         if guessed:
-            sizes = self._sizes(guessed, rooms, batch_size)
-            done = await self._take(namespace, now, seen_since, sizes, (), {}, handover)
-            if done.events:
+            done = NOTHING_DONE
+            # The round after one by ids sees to what others have committed.
+            self._by_id = bool(committed) and not self._by_id
+            if self._by_id and handover is not None:
+                done = await self._take_committed(namespace, now, seen_since, committed, handover)
+            if not done.events:
+                sizes = self._sizes(guessed, rooms, batch_size)
+                done = await self._take(namespace, now, seen_since, sizes, (), after or {}, handover)
                 looked_at = frozenset(key.name for key in guessed)
-                return FannedOut(done.events, done.full, done.notifications, done.reached, looked_at)
-        wanted = await self._wanted(self._fanout, namespace, seen_since, after or {})
+                done = FannedOut(done.events, done.full, done.notifications, done.reached, looked_at)
+            if done.events:
+                self._in_a_row += 1
+                return done
+            after = {}  # there it was looked
+        done = await self._look_and_take(namespace, now, seen_since, rooms, batch_size, after or {}, handover)
+        self._in_a_row = self._in_a_row + 1 if done.events else 0
+        return done
+
+    def _guessed(self, after: Mapping[str, int], *, expected: bool) -> Sequence[_Key]:
+        """Keys that probably have events: to find out which have takes as long as all the rest of a small round.
+
+        What is expected is probably where events were last, or even known; if it is not, or next time, all are looked
+        at. And where round after round has found some, the next one will: all keys are claimed from, if they are few.
+        """
+        if self._in_a_row >= BUSY_AFTER and not any(s.ordered for s in self._known):
+            keys = dict.fromkeys(s.key for s in self._known)
+            if len(keys) <= MOST_GUESSED:
+                return [_Key(*key, is_ordered=False, waits=True) for key in keys]
+        self._has_guessed = expected and not after and not self._has_guessed and bool(self._likely)
+        return self._likely if self._has_guessed else ()
+
+    async def _look_and_take(
+        self,
+        namespace: str,
+        now: datetime,
+        seen_since: datetime,
+        rooms: Mapping[str, int],
+        batch_size: int,
+        after: Mapping[str, int],
+        handover: Handover | None,
+    ) -> FannedOut:
+        """Find out which keys have events, and claim some of each."""
+        wanted = await self._wanted(self._fanout, namespace, seen_since, after)
         waiting = [key for key in wanted if key.waits]
         ordered = [key for key in wanted if key.is_ordered]
         if ordered:
@@ -290,12 +327,12 @@ class MysqlEvents:
         elif waiting:
             self._likely = waiting[:MOST_GUESSED]
         if not waiting:  # most rounds find nothing
-            return FannedOut({}, frozenset(), 0)
+            return NOTHING_DONE
         # One of these waits: then all are looked at, for by now others may have something that comes before it.
         if any(key.waits for key in ordered):
             waiting += [key for key in ordered if not key.waits]
         sizes = self._sizes(waiting, rooms, batch_size)
-        return await self._take(namespace, now, seen_since, sizes, ordered, after or {}, handover)
+        return await self._take(namespace, now, seen_since, sizes, ordered, after, handover)
 
     async def _take(
         self,
@@ -327,8 +364,7 @@ class MysqlEvents:
             claimed = {key: ids for key, ids in claimed.items() if ids and (key.sign, key.value) in wanted}
             made = 0
             if claimed:
-                mark = self._server.spell(MARK_DELIVERED if past_locked else MARK_UNLESS_LOCKED)
-                made = await self._write(connection, claimed, subscribed, now, mark, commit, handover)
+                made = await self._write(connection, claimed, subscribed, now, commit, handover, are_locked=past_locked)
             else:
                 await execute(connection, commit)
             return FannedOut(
@@ -354,20 +390,25 @@ class MysqlEvents:
         claimed: Mapping[_Key, Sequence[str]],
         subscribed: Sequence[_Subscription],
         now: datetime,
-        mark: str,
         commit: str,
         handover: Handover | None,
+        *,
+        are_locked: bool,
     ) -> int:
-        """Make the notifications of claimed events, mark these and commit, in one message; how many it makes."""
+        """Make the notifications of claimed events, mark these and commit, in one message; how many it makes.
+
+        Rows are handed over before their events are marked, unless somebody may have locked these.
+        """
         events = [event_id for ids in claimed.values() for event_id in ids]
         ids = id_list(events)
         notify, values = self._notify(ids, subscribed, claimed, now)
-        written = f"{notify}; {mark.replace('{ids}', ids)}"
+        mark = self._server.spell(MARK_DELIVERED if are_locked else MARK_UNLESS_LOCKED).replace("{ids}", ids)
         if handover is None:
-            made, *_ = await execute_each(connection, f"{written}; {commit}", values)
+            made, *_ = await execute_each(connection, f"{notify}; {mark}; {commit}", values)
             return made
         just_made, names = _just_made(ids, len(events), handover, self._server)
-        message = f"{written}; {just_made}; {commit}"
+        steps = (notify, just_made, mark) if are_locked else (notify, mark, just_made)
+        message = "; ".join((*steps, commit))
         (made, *_), _ = await execute_handing_over(connection, message, values | names, handover)
         return made
 
@@ -382,7 +423,7 @@ class MysqlEvents:
         """Make the notifications of known events, in one message; of none that somebody has locked."""
         keys = _keys_of(committed, self._known)
         if not keys:
-            return FannedOut({}, frozenset(), 0)
+            return NOTHING_DONE
         ids = id_list(keys)
         claim, notify, mark = (text.format(ids=ids) for text in (CLAIM_COMMITTED, NOTIFY_COMMITTED, MARK_COMMITTED))
         just_made, names = _just_made(ids, len(keys), handover, self._server)
@@ -400,7 +441,7 @@ class MysqlEvents:
         except Exception as error:
             if errors.number(error) not in (errors.LOCKED, errors.MAY_NOT_WAIT):
                 raise
-            return FannedOut({}, frozenset(), 0)
+            return NOTHING_DONE
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:

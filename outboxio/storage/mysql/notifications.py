@@ -105,12 +105,15 @@ FIND_LARGE = f"(SELECT {', '.join(map(_selected, (*_DUE_COLUMNS, *_CONTEXT_COLUM
 
 # The lease rows are locked shared by the very statement that writes: a successor that raises a term waits for it,
 # and once it has raised it this finds nothing. A plain join would write after the new term had committed; EXISTS would
-# be turned into one that scans the leases, and waits for those of other handlers.
+# be turned into one that scans the leases, and waits for those of other handlers. The limit is there so that the
+# leases are looked up once, and not for each row again.
 _HELD = """
-SELECT mine.handler_name FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (
-  name {text} PATH '$[0]', handler_name {text} PATH '$[1]', term BIGINT PATH '$[2]')) mine
-WHERE (SELECT 1 FROM eventlog.leases l WHERE l.name = mine.name AND l.term = mine.term LIMIT 1
-  LOCK IN SHARE MODE) = 1
+SELECT held.handler_name FROM (
+  SELECT mine.handler_name FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (
+    name {text} PATH '$[0]', handler_name {text} PATH '$[1]', term BIGINT PATH '$[2]')) mine
+  WHERE (SELECT 1 FROM eventlog.leases l WHERE l.name = mine.name AND l.term = mine.term LIMIT 1
+    LOCK IN SHARE MODE) = 1
+  LIMIT 18446744073709551615) held
 """
 _UNSETTLED = "n.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')"
 
