@@ -13,6 +13,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, Outbox, Settings
+from outboxio.subscription import Subscription
 from outboxio.testing import MovableClock
 from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.probes import open_transaction
@@ -21,6 +22,7 @@ from tests.spies import breaks, deposits, watch
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 _LONG_AGO = datetime(2000, 1, 1)
+NOW = datetime(2030, 1, 1)
 
 
 class Payment(Event):
@@ -306,6 +308,20 @@ async def test_the_handlers_of_another_instance_are_served_by_whoever_fans_out(
     assert (drained.fanned_out, drained.succeeded) == (1, 0)
     assert await owed(outbox) == [("of-the-worker", "MoneyDeposited")]
     assert (await worker.drain()).succeeded == 1
+
+
+async def test_instances_that_begin_together_announce_the_same_handlers(make_outbox: MakeOutbox, look: Look) -> None:
+    """They write the same rows at the same moment: a deadlock in a deploy must not keep one of them from starting."""
+    fleet = [await make_outbox() for _ in range(6)]
+    announcing = [outbox._shards["default"].database.subscriptions for outbox in fleet]
+    types = ("MoneyDeposited", "WalletOpened", "Payment")
+    for deploy in range(30):
+        await look.fetch("DELETE FROM {subscriptions}")
+        handlers = [Subscription(handler_name=f"of-{deploy}-{name}", event_type=t) for name in "abc" for t in types]
+        async with asyncio.TaskGroup() as group:
+            for subscriptions in announcing:
+                group.create_task(subscriptions.announce("app", handlers, NOW))
+        assert await look.value("SELECT COUNT(*) FROM {subscriptions}") == len(handlers)
 
 
 async def test_a_fleet_that_is_down_for_an_hour_misses_nothing_while_another_fans_out_the_same_type(

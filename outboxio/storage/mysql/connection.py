@@ -11,11 +11,14 @@ from uuid import UUID
 import msgspec
 
 from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
+from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.driver import driver_of
 from outboxio.storage.mysql.flavour import Server, Statement
 from outboxio.waiting import to_the_end
 
 Arguments = Mapping[str, Any] | tuple[Any, ...] | None
+
+MOST_DEADLOCKS = 5  # of one statement; the server chooses whom it ends, and a few in a row are bad luck
 
 # Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
 # locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and a snapshot.
@@ -65,9 +68,19 @@ class Dedicated(DedicatedConnection):
             return await fetch(connection, " UNION ALL ".join([part] * number), args)
 
     async def execute(self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
-        """Run one autocommit statement; the number of rows it changed."""
+        """Run one autocommit statement; the number of rows it changed.
+
+        Once more after a deadlock, which leaves nothing of it: instances that start together write the same rows.
+        """
         async with self.opened() as connection:
-            return await execute(connection, self._server.spell(statement), args, timeout)
+            sql = self._server.spell(statement)
+            for _ in range(MOST_DEADLOCKS):
+                try:
+                    return await execute(connection, sql, args, timeout)
+                except Exception as error:
+                    if errors.number(error) != errors.DEADLOCK:
+                        raise
+            return await execute(connection, sql, args, timeout)
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in one transaction, committed unless it raises."""

@@ -8,11 +8,12 @@ LOCKED = 1205
 """A lock was waited for too long, or on MariaDB may not be waited for."""
 MAY_NOT_WAIT = 3572
 """A lock may not be waited for, on MySQL."""
+DEADLOCK = 1213
 
 # A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
-_TRANSIENT = {1020, LOCKED, 1213}
+_TRANSIENT = {1020, LOCKED, DEADLOCK}
 # The server has rolled back the whole transaction, not only the statement.
-_ROLLED_BACK = {1020, 1213}
+_ROLLED_BACK = {1020, DEADLOCK}
 _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index
 
 _LACKS_RIGHTS = {1044, 1142, 1143, 1227, 1370}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from hashlib import sha256
 
 import msgspec
 
@@ -59,11 +60,15 @@ class MysqlSubscriptions:
     async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
         if not subscriptions:
             return
-        # In the order of their names, as every writer writes them.
-        rows = sorted((s.handler_name, s.event_type, s.topic, s) for s in subscriptions)
+        # Every writer locks them in the order of the unique index.
+        rows = sorted(subscriptions, key=_names_digest)
         listed = as_json(
-            (*names, msgspec.json.encode(s.aliases).decode(), s.priority, int(s.ordered)) for *names, s in rows
-        )
+            (
+                s.handler_name, s.event_type, s.topic,
+                msgspec.json.encode(s.aliases).decode(), s.priority, int(s.ordered),
+            )
+            for s in rows
+        )  # fmt: skip
         await self._admin.execute(ANNOUNCE, {"namespace": namespace, "now": now, "subscriptions": listed})
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
@@ -86,3 +91,9 @@ class MysqlSubscriptions:
 
     async def forget(self, namespace: str, handler_name: str) -> int:
         return await self._admin.execute(FORGET, {"namespace": namespace, "handler_name": handler_name})
+
+
+def _names_digest(subscription: Subscription) -> tuple[bytes, ...]:
+    """``names_digest`` of a namespace's subscription, as the tables make it."""
+    names = (subscription.handler_name, subscription.event_type, subscription.topic)
+    return tuple(sha256(name.encode()).digest() for name in names)
