@@ -17,7 +17,9 @@ import aiomysql
 import pytest
 
 from outboxio import Event, Outbox
+from outboxio.quota import Quotas
 from outboxio.storage.mysql.database import MysqlDatabase
+from outboxio.storage.mysql.events import MOST_AT_ONCE
 from outboxio.storage.protocols import FannedOut, Owed, TransactionLost
 from outboxio.subscription import Subscription
 from tests import mysql
@@ -93,6 +95,47 @@ INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_param
   event_type, payload, event_date, delivered)
 SELECT UUID(), 'app', UUID(), 'Emit', '{}', NOW(), NOW(), 'First', '{}', NOW(), FALSE
 """
+
+
+# --- many types -------------------------------------------------------------------------------------
+
+
+async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Look) -> None:
+    """One statement does not claim from all of them: the last one's only event waits for three rounds at the most."""
+    names, rounds = [f"Type{number:03}" for number in range(150)], 3
+    kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
+    await subscribe(outbox, "h", types=tuple(names))
+    async with outbox.transaction("Emit") as tx:
+        for kind in kinds:
+            for _ in range(1 if kind is kinds[-1] else 8):
+                tx.emit(kind())
+    quotas, found = Quotas(300), list[FannedOut]()
+    while not found or found[-1].full:
+        asked = quotas.rooms()
+        found.append(done := await database_of(outbox).events.fan_out("app", NOW, LONG_AGO, asked, 300))
+        quotas.learn(asked if done.looked_at is None else done.looked_at, done.events, done.full)
+
+    assert max(len(done.events) for done in found) <= MOST_AT_ONCE
+    assert {name for done in found[:rounds] for name in done.events} == set(names)
+    assert sum(done.notifications for done in found) == 149 * 8 + 1
+    assert len(found) <= 2 * rounds + 1, "a turn takes less than it has room for"
+    assert await database_of(outbox).events.count_undelivered("app") == 0
+
+
+async def test_types_whose_turn_it_is_and_that_are_locked_keep_nobody_busy(outbox: Outbox, look: Look) -> None:
+    names = [f"Type{number:03}" for number in range(150)]
+    kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
+    await subscribe(outbox, "h", types=tuple(names))
+    async with outbox.transaction("Emit") as tx:
+        for kind in kinds:
+            tx.emit(kind())
+    async with open_transaction(look) as (connection, commit):
+        await mysql.fetch(connection, "SELECT id FROM eventlog.events FOR UPDATE")
+        done = await fan_out(outbox)
+        assert (done.events, done.full) == ({}, frozenset())
+        await commit()
+    found = [await fan_out(outbox) for _ in range(3)]
+    assert {name for done in found for name in done.events} == set(names)
 
 
 # --- commits while fan-out looks ---------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -191,6 +192,7 @@ ORDER BY e.sequence
 PIECE = 1000
 MOST_GUESSED = 8  # keys that are claimed without a look
 BUSY_AFTER = 2  # rounds that have found events, one after the other
+MOST_AT_ONCE = 64  # keys that one statement claims from; to plan more of its parts takes longer than to read the rows
 MOST_READ_ON = 64  # keys, for with hundreds of them it costs more to remember where each was reached than it spares
 BYTES_OF_EVENT = 100  # that a message at most has of an event: its id, twice
 BACKFILL = f"""
@@ -254,6 +256,8 @@ class MysqlEvents:
         self._server = server
         self._likely: list[_Key] = []
         """Where events were last, if nobody wants any in order."""
+        self._last_turn: _Key | None = None
+        """The key that was claimed from last, where they take turns."""
         self._has_guessed = False
         self._by_id = False
         self._in_a_row = 0
@@ -331,8 +335,27 @@ class MysqlEvents:
         # One of these waits: then all are looked at, for by now others may have something that comes before it.
         if any(key.waits for key in ordered):
             waiting += [key for key in ordered if not key.waits]
-        sizes = self._sizes(waiting, rooms, batch_size)
-        return await self._take(namespace, now, seen_since, sizes, ordered, after, handover)
+        if ordered or len(waiting) <= MOST_AT_ONCE:
+            sizes = self._sizes(waiting, rooms, batch_size)
+            return await self._take(namespace, now, seen_since, sizes, ordered, after, handover)
+        keys = self._in_turn(waiting)
+        widened = {key.name: rooms[key.name] * len(waiting) // len(keys) for key in keys if key.name in rooms}
+        sizes = self._sizes(keys, widened, batch_size)
+        done = await self._take(namespace, now, seen_since, sizes, (), {}, handover)
+        if not done.events:  # all that they have is locked
+            return done
+        looked_at = frozenset(key.name for key in keys)
+        full = done.full | {key.name for key in waiting} - looked_at
+        return FannedOut(done.events, full, done.notifications, looked_at=looked_at)
+
+    def _in_turn(self, waiting: Sequence[_Key]) -> Sequence[_Key]:
+        """Those of many keys whose turn it is: the next ones behind the last."""
+        places = sorted(waiting, key=_place)
+        last = self._last_turn
+        behind = 0 if last is None else bisect_right(places, _place(last), key=_place)
+        keys = (places[behind:] + places[:behind])[:MOST_AT_ONCE]
+        self._last_turn = keys[-1]
+        return keys
 
     async def _take(
         self,
@@ -514,6 +537,10 @@ class MysqlEvents:
         return self._server.spell(notify).replace("{ids}", ids), {
             "subscribed": listed, "now": now, "id_head": _id_head(),
         }  # fmt: skip
+
+
+def _place(key: _Key) -> tuple[str, str]:
+    return key.sign, key.value
 
 
 def _subscribed(found: Iterable[tuple[str]]) -> Sequence[_Subscription]:
