@@ -107,6 +107,26 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
     raise cancelled
 
 
+async def heeding_cancellation(awaitable: Awaitable[T], undo: Callable[[T], Awaitable[None]]) -> T:
+    """Await what may swallow a cancellation, and raise it afterwards, with what was returned undone.
+
+    ``asyncio.wait_for`` of Python 3.11, in which drivers connect, forgets one that comes as the wait ends.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        result = await awaitable
+    except Exception as error:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if task.cancelling() > before:
+        await to_the_end(undo(result))
+        raise asyncio.CancelledError
+    return result
+
+
 async def over(future: asyncio.Future[Any], give_up: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
     """Wait until something has ended, in whatever way; the cancellation that came meanwhile, to be raised then.
 

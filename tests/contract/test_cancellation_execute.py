@@ -73,16 +73,13 @@ async def _cancelled_at_every_wait(
         if not cancelling.has_struck:
             await task
             return cancelling.waits
-        if not task.cancelled():
-            await task  # the cancellation came too late to change anything
+        assert task.cancelled(), f"{when} it went on: {task.exception()!r}"
         assert tasks_of_ours() == tasks, f"{when} it left a task"
         left = await transactions_left(url)
         assert left == [], f"{when} it left a transaction"
         rows = await look.value("SELECT count(*) FROM wallets WHERE id = $1", wallet_id)
         events = await look.value("SELECT count(*) FROM {events} WHERE model_id = $1", wallet_id)
         assert rows == events, f"{when} half of it was committed"
-        if not task.cancelled():
-            assert rows == 1, f"{when} it said that it was committed"
         async with asyncio.timeout(10):
             await outbox.executor.execute(Open(str(uuid4())))
     raise AssertionError

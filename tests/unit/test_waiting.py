@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import outboxio
-from outboxio.waiting import Exclusive, Signal, TimeLimit, over, to_the_end
+from outboxio.waiting import Exclusive, Signal, TimeLimit, heeding_cancellation, over, to_the_end
 from tests.app import eventually
 
 LONG = 3600.0
@@ -129,6 +130,62 @@ def test_nothing_is_awaited_with_wait_for() -> None:
     package = Path(outboxio.__file__).parent
 
     assert [path.name for path in package.rglob("*.py") if "wait_for(" in path.read_text()] == []
+
+
+class Forgetful:
+    """What gives out something, and forgets a cancellation that comes meanwhile."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun = asyncio.Event()
+        self.given_back: list[str] = []
+        self._error = error
+
+    async def get(self) -> str:
+        self.begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(LONG)
+        if self._error is not None:
+            raise self._error
+        return "a connection"
+
+    async def give_back(self, what: str) -> None:
+        await asyncio.sleep(0)
+        self.given_back.append(what)
+
+
+async def test_a_cancellation_that_was_forgotten_is_raised_and_what_came_of_it_is_given_back() -> None:
+    driver = Forgetful()
+    getting = asyncio.create_task(heeding_cancellation(driver.get(), driver.give_back))
+    await driver.begun.wait()
+    getting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert driver.given_back == ["a connection"]
+
+
+async def test_an_error_does_not_take_the_place_of_a_forgotten_cancellation() -> None:
+    driver = Forgetful(ConnectionResetError("lost"))
+    getting = asyncio.create_task(heeding_cancellation(driver.get(), driver.give_back))
+    await driver.begun.wait()
+    getting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert driver.given_back == []
+
+
+async def test_without_a_cancellation_what_came_of_it_is_kept_and_errors_are_raised() -> None:
+    async def get(error: Exception | None) -> str:
+        if error is not None:
+            raise error
+        return "a connection"
+
+    driver = Forgetful()
+    assert await heeding_cancellation(get(None), driver.give_back) == "a connection"
+    with pytest.raises(ConnectionResetError, match="lost"):
+        await heeding_cancellation(get(ConnectionResetError("lost")), driver.give_back)
+    assert driver.given_back == []
 
 
 # --- to the end ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, driver_named_by, where
 from outboxio.storage.pool import LARGEST_POOL, GiveBack, Pool
-from outboxio.waiting import to_the_end
+from outboxio.waiting import heeding_cancellation, to_the_end
 
 CONNECT_TIMEOUT = 10.0
 
@@ -120,10 +120,14 @@ class MysqlDatabase:
 
     async def _check_out(self) -> tuple[Any, GiveBack]:
         if self._arguments is None:
-            connection = await self._reaching(None, self._pool.acquire)
+            connection = await self._reaching(None, self._acquire)
             self._server.greeted_by(connection)
             return connection, partial(give_back, self._pool)
         return await self._reaching(self._url, self._ours.acquire), self._ours.release
+
+    async def _acquire(self) -> Any:
+        """A connection of the given pool."""
+        return await heeding_cancellation(self._pool.acquire(), partial(give_back, self._pool))
 
     async def _connect_for_actions(self) -> Any:
         # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
@@ -135,7 +139,7 @@ class MysqlDatabase:
         """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
         arguments = self._direct_arguments
         if arguments is None:
-            connection = await self._reaching(None, self._pool.acquire)
+            connection = await self._reaching(None, self._acquire)
         else:
             connection = await self._reaching(self._direct_url, lambda: _connect_with(self._driver, arguments))
         self._server.greeted_by(connection)
@@ -164,7 +168,7 @@ async def _connect_with(driver: Driver, arguments: Mapping[str, Any], **more: An
         **more,
     }
     async with asyncio.timeout(told["connect_timeout"]):  # the driver's own ends before the server's greeting
-        return await driver.connect(**told)
+        return await heeding_cancellation(driver.connect(**told), hang_up)
 
 
 def _reason(error: Exception) -> str:
