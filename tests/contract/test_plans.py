@@ -7,6 +7,7 @@ that they really touched.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -49,6 +50,9 @@ NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
 TYPES = 8
 BATCH = 1000
+
+#: How many of what lies beside: with ``OUTBOXIO_FULL_SIZE=1`` half a million rows.
+PARTS = 1 if os.environ.get("OUTBOXIO_FULL_SIZE") else 4
 
 EVENTS = """
 INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
@@ -197,10 +201,10 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str) -
         assert small.rows_read == pytest.approx(BATCH, rel=0.05)
 
         async def fill() -> None:
-            await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 200_000, False)
-            await connection.execute(EVENTS, "app", LONG_AGO, "Unsubscribed", 3, 50_000, False)
-            await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000, False)
-            await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "SUCCEEDED", 200_000)
+            await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 200_000 // PARTS, False)
+            await connection.execute(EVENTS, "app", LONG_AGO, "Unsubscribed", 3, 50_000 // PARTS, False)
+            await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000 // PARTS, False)
+            await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "SUCCEEDED", 200_000 // PARTS)
 
         async for prepared in in_every_belief(connection, FAN_OUT, fill):
             large = await fan_out(connection, prepared)
@@ -226,8 +230,8 @@ async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgr
 
         async def fill() -> None:
             before = LONG_AGO - timedelta(days=1)
-            await connection.execute(NOTIFICATIONS, "quick", "app", LONG_AGO, "SUCCEEDED", 200_000)
-            await connection.execute(NOTIFICATIONS, "without-a-slot", "app", before, "PENDING", 300_000)
+            await connection.execute(NOTIFICATIONS, "quick", "app", LONG_AGO, "SUCCEEDED", 200_000 // PARTS)
+            await connection.execute(NOTIFICATIONS, "without-a-slot", "app", before, "PENDING", 300_000 // PARTS)
             await connection.execute(NOTIFICATIONS, "quick", "another", LONG_AGO, "PENDING", 20_000)
 
         async for prepared in in_every_belief(connection, FIND_DUE, fill):
@@ -389,7 +393,7 @@ async def test_a_batch_of_a_walk_reads_its_own_rows_whatever_the_table_holds(pos
         for what, (statement, _) in WALKS.items():
             await prepare(connection, f"{what}_when_empty", statement)
         await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 50_000, True)
-        await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000, False)
+        await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000 // PARTS, False)
         await fill_line(connection, 20_000, others=10_000, dead=20_000)
         for belief in ("when_empty", "without_statistics", "with_statistics"):
             if belief == "with_statistics":
