@@ -216,6 +216,25 @@ async def test_entering_cancelled_at_every_wait_leaves_nothing_behind(
         await journal.calls(1)
 
 
+@pytest.mark.parametrize("way", [{}, {"late": True}, {"again": True}], ids=["early", "late", "again-and-again"])
+async def test_after_an_administrator_was_cancelled_at_every_wait_what_he_does_is_committed(
+    make_outbox: MakeOutbox, look: Look, way: dict[str, bool]
+) -> None:
+    outbox = await make_outbox()
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    for moment in itertools.count(1):
+        migrating = Cancelling(outbox.migrate(), moment, **way)
+        task = asyncio.create_task(_await(migrating))
+        await asyncio.wait([task])
+        assert task.cancelled() == migrating.has_struck, f"cancelled at wait {moment}, it went on"
+        if not migrating.has_struck:
+            break
+        await outbox.migrate()
+        await outbox.admin.pause("first")
+        assert await look.value("SELECT count(*) FROM {pauses} WHERE ended_date IS NULL") == 1, f"after wait {moment}"
+        assert await outbox.admin.unpause("first")
+
+
 async def _await(cancelling: Cancelling) -> None:
     await cancelling
 

@@ -52,8 +52,17 @@ class Dedicated(DedicatedConnection):
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in one transaction, committed unless it raises."""
-        async with self.opened() as connection, connection.transaction():
-            return await work(connection)
+        async with self.opened() as connection:
+            has_begun = False
+            try:
+                async with connection.transaction():
+                    has_begun = True
+                    return await work(connection)
+            except BaseException as error:
+                # Where BEGIN or ROLLBACK was cut short it may be open, and whatever came next would be part of it.
+                if not (has_begun and isinstance(error, Exception) and is_usable(connection)):
+                    self.drop(connection)
+                raise
 
     async def prepare(self, connection: Any) -> None:
         await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in self._settings.items()))
