@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,9 +20,9 @@ from outboxio import EventEnvelope, Outbox, Settings
 from tests.app import Look, MoneyDeposited, eventually
 from tests.flow.proxy import Proxy, proxy_to
 from tests.servers import DIALECTS, Server
+from tests.size import FULL
 
 SHARDS = ("first", "second", "third")
-FULL = bool(os.environ.get("OUTBOXIO_FULL_SIZE"))
 BEFORE = 10.0 if FULL else 1.0  # seconds of load
 SILENCE = 30.0 if FULL else 4.0  # seconds, several times as long as the locks are proven
 HEARTBEAT = "5s" if FULL else "500ms"

@@ -6,7 +6,6 @@ say: each counts the rows that one kind of access handed to the statement, scans
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from outboxio.storage.mysql.notifications import FEW_MADE
 from outboxio.subscription import Subscription
 from tests import mysql
 from tests.probes import statements_on
+from tests.size import FULL
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
@@ -41,7 +41,7 @@ SETTLED = ("an-earlier-one", "settled")  # the handlers of a bucket
 ERROR = '{"type": "ValueError", "message": "no"}'
 
 #: How many of what lies beside: with ``OUTBOXIO_FULL_SIZE=1`` 1.3 million rows.
-PARTS = 1 if os.environ.get("OUTBOXIO_FULL_SIZE") else 4
+PARTS = 1 if FULL else 4
 
 TABLES = ("events", "event_notifications", "subscriptions")
 STATISTICS = ("innodb_table_stats", "innodb_index_stats")

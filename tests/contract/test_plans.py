@@ -7,7 +7,6 @@ that they really touched.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -45,6 +44,7 @@ from outboxio.storage.postgres.notifications import (
 )
 from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATIONS
 from outboxio.storage.postgres.session import CLAIM, FINISH
+from tests.size import FULL
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
@@ -52,7 +52,7 @@ TYPES = 8
 BATCH = 1000
 
 #: How many of what lies beside: with ``OUTBOXIO_FULL_SIZE=1`` half a million rows.
-PARTS = 1 if os.environ.get("OUTBOXIO_FULL_SIZE") else 4
+PARTS = 1 if FULL else 4
 
 EVENTS = """
 INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,

@@ -7,7 +7,6 @@ figures are printed with ``-s``. The suite runs them small.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter, defaultdict
@@ -34,12 +33,12 @@ from outboxio import (
 from outboxio.testing import MovableClock
 from tests.app import WALLETS, Emit, Look, MoneyDeposited, WalletOpened, eventually
 from tests.flow.processes import Worker
+from tests.size import FULL
 from tests.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 StartProgram = Callable[..., Awaitable[Worker]]
 
-FULL = bool(os.environ.get("OUTBOXIO_FULL_SIZE"))
 WORKER = "tests.flow.delivery_worker"
 
 

@@ -7,7 +7,6 @@ The suite runs them small.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -23,10 +22,10 @@ from tests.app import Emit, Look, eventually, opened
 from tests.flow.private_servers import private_server
 from tests.flow.processes import Worker
 from tests.flow.proxy import Proxy, proxy_to
+from tests.size import FULL
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
-FULL = bool(os.environ.get("OUTBOXIO_FULL_SIZE"))
 LOCKS = ("app/fanout", "app/dispatch/receipt")
 #: What a busy machine may add to whatever is promised in seconds; what is promised is what is printed.
 LATE = 2.0
