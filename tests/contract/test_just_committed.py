@@ -91,6 +91,26 @@ async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: M
         assert (taker.round_trips, wire.round_trips - before) == (1, 1)
 
 
+async def test_each_is_taken_so_where_somebody_has_looked_for_others_in_between(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    if look.driver != "aiomysql":
+        pytest.skip("what PostgreSQL does is one statement anyway, and SQLite hands nothing over")
+    with watched() as wire:
+        store = Store(await make_outbox(settings=Settings(notify=False)), look)
+        await store.subscribe("h")
+        await store.owe("a")
+        await store.fan_out()
+        trips = list[int]()
+        for _ in range(3):
+            committed, before = await emit(store), wire.round_trips
+            done, _ = await fan_out(store, committed)
+            trips.append(wire.round_trips - before)
+            assert (done.events, (await store.fan_out()).events) == ({"MoneyDeposited": 1}, {})
+
+    assert trips == [1, 1, 1]
+
+
 async def test_what_is_made_is_what_fan_out_makes_of_any_event(store: Store, look: Look) -> None:
     await store.subscribe("second", types=(), topics=("audit",), priority=3)
     await fan_out(store, await emit(store))  # who is subscribed is read

@@ -295,6 +295,7 @@ class MysqlEvents:
                 self._in_a_row += 1
                 return done
             after = {}  # there it was looked
+        self._by_id = False  # whatever others have committed is seen now
         done = await self._look_and_take(namespace, now, seen_since, rooms, batch_size, after or {}, handover)
         self._in_a_row = self._in_a_row + 1 if done.events else 0
         return done
