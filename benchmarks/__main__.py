@@ -88,6 +88,7 @@ def _measure_on(
         return
     results.databases.append(database)
     contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant), options.size)
+    contests = [c for c in contests if not options.setting or options.setting in c.setting.name]
     planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
     with console.status("") as status:
         for place, (number, contest) in enumerate(planned, 1):
@@ -123,6 +124,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--database", metavar="URL", help="a server of your own; MySQL and MariaDB must have no database eventlog")
     add("--only", metavar="NAMES", help="dialects or versions, as the tests call them: postgres18,mysql")
     add("--scenario", metavar="NAMES", help=f"of {', '.join(BY_NAME)}")
+    add("--setting", metavar="WORDS", help="only settings of a scenario whose names have these words in them")
     add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, one-visit, or a peer's name")
     add("--rounds", type=int, help="instead of each scenario's own number")
     add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")

@@ -133,7 +133,7 @@ SCENARIOS = (
         "stay flat, and how long does an event wait from its commit to its handler? The load begins all at once: what "
         "was committed in its first two seconds is left out, and told of besides. The producers share the machine: how "
         "much of it is busy says whether it is the load that an event waits for, or a processor. The bare pipeline, "
-        "which cannot write, gets half of what it drains itself, written by plain SQL.",
+        "which cannot write, gets the same share of what it drains itself, written by plain SQL.",
         (
             P99, P50,
             Metric("p99_from_start_ms", "p99 ms from the start", ".0f", more_is_better=False, short="from start"),
@@ -176,6 +176,19 @@ SCENARIOS = (
                     share=0.5,
                     events_per_commit=100,
                     plain=True,
+                ),
+            ),
+            Setting(
+                "two fifths of the drain rate, written by plain SQL",
+                _only_full(
+                    _sized(
+                        {"seconds": 30, "warm_up": 20_000},
+                        {},
+                        {"seconds": 1, "warm_up": 200, "share": 0.2},
+                        share=0.4,
+                        events_per_commit=100,
+                        plain=True,
+                    )
                 ),
             ),
         ),

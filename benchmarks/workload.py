@@ -62,7 +62,7 @@ FROM generate_series({first}, {first} + {number} - 1) AS i ORDER BY i
 """,
     "mysql": """
 INSERT INTO {table} ({columns})
-WITH RECURSIVE d(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM d WHERE n < 999)
+WITH RECURSIVE d(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM d WHERE n < LEAST({number}, 1000) - 1)
 SELECT {id}, 'bench', {action_id}, 'DepositMoney', JSON_OBJECT('wallet_id', CONCAT(i, ''), 'amount', i),
   {start}, {start}, i, 'Wallet', CONCAT('E', i % {types}),
   JSON_OBJECT('model_id', CONCAT(i, ''), 'amount', i, 'currency', 'EUR'), {start} + INTERVAL i MICROSECOND, {delivered}
