@@ -19,6 +19,7 @@ AT_IMPORT = {
     "mysql/flavour.py": {"in_both", "_spelled"},
     "mysql/lines.py": {"_find_first"},
     "mysql/notifications.py": {"_as_json", "_object", "_selected"},
+    "postgres/events.py": {"_plainly", "_handing_over"},
     "postgres/lines.py": {"_next_key", "_heads_behind"},
     "postgres/notifications.py": {"_context", "_micros", "_selected"},
     "sqlite/events.py": {"Kind"},

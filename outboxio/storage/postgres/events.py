@@ -117,11 +117,11 @@ _COLUMNS = 6
 _NO_ROW = f"NULL::uuid, {'NULL::text, ' * 4}NULL::int, {'NULL::bigint, ' * 3}NULL::text"
 
 
-def _fan_out(unless_made: str) -> str:
+def _plainly(unless_made: str) -> str:
     return _FAN_OUT.format(unless_made=unless_made, made="1", no_row="")
 
 
-def _fan_out_handing_over(unless_made: str) -> str:
+def _handing_over(unless_made: str) -> str:
     """The same, and behind it the rows that it has made, as they would be found, for whoever takes them at once."""
     return f"""
 {_FAN_OUT.format(unless_made=unless_made, made="n.*", no_row=f", {_NO_ROW}")}
@@ -133,9 +133,9 @@ FROM made n WHERE n.handler_name = ANY ($9::text[]) AND n.next_retry_at <= $2 LI
 
 # To be ready for a row that is there already costs an eighth of the statement, and a record of WAL for each row; and
 # there is none, unless somebody has set `delivered` back. So that is found out by the unique index.
-FAN_OUT, FAN_OUT_HANDING_OVER = _fan_out(""), _fan_out_handing_over("")
+FAN_OUT, FAN_OUT_HANDING_OVER = _plainly(""), _handing_over("")
 UNLESS_MADE = "ON CONFLICT (event_id, handler_name) DO NOTHING"
-MADE_BEFORE = {FAN_OUT: _fan_out(UNLESS_MADE), FAN_OUT_HANDING_OVER: _fan_out_handing_over(UNLESS_MADE)}
+MADE_BEFORE = {FAN_OUT: _plainly(UNLESS_MADE), FAN_OUT_HANDING_OVER: _handing_over(UNLESS_MADE)}
 MADE_BEFORE_FOR = 60.0  # seconds, after some had been made before
 
 ANY_UNDELIVERED = f"""
