@@ -131,7 +131,7 @@ FROM made n WHERE n.handler_name = ANY ($9::text[]) AND n.next_retry_at <= $2 LI
 """
 
 
-# To be ready for a row that is there already costs an eighth of the statement, and a record of WAL for each row; and
+# To be ready for a row that is there already costs a twentieth of the statement, and a record of WAL for each row; and
 # there is none, unless somebody has set `delivered` back. So that is found out by the unique index.
 FAN_OUT, FAN_OUT_HANDING_OVER = _plainly(""), _handing_over("")
 UNLESS_MADE = "ON CONFLICT (event_id, handler_name) DO NOTHING"
