@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks import document, machine, report, rounds
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: argparse.Namespace, console: Console) -> Results:
     """Run everything that was asked for."""
     as_they_come()
-    scenarios = _scenarios(options.scenario)
+    scenarios = _scenarios(options.scenario, options.setting)
     chosen = choose(options.database, options.only, os.environ)
     wants_peers = options.peers and any(setting.peers for scenario in scenarios for setting in scenario.settings)
     at_all = wants_peers and any(slot.dialect == "postgres" for slot, _ in chosen)
@@ -88,7 +89,6 @@ def _measure_on(
         return
     results.databases.append(database)
     contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant), options.size)
-    contests = [c for c in contests if not options.setting or options.setting in c.setting.name]
     planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
     with console.status("") as status:
         for place, (number, contest) in enumerate(planned, 1):
@@ -110,11 +110,21 @@ def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contes
     return [contestant for contestant in contestants if not wanted or contestant.name in wanted]
 
 
-def _scenarios(names: str | None) -> list[Scenario]:
+def _scenarios(names: str | None, words: str | None = None) -> list[Scenario]:
+    """Those that were asked for, each with the settings that were."""
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in BY_NAME]:
         raise SystemExit(f"no scenario {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
-    return [BY_NAME[name] for name in wanted] or list(SCENARIOS)
+    scenarios = [BY_NAME[name] for name in wanted] or list(SCENARIOS)
+    if not words:
+        return scenarios
+    found = [
+        replace(s, settings=chosen) for s in scenarios if (chosen := tuple(t for t in s.settings if words in t.name))
+    ]
+    if not found:
+        names_of_settings = ", ".join(repr(setting.name) for scenario in scenarios for setting in scenario.settings)
+        raise SystemExit(f"no setting has {words!r} in its name; there are {names_of_settings}")
+    return found
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import aims, document, report, rounds
+from benchmarks.__main__ import _scenarios
 from benchmarks.contestants import OURS as BUILT_IN
 from benchmarks.databases import Database
 from benchmarks.results import Results, Run, Taker, joined
@@ -46,6 +47,16 @@ def test_every_setting_is_measured_in_full() -> None:
         for setting in scenario.settings:
             assert {"full", "tiny"} <= set(setting.sizes) <= set(SIZES)
             assert not setting.beside or setting.beside in [other.name for other in scenario.settings]
+
+
+def test_settings_are_chosen_by_words_of_their_names_and_words_that_none_has_are_refused() -> None:
+    [drain] = _scenarios("drain,sustained", "200")
+    assert (drain.name, [setting.name for setting in drain.settings]) == ("drain", ["200 types"])
+    assert _scenarios("drain") == [DRAIN]
+    with pytest.raises(
+        SystemExit, match=r"no setting has '300' in its name; there are '1 type, 1 handler', '20 types'"
+    ):
+        _scenarios("drain", "300")
 
 
 def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
