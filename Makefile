@@ -1,4 +1,4 @@
-# One word each: see it work, test it, judge it. `make` alone lists them.
+# One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench bench-full chaos chaos-mutants
@@ -6,7 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 BIN := $(VENV)/bin
-# pip's own remarks (a newer pip, an index that is not there) are not ours to pass on; its errors are.
+# Hide pip's remarks (a newer pip, a missing index); show pip's errors.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 BENCH = $(BIN)/python -m benchmarks --database "$(DATABASE)" --only "$(ONLY)" --scenario "$(SCENARIO)"
@@ -16,37 +16,37 @@ ONLY ?=
 ARGS ?=
 SCENARIO ?=
 
-help: ## list these words
+help: ## list all words
 	@echo 'outboxio, a transactional outbox for asyncio'
 	@echo
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-19s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-21s%s\n", $$1, $$2 }'
 
-demo: $(VENV)/.with-demo ## see it work; DATABASE=postgresql://... (or mysql, mariadb) on your own server
+demo: $(VENV)/.with-demo ## show the wallet example at work; DATABASE=postgresql://... (or mysql, mariadb) on your own server
 	@$(BIN)/outboxio demo $(if $(DATABASE),--database "$(DATABASE)")
 
 test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
 	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.with-dev ## judge format, style, types and who imports whom
+lint: $(VENV)/.with-dev ## check format, style, types and imports
 	@echo 'format'  && $(BIN)/ruff format --check --quiet --diff .
 	@echo 'style'   && $(BIN)/ruff check --quiet .
 	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	@echo 'imports' && $(BIN)/lint-imports --no-logo
 	@echo 'All is well.'
 
-bench: $(VENV)/.with-bench ## how fast it is, beside bare SQL and its peers; DATABASE=<url>, SCENARIO=drain,execute
+bench: $(VENV)/.with-bench ## measure the speed, beside bare SQL and other projects; DATABASE=<url>, SCENARIO=drain,execute
 	@$(BENCH) --size quick $(ARGS)
 
-bench-full: $(VENV)/.with-bench ## the same in large sizes; ARGS=--write writes docs/performance.md
+bench-full: $(VENV)/.with-bench ## measure in large sizes; ARGS=--write writes docs/performance.md
 	@$(BENCH) --size full $(ARGS)
 
-chaos: $(VENV)/.with-dev ## processes are killed and servers stopped, and what happened is judged; ARGS='--seed 7 --seconds 20'
+chaos: $(VENV)/.with-dev ## kill processes, stop servers, and check the promises; ARGS='--seed 7 --seconds 20'
 	@$(BIN)/python -m tests.chaos --database $(or $(ONLY),all) --runs 2 --seconds 15 $(ARGS)
 
-chaos-mutants: $(VENV)/.with-dev ## whether it would be noticed if a promise were broken
+chaos-mutants: $(VENV)/.with-dev ## break promises on purpose, and check that the chaos runs notice
 	@$(BIN)/python -m tests.chaos.mutation $(ARGS)
 
-format: $(VENV)/.with-dev ## write the code as the judges like it
+format: $(VENV)/.with-dev ## format the code
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
@@ -57,19 +57,19 @@ $(VENV)/.with-demo: pyproject.toml | $(VENV)/.made
 	@$(PIP) -e '.[cli,postgres,mysql]'
 	@touch $@
 
-# What the demo needs is among what the developers need, so its stamp is set with this one.
+# The developers' packages include the demo's packages, so this rule sets both stamps.
 $(VENV)/.with-dev: pyproject.toml | $(VENV)/.made
 	@echo 'Installing outboxio and its tools into $(VENV), a minute the first time ...'
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.with-demo $@
 
-# The chart wants more than the tests do.
+# The chart needs more packages than the tests.
 $(VENV)/.with-bench: $(VENV)/.with-dev
-	@echo 'Installing what the benchmarks need ...'
+	@echo 'Installing the packages of the benchmarks ...'
 	@$(PIP) -e '.[bench]'
 	@touch $@
 
-# A python3.13 on the PATH need not be one (pyenv's stand-ins, an alias without venv), so each is asked.
+# A python3.13 on the PATH may be a stand-in of pyenv, or have no venv module, so each candidate is asked.
 $(VENV)/.made:
 	@for python in python3.13 python3.12 python3.11 python3; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \

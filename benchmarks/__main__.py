@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, show, and keep what was measured."""
+"""``python -m benchmarks``: measure, show, and keep the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.contestants import Contestant, everybody
 from benchmarks.databases import NotHere, as_they_come, choose, take
 from benchmarks.results import OURS, Results, Taker, joined
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
-from tests.servers import Servers, Slot
+from tests.kit.servers import Servers, Slot
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT = Path("benchmarks.json")
@@ -28,7 +28,7 @@ WIDTH = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # In a file or a pipe nobody is there to make the window wider.
+    # In a file or a pipe the window cannot be made wider.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     options = _options(arguments)
     if options.read:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, console: Console) -> Results:
-    """Run everything that was asked for."""
+    """Run the chosen scenarios."""
     as_they_come()
     scenarios = _scenarios(options.scenario, options.setting)
     chosen = choose(options.database, options.only, os.environ)
@@ -101,7 +101,7 @@ def _measure_on(
 
 
 def keep(results: Results, path: Path) -> None:
-    """Write everything down; after each run, for all of them together may take hours."""
+    """Write the results down; after each run, because all runs together may take hours."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
@@ -111,7 +111,7 @@ def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contes
 
 
 def _scenarios(names: str | None, words: str | None = None) -> list[Scenario]:
-    """Those that were asked for, each with the settings that were."""
+    """The chosen scenarios, each with the chosen settings."""
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in BY_NAME]:
         raise SystemExit(f"no scenario {', '.join(unknown)}; there are {', '.join(BY_NAME)}")

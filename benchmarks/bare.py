@@ -1,11 +1,11 @@
-"""The bare pipeline: what SQL and asyncio alone can do with the same rows, without a framework.
+"""The bare pipeline: the limit of SQL and asyncio with the same rows, without a framework.
 
-Two stages, with the full context in every row, as outboxio has them. Finding, running and settling overlap: three
-connections, a keyset cursor instead of a claim, long-lived workers, outcomes settled in the background. An exclusive
-dispatcher may do all that. What it lacks is everything else: no locks, no terms, no retries, no errors, no timeouts,
-no handlers that come and go, no rows that become due behind its cursor.
+The pipeline has two stages, with the full context in every row, as outboxio has. Finding, running and settling overlap:
+three connections, a keyset cursor instead of a claim, long-lived workers, outcomes settled in the background. An
+exclusive dispatcher may do all that. The pipeline has no locks, no terms, no retries, no errors, no timeouts, no
+handlers that come and go, and no rows that become due behind its cursor.
 
-``plain`` is what one writes first: one loop that finds, runs a task for each row, and settles.
+``plain`` is the simplest form: a loop that finds, runs a task per row, and settles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.task import Figures, Task
 BATCH = 1000
 OUTCOMES = 500
 WORKERS = 100
-PAUSE = 0.002  # seconds between two looks at a table that had nothing
+PAUSE = 0.002  # seconds between two looks at an empty table
 
 Row = Sequence[Any]
 """The row's id, its payload, and all that a handler might ask for."""
@@ -42,7 +42,7 @@ Handler = Callable[[Payload], Awaitable[None]]
 
 
 class Tables(Protocol):
-    """The tables on one database, and the three statements of the pipeline, each on a connection of its own."""
+    """The tables on one database, and the three statements of the pipeline, each on a separate connection."""
 
     events: str
     """What the table of events is called."""
@@ -52,11 +52,11 @@ class Tables(Protocol):
         ...
 
     async def fan_out(self) -> int:
-        """Make the notifications of one batch; how many events that were."""
+        """Create the notifications of one batch, and return the number of events."""
         ...
 
     async def find_due(self, limit: int) -> Sequence[Row]:
-        """The next rows behind those that were found before."""
+        """The next rows behind the rows found before."""
         ...
 
     def start_over(self) -> None:
@@ -77,7 +77,9 @@ def now() -> datetime:
 
 
 async def drain(tables: Tables, task: Task, stages: Sequence[str] = ("fanout", "dispatch")) -> Figures:
-    """Fan out and dispatch so many committed events; or one of the two, with the other done before or not at all."""
+    """Fan out and dispatch so many committed events; or only one of the stages, with the other stage done before or
+    left out.
+    """
     events, types, handlers = task["events"], task["types"], task["handlers"]
     dispatch = _plain if task.options.get("plain") else _pipelined
     async with metered(task.url, task.dialect) as meter:
@@ -100,7 +102,7 @@ async def drain(tables: Tables, task: Task, stages: Sequence[str] = ("fanout", "
 
 
 async def keep_up(tables: Tables, events: int, handler: Handler) -> None:
-    """Fan out and dispatch so many events, which may be committed meanwhile, for one handler."""
+    """Fan out and dispatch so many events, which producers may commit meanwhile, for a single handler."""
     async with asyncio.TaskGroup() as group:
         group.create_task(_fan_out(tables, events))
         group.create_task(_pipelined(tables, events, handler))
@@ -193,7 +195,7 @@ async def _pipelined(tables: Tables, total: int, handler: Handler = _handler) ->
 
 
 class Writer(Protocol):
-    """A hand-written transaction: it changes a wallet, and inserts the row that says so."""
+    """A hand-written transaction: it changes a wallet, and inserts the row of the event."""
 
     async def open(self, callers: int) -> None: ...
 

@@ -1,8 +1,8 @@
 """The bare pipeline and the bare transaction on MySQL and MariaDB, over aiomysql.
 
-aiomysql parses rows in Python, about 2 us for each column and 5 us for each row: a batch of ids travels as one JSON
-text, and what a handler may never look at as one column. The server is the busier half here, so what it need not
-spell as JSON it does not. What takes several statements goes in as few messages as they allow.
+aiomysql parses rows in Python, about 2 us per column and 5 us per row. A batch of ids therefore travels as one JSON
+text, and values that a handler may never read travel as one column. The server is the busier half here, so the server
+spells no more JSON than necessary. Several statements travel in as few messages as possible.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pymysql.constants import CLIENT
 from benchmarks import bare
 from benchmarks.bare import BATCH, now
 from benchmarks.workload import COLUMNS, fill, run
-from outboxio.ids import uuid7
-from tests import mysql
+from outboxio.support.ids import uuid7
+from tests.kit import mysql
 
 _ID = "char(36) CHARACTER SET ascii COLLATE ascii_bin"
 EVENTS = f"""
@@ -43,13 +43,13 @@ _COPIED = (
     "namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
     "event_type, payload, event_date"
 )
-# One for each type, put together with UNION ALL.
+# A branch per type, joined with UNION ALL.
 CLAIM = """
 (SELECT JSON_ARRAYAGG(b.id) FROM (SELECT id FROM bare.events FORCE INDEX (undelivered)
   WHERE delivered = FALSE AND event_type = '{event_type}' ORDER BY event_date LIMIT {share} FOR UPDATE SKIP LOCKED) b)
 """
-# The event's own id with the handler's number at its end: appended in order, and cheaper than a random one.
-NOTIFY = f"""
+# The event's id with the handler's number at the end: appended in order, and cheaper than a random id.
+INSERT_NOTIFICATIONS = f"""
 INSERT INTO bare.event_notifications (id, event_id, handler_name, {_COPIED}, state, attempts, next_retry_at,
   created_date, updated_date)
 SELECT CONCAT(LEFT(e.id, 24), s.number, RIGHT(e.id, 10)), e.id, s.handler, {_COPIED}, 'PENDING', 0,
@@ -81,7 +81,7 @@ _ids = msgspec.json.Decoder(list[str]).decode
 
 
 class Quiet(aiomysql.Cursor):
-    """Asks for no warnings, which would be a round trip of their own."""
+    """A cursor that asks for no warnings: each question would be a round trip."""
 
     async def _show_warnings(self, connection: Any) -> None:
         pass
@@ -114,7 +114,7 @@ class Tables:
             await _run(self._fan_out, "COMMIT")
             return 0
         listed = _listed(ids)
-        await _run(self._fan_out, NOTIFY.format(now=now(), handlers=self._handlers, ids=listed))
+        await _run(self._fan_out, INSERT_NOTIFICATIONS.format(now=now(), handlers=self._handlers, ids=listed))
         await _run(self._fan_out, MARK_DELIVERED.format(ids=listed))
         return len(ids)
 
@@ -156,7 +156,7 @@ async def _connect(url: str) -> aiomysql.Connection:
 
 
 async def _run(connection: aiomysql.Connection, sql: str, args: tuple[Any, ...] | None = None) -> Sequence[Any]:
-    """The rows of the statement that has some; of several in one message, the last one that does."""
+    """The rows of the statement; of several statements in a message, the rows of the last statement that has rows."""
     cursor = await connection.cursor()
     await cursor.execute(sql, args)
     rows = await cursor.fetchall()
@@ -186,7 +186,9 @@ VALUES (%s, 'bench', %s, 'Deposit', %s, %s, %s, %s, 'Wallet', 'Deposited', %s, %
 
 
 class Writer:
-    """Into a table of its own with the columns of the reference; or into outboxio's, the very rows it would write."""
+    """Writes into a separate table with the columns of the reference, or the same rows as outboxio into outboxio's
+    table.
+    """
 
     def __init__(self, url: str, *, same_rows: bool) -> None:
         self._url = url

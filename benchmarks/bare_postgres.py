@@ -13,8 +13,8 @@ import asyncpg
 from benchmarks import bare
 from benchmarks.bare import BATCH, now
 from benchmarks.workload import COLUMNS, fill, run
-from outboxio.ids import uuid7
 from outboxio.storage.postgres.session import INSERT_EVENTS
+from outboxio.support.ids import uuid7
 
 EVENTS = """
 DROP SCHEMA IF EXISTS bare CASCADE; CREATE SCHEMA bare;
@@ -36,7 +36,7 @@ CREATE TABLE bare.event_notifications (id uuid PRIMARY KEY, event_id uuid NOT NU
 CREATE INDEX ON bare.event_notifications (next_retry_at, id) WHERE state IN ('PENDING', 'FAILED');
 """
 
-# Of each type its share of the batch: a whole batch of each of 200 types would be read for nothing.
+# Each type has a share of the batch: a whole batch per type would read 200 batches in vain.
 FAN_OUT = """
 WITH batch AS MATERIALIZED (
   SELECT b.* FROM unnest($1::text[]) types(t) CROSS JOIN LATERAL (
@@ -128,7 +128,9 @@ VALUES ($1, 'bench', $2, 'Deposit', $3, $4, $4, $5, 'Wallet', 'Deposited', $6, $
 
 
 class Writer:
-    """Into a table of its own with the columns of the reference; or into outboxio's, the very rows it would write."""
+    """Writes into a separate table with the columns of the reference, or the same rows as outboxio into outboxio's
+    table.
+    """
 
     def __init__(self, url: str, *, same_rows: bool) -> None:
         self._url = url

@@ -1,7 +1,8 @@
 """The bare pipeline and the bare transaction on SQLite, over the standard library's driver.
 
-One connection writes, in a thread of its own, and one reads in another. A batch of rows is one row with a JSON text:
-the driver lets go of the interpreter for every row that it steps to, and gets it back only when the loop pauses.
+One connection writes, in a thread, and a second connection reads in a second thread. A batch of rows is a single row
+with a JSON text: the driver releases the interpreter at every row, and gets the interpreter back only when the loop
+pauses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from msgspec import Struct
 from benchmarks import bare
 from benchmarks.bare import BATCH, now
 from benchmarks.workload import COLUMNS, fill, run
-from outboxio.ids import uuid7
+from outboxio.support.ids import uuid7
 
 T = TypeVar("T")
 
@@ -53,8 +54,8 @@ _COPIED = (
     "namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
     "event_type, payload, event_date"
 )
-# The event's own id with the handler's number at its end: appended in order, and cheaper than a random one.
-NOTIFY = f"""
+# The event's id with the handler's number at the end: appended in order, and cheaper than a random id.
+INSERT_NOTIFICATIONS = f"""
 INSERT INTO bare_event_notifications (id, event_id, handler_name, {_COPIED}, state, attempts, next_retry_at,
   created_date, updated_date)
 SELECT substr(e.id, 1, 24) || printf('%02d', h.key) || substr(e.id, 27), e.id, h.value, {_COPIED}, 'PENDING', 0,
@@ -94,7 +95,7 @@ _ids = msgspec.json.Decoder(list[str]).decode
 
 
 class _Thread:
-    """One connection in a thread of its own."""
+    """A connection in a dedicated thread."""
 
     def __init__(self, url: str) -> None:
         self._path = urlsplit(url).path[1:]
@@ -142,7 +143,7 @@ class Tables:
             for event_type in self._types:
                 ids += _ids(connection.execute(CLAIM, (event_type, share)).fetchone()[0])
             scope = {"ids": json.dumps(ids), "handlers": self._handlers, "now": _text()}
-            connection.execute(NOTIFY, scope)
+            connection.execute(INSERT_NOTIFICATIONS, scope)
             done = connection.execute(MARK_DELIVERED, scope).rowcount
             connection.execute("COMMIT")
             return done
@@ -193,9 +194,9 @@ VALUES (?1, 'bench', ?2, 'Deposit', ?3, ?4, ?4, ?5, 'Wallet', 'Deposited', ?6, ?
 
 
 class InOneVisit:
-    """Whole transactions in the one thread that writes, which cost the event loop one visit each.
+    """Whole transactions in the writing thread; each costs the event loop a single thread hop.
 
-    They are functions, not coroutines: none of the application's code runs between their statements.
+    The transactions are functions, not coroutines: no code of the application runs between their statements.
     """
 
     def __init__(self, url: str, *, same_rows: bool) -> None:
@@ -229,9 +230,10 @@ class InOneVisit:
 
 
 class StatementByStatement:
-    """Transactions as on the servers: coroutines that wait for each statement, here aiosqlite's.
+    """Transactions as on the servers: coroutines that wait for each statement, here over aiosqlite.
 
-    One at a time: writers on connections of their own would wait for one another in SQLite, and time out.
+    The transactions run one at a time: writers on separate connections would wait for each other inside SQLite, and
+    time out.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""The results as a picture: draining beside everybody else, and how it goes on over time."""
+"""The results as a picture: draining beside the other contestants, and the load over time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _bars(panel: Any, results: Results, database: str, setting: str | None) -> None:
-    """Everybody, draining one type for one handler."""
+    """All contestants, draining one type for one handler."""
     if setting is None:
         panel.axis("off")
         return
@@ -77,7 +77,7 @@ def _settings(panel: Any, results: Results, database: str, settings: list[str]) 
 
 
 def _backlogs(panel: Any, results: Results) -> None:
-    """What waits while producers and handlers are at work."""
+    """The waiting events while producers and handlers are at work."""
     first = BY_NAME["sustained"].settings[0].name
     for run in results.runs:
         if (run.scenario, run.setting, run.round) == ("sustained", first, 1) and "backlog" in run.figures:
@@ -88,7 +88,7 @@ def _backlogs(panel: Any, results: Results) -> None:
 
 
 def _windows(panel: Any, results: Results) -> None:
-    """How fast a long backlog goes on as it is worked off."""
+    """The speed of a long backlog from its beginning to its end."""
     longest = BY_NAME["backlog"].settings[0].name
     for run in results.runs:
         if (run.scenario, run.setting, run.round) == ("backlog", longest, 1) and run.figures.get("windows"):

@@ -1,4 +1,4 @@
-"""Who takes part: outboxio, the bare pipelines, and the peers; what each promises, and how a run of it is started."""
+"""The contestants: outboxio, the bare pipelines, and the peers, with their promises and the command of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.task import Task
 
 
 class Contestant(Struct, frozen=True):
-    """One of those who are compared."""
+    """A contestant of the comparison."""
 
     name: str
     label: str
@@ -34,6 +34,8 @@ def _here(task: Task) -> Sequence[str]:
 
 
 def _elsewhere(command: Sequence[str], variant: str, task: Task) -> Sequence[str]:
+    if "processes" in task.options:  # started and measured as our own processes are
+        return _here(replace(task, options={**task.options, "command": command}))
     return [*command, replace(task, options={**task.options, "variant": variant}).as_argument()]
 
 
@@ -62,7 +64,7 @@ OURS = (
         "bare-plain",
         "bare, one loop",
         "bare",
-        "the same, as one writes it first: find, a task for each row, settle",
+        "the same in the simplest form: find, a task per row, settle",
         _EVERYWHERE,
         lambda task: _here(Task("drain", "bare", task.dialect, task.url, {**task.options, "plain": True})),
         lambda scenario, setting: "bare-plain" in scenario.contestants and setting.peers,
@@ -71,7 +73,7 @@ OURS = (
         "by-hand",
         "by hand, same rows",
         "bare",
-        "a transaction written by hand that writes the very rows of outboxio into its table",
+        "a transaction written by hand that writes the same rows into outboxio's table",
         _EVERYWHERE,
         _here,
         lambda scenario, setting: "by-hand" in scenario.contestants,
@@ -80,7 +82,7 @@ OURS = (
         "one-visit",
         "by hand, one visit to the thread",
         "bare",
-        "the same rows, the whole transaction as one function in the thread that writes, where no coroutine can be",
+        "the same rows, the whole transaction as a single function in the writing thread, where no coroutine can run",
         frozenset({"sqlite"}),
         _here,
         lambda scenario, setting: "one-visit" in scenario.contestants,
@@ -88,8 +90,12 @@ OURS = (
 )
 
 
+def _peer_takes_part(in_processes: bool, scenario: Scenario, setting: Setting) -> bool:
+    return setting.peers and (in_processes or scenario.name != "scale-beside")
+
+
 def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestant]:
-    """All that can take part; peers are installed if they are not yet, and those that cannot be say why."""
+    """All contestants. Missing peers are installed; a peer that cannot be installed says why."""
     found = list(OURS)
     for peer in PEERS if with_peers else ():
         installed = install(peer, say)
@@ -101,7 +107,7 @@ def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestan
                 f"{peer.promises}; {peer.settings}",
                 frozenset({"postgres"}),
                 partial(_elsewhere, installed.command, peer.variant),
-                lambda scenario, setting: setting.peers,
+                partial(_peer_takes_part, peer.in_processes),
                 installed.why_not,
             )
         )

@@ -1,7 +1,7 @@
-"""The databases that are measured: from where the tests have theirs, but as durable as they come.
+"""The databases of the benchmarks: the servers of the tests, but with durable default settings.
 
-The tests' own servers write nothing to be kept, into memory, for speed. Here their files are on a disk, for in memory a
-commit costs nothing, and whoever commits most is flattered most; only the size of the caches is chosen.
+The tests' own servers are fast because they write to memory without durability. Here the files are on a disk: in memory
+a commit is free, which flatters the contestant that commits most. Only the size of the caches is chosen.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec import Struct
 
-from tests import servers as of_tests
-from tests.app import Look
-from tests.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
+from tests.kit import servers as of_tests
+from tests.kit.app import Look
+from tests.kit.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
-# A part of the memory, as the manuals advise; with what the servers come with, pages are thrown out within seconds.
+# A part of the memory, as the manuals advise; with the default sizes, pages are evicted within seconds.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
 POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", f"min_wal_size={GIGABYTES}GB", f"max_wal_size={GIGABYTES}GB",
                      "max_connections=200")  # fmt: skip
 WAL_FILE = 16 * 2**20  # bytes
-DISK = Path("/var/tmp")  # what is in /tmp may be in memory
+DISK = Path("/var/tmp")  # /tmp may be in memory
 MYSQL_SETTINGS = (f"--innodb-buffer-pool-size={GIGABYTES}G", "--max-connections=200", "--skip-name-resolve",
                   "--character-set-server=utf8mb4")  # fmt: skip
 ONLY_MYSQL = (f"--innodb-redo-log-capacity={GIGABYTES}G", "--mysqlx=OFF")
 ONLY_MARIADB = (f"--innodb-log-file-size={GIGABYTES}G",)
-DEFAULTS = "everything else, durability first of all, as the server comes"
+DEFAULTS = "all other settings, durability above all, are the server's defaults"
 
 SCHEMES = {"postgresql": "postgres", "postgres": "postgres", "mysql": "mysql", "mariadb": "mariadb", "sqlite": "sqlite"}
 
 
 class Database(Struct, frozen=True):
-    """What is known of a database when it is there."""
+    """A database that is available."""
 
     id: str
     dialect: str
@@ -50,7 +50,7 @@ class NotHere(Exception):
 
 
 def as_they_come() -> None:
-    """Let servers that are started from now on be durable, on a disk: the one that TMPDIR names, if it does."""
+    """Let servers that are started from now on be durable, on a disk: in TMPDIR if that is on a disk."""
     of_tests.FAST_PLACES[:] = [] if "TMPDIR" in os.environ else [DISK]
     of_tests.POSTGRES_SETTINGS[:] = [part for setting in POSTGRES_SETTINGS for part in ("-c", setting)]
     of_tests.MYSQL_SETTINGS[:] = MYSQL_SETTINGS
@@ -58,9 +58,9 @@ def as_they_come() -> None:
 
 
 def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> list[tuple[Slot, Servers]]:
-    """The servers to measure: one version of each dialect, or those that were asked for by their id, or by a URL.
+    """The servers to measure: one version of each dialect, or the servers chosen by their id or by a URL.
 
-    Each can be ended by itself, so that no two of them need memory at once.
+    Each server can be ended alone, so that no two servers need memory at once.
     """
     asked = dict(environ)
     if url:
@@ -88,13 +88,13 @@ def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> lis
 
 
 def take(servers: Servers, slot: Slot, size: str) -> tuple[Server, Database]:
-    """Start a server, if need be. A run of the full size fills many files of its log, and finds them used."""
+    """Start a server if necessary. A run of the full size fills many log files, so the log is used once before."""
     try:
         server = servers.take(slot)
     except (
         pytest.skip.Exception,
         pytest.fail.Exception,
-    ) as reason:  # how they say that they cannot start
+    ) as reason:  # the errors of servers that cannot start
         raise NotHere(str(reason)) from None
     with empty(server) as url:
         version = _version(url)
@@ -114,16 +114,16 @@ def empty(server: Server) -> Iterator[str]:
 
 
 async def _use_the_log_once(url: str) -> None:
-    """A server that has been running for a while uses the files of its log again; one that is new has to make them.
+    """Fill the log files of a new server: a server that has run for a while uses its log files again.
 
-    To make one takes as long as to fill it, and whoever commits meanwhile waits for the file system.
+    Creating a log file takes as long as filling one, and every commit waits for the file system meanwhile.
     """
     look = Look(url)
     files = GIGABYTES * 2**30 // WAL_FILE
     for _ in range(files):
         await look.fetch("SELECT pg_logical_emit_message(FALSE, 'outboxio', 'a file of the log')")
         await look.fetch("SELECT pg_switch_wal()")
-    for _ in range(2):  # the files behind the last but one are used again
+    for _ in range(2):  # the files before the last two are used again
         await look.fetch("CHECKPOINT")
 
 

@@ -20,7 +20,7 @@ REPEAT = {
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Write the page and its chart; where they are."""
+    """Write the page and its chart, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     page, chart = folder / "performance.md", folder / "performance.png"
     draw(results, chart)
@@ -32,12 +32,12 @@ def _page(results: Results, chart: str) -> Iterator[str]:
     yield "# Performance"
     yield ""
     yield (
-        "Measured beside bare pipelines, which do the same work by hand-written SQL without a framework, and beside "
-        "the peers, all that share a table in one run: in each round every contestant runs once in a random order, "
-        "each run in a process and on an empty database of its own. Figures are medians of the rounds; the spread is "
-        "from the least to the most, and empty after a single round. "
-        "A ratio says how outboxio does beside a row: more than 1 is faster. Whoever "
-        "loses stays in."
+        "Measured beside bare pipelines, which do the same work by hand-written SQL without a framework, and "
+        "beside the peers. All rows of a table come from the same run: in each round every contestant runs "
+        "once in a random order, each time in a fresh process and on an empty database. Figures are medians "
+        "of the rounds. The spread is from the lowest to the highest round, and empty after a single round. A "
+        "ratio compares outboxio with the row: more than 1 means that outboxio is faster. Lost comparisons "
+        "stay in the table."
     )
     yield ""
     yield f"![Events per second, outboxio and others]({chart})"
@@ -66,7 +66,7 @@ def _scenario(results: Results, database: Database, scenario: Scenario) -> Itera
     yield ""
     yield scenario.question
     yield ""
-    compared = len(scenario.contestants) > 1
+    compared = scenario.is_compared
     ratio = ["outboxio is"] if compared else []
     yield from _row(["", *([""] if compared else []), headline.label, "spread", *ratio, *(m.label for m in others)])
     width = 3 + compared + len(ratio) + len(others)
@@ -96,7 +96,7 @@ def _aims(results: Results) -> Iterator[str]:
     found = list(judged(results))
     if not found:
         return
-    yield "## What was aimed at"
+    yield "## Aims"
     yield ""
     yield from _row(["", "aim", "database", "wanted", "found"])
     yield from _row(["---", "---", "---", "---:", "---:"])
@@ -111,22 +111,23 @@ def _name(line: Line) -> str:
 
 
 def _conditions(results: Results) -> Iterator[str]:
-    yield "## Who is compared"
+    yield "## The contestants"
     yield ""
     yield (
-        "A run ends when its last outcome is committed; a peer's clock stops when its last row is durably done. Per "
-        "event: `CPU µs` is the processor time of the measured process, statements and round trips are counted on its "
-        "sockets, WAL is what the whole server wrote meanwhile, full pages after the checkpoint before each run "
-        "included. Peers get the same payload; where one would take too long, it gets fewer events."
+        "A run ends when its last outcome is committed; a peer's clock stops when its last row is durably "
+        "done. Per event: `CPU µs` is the processor time of the measured process; statements and round trips "
+        "are counted on the sockets of the process; WAL is the volume that the whole server wrote meanwhile, "
+        "including the full pages after the checkpoint before each run. Peers get the same payload; a peer "
+        "that would take too long gets fewer events."
     )
     yield ""
-    yield from _row(["", "what it promises, and how it was set"])
+    yield from _row(["", "promises and settings"])
     yield from _row(["---", "---"])
     for taker in results.takers:
         note = f"; took no part: {taker.why_not}" if taker.why_not else ""
         yield from _row([taker.label, taker.promises + note])
     yield ""
-    yield "## Where, and with what"
+    yield "## The machine and the versions"
     yield ""
     yield from _row(["", ""])
     yield from _row(["---", "---"])
@@ -136,7 +137,7 @@ def _conditions(results: Results) -> Iterator[str]:
         yield from _row([_heading(database), f"{_source(database)}; {database.settings}"])
     yield from _row(["measured", f"{results.made}, size {results.size}, seed {results.seed}"])
     yield ""
-    yield "## How to repeat it"
+    yield "## How to repeat the measurement"
     yield ""
     yield "```sh"
     yield "make bench                                        # small sizes, a minute or two for each database"
@@ -147,7 +148,7 @@ def _conditions(results: Results) -> Iterator[str]:
 
 
 def _source(database: Database) -> str:
-    """What kind of server it was; where it lies is nobody's business."""
+    """The kind of the server. Its address stays private."""
     kinds = {"programs": "programs of this machine", "program": "programs of this machine"}
     first = database.source.split()[0]
     return kinds.get(first, "a given server" if first.startswith("OUTBOXIO") else database.source)

@@ -1,4 +1,4 @@
-"""What it was measured on, and with which versions of everything."""
+"""The machine of the measurement, and the versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
-from tests.servers import place_of_files
+from tests.kit.servers import place_of_files
 
 PACKAGES = ("outboxio", "asyncpg", "aiomysql", "msgspec")
 
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def _microseconds_of_a_sync() -> float:
-    """What a commit cannot do without, by default: a page is written behind others, and on the disk."""
+    """The least part of a durable commit: a page is appended to a file, and synced to the disk."""
     with tempfile.TemporaryFile(dir=place_of_files()) as file:
 
         def once() -> float:

@@ -1,4 +1,4 @@
-"""What a stretch of work costs this process and its database: time, CPU, messages, statements, WAL."""
+"""The costs of a stretch of work, in this process and in its database: time, CPU, messages, statements, WAL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import asyncpg
 
 from benchmarks.task import Figures
-from tests.app import Look
-from tests.wire import Wire, watched
+from tests.kit.app import Look
+from tests.kit.wire import Wire, watched
 
 STATISTICS_ARE_WRITTEN_WITHIN = 2.0  # seconds after a session has ended
 _PAGE = 4096
@@ -42,19 +42,19 @@ class Meter:
         if self._has_wal:
             self._wal_before = await _wal_written(self._look)
         statements, round_trips = self._wire.statements, self._wire.round_trips  # to count them takes a while
-        self._before = time.perf_counter(), time.process_time(), _busy_seconds(), statements, round_trips
+        self._before = time.perf_counter(), time.process_time(), busy_seconds(), statements, round_trips
 
     def stop(self) -> None:
         assert self._before is not None, "stopped before it was started"
         begun, cpu, busy, statements, round_trips = self._before
         self.seconds, self.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
-        if busy is not None and (busy_now := _busy_seconds()) is not None:
+        if busy is not None and (busy_now := busy_seconds()) is not None:
             self.busy = (busy_now - busy) / self.seconds / (os.cpu_count() or 1)
         self.statements = self._wire.statements - statements
         self.round_trips = self._wire.round_trips - round_trips
 
     async def read_wal(self) -> None:
-        """After the sessions that have written it are closed."""
+        """Read the WAL counters, after the sessions that wrote it are closed."""
         if self._wal_before:
             now = await _wal_written(self._look)
             self.wal_bytes, self.wal_records = now[0] - self._wal_before[0], now[1] - self._wal_before[1]
@@ -79,14 +79,14 @@ class Meter:
 
 @asynccontextmanager
 async def metered(url: str, dialect: str) -> AsyncIterator[Meter]:
-    """A meter for what is done on a database; connections that are to be watched are opened and closed within."""
+    """A meter for the work on a database; open and close the connections to be watched inside."""
     with watched() as wire:
         meter = Meter(wire, url, dialect)
         yield meter
     await meter.read_wal()
 
 
-def _busy_seconds() -> float | None:
+def busy_seconds() -> float | None:
     """How long all cores of this machine together were busy so far, where the system says so."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=8)
@@ -97,7 +97,7 @@ def _busy_seconds() -> float | None:
 
 
 async def _wal_written(look: Look) -> Sequence[int]:
-    """Bytes and records of WAL, of the whole server; sessions write their share down when they are idle or end."""
+    """Bytes and records of WAL of the whole server; sessions report their share when they are idle or end."""
     found, deadline = (-1, -1), time.monotonic() + STATISTICS_ARE_WRITTEN_WITHIN
     while time.monotonic() < deadline:
         last = found
@@ -113,7 +113,7 @@ async def _wal_written(look: Look) -> Sequence[int]:
 
 
 async def checkpoint(url: str, dialect: str) -> None:
-    """Let every run begin with the same debts: the first change of a page after a checkpoint writes all of it."""
+    """Give every run the same start: the first change of a page after a checkpoint writes the whole page."""
     if dialect == "postgres":
         with suppress(asyncpg.InsufficientPrivilegeError):
             await Look(url).fetch("CHECKPOINT")

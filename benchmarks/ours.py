@@ -1,4 +1,4 @@
-"""What outboxio does, at its default settings unless a scenario is about a setting: draining, fanning out, writing."""
+"""outboxio at its default settings, unless a scenario is about a setting: draining, fanning out, writing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.meter import checkpoint, metered, percentiles
 from benchmarks.task import Figures, Task
 from benchmarks.workload import NAMESPACE, event_types, fill, run
 from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
-from tests.app import Look
-from tests.spies import counters
+from tests.kit.app import Look
+from tests.kit.spies import counters
 
 SETTLED_AT_MOST_AFTER = 600.0  # seconds
 
 
 @asynccontextmanager
 async def empty_outbox(url: str, **options: Any) -> AsyncIterator[Outbox]:
-    """An outbox with its tables made."""
+    """An outbox with fresh tables."""
     async with Outbox(url, namespace=NAMESPACE, **options) as outbox:
         await outbox.migrate()
         yield outbox
@@ -35,7 +35,7 @@ async def commit_events(task: Task, events: int, types: int, **options: Any) -> 
 async def settled(outbox: Outbox, number: int) -> None:
     """Wait until so many outcomes are committed."""
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
-        while counters(outbox).succeeded < number:  # noqa: ASYNC110  # nothing announces it
+        while counters(outbox).succeeded < number:  # noqa: ASYNC110  # no event announces the end
             await asyncio.sleep(0.005)
 
 
@@ -49,7 +49,7 @@ async def delivered(outbox: Outbox, events: int) -> None:
     """Wait until so many events are fanned out."""
     work: Any = outbox._shards["default"].work
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
-        while work.fanout.events < events:  # noqa: ASYNC110  # nothing announces it
+        while work.fanout.events < events:  # noqa: ASYNC110  # no event announces the end
             await asyncio.sleep(0.005)
 
 
@@ -57,7 +57,7 @@ async def delivered(outbox: Outbox, events: int) -> None:
 
 
 async def drain(task: Task) -> Figures:
-    """Committed events, fanned out and handled by handlers that do nothing, until the last outcome is committed."""
+    """Committed events, fanned out and handled by empty handlers, until the last outcome is committed."""
     total = task["events"] * task["handlers"]
     async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
         await meter.start()
@@ -94,24 +94,24 @@ async def dispatch(task: Task) -> Figures:
 
 @asynccontextmanager
 async def prepared(task: Task) -> AsyncIterator[Outbox]:
-    """An outbox with handlers that do nothing, and the events for them."""
+    """An outbox with empty handlers, and their events."""
     async with empty_outbox(task.url) as outbox:
         await commit_events(task, task["events"], task["types"])
-        subscribe(outbox, task["types"], task["handlers"])
+        subscribe(outbox, task["types"], task["handlers"], task.options.get("partitions", 1))
         yield outbox
 
 
-def subscribe(outbox: Outbox, types: int, handlers: int) -> None:
+def subscribe(outbox: Outbox, types: int, handlers: int, partitions: int) -> None:
     async def handle(envelope: EventEnvelope[Any]) -> None:
         return None
 
     classes = event_types(types)
     for number in range(handlers):
-        outbox.handler(*classes, name=f"h{number}")(handle)
+        outbox.handler(*classes, name=f"h{number}", partitions=partitions)(handle)
 
 
 async def require(outbox: Outbox, **counts: int) -> None:
-    """A run that lost something, or was not done, measured nothing."""
+    """Fail for a run that lost events or did not finish: such a run has no figures."""
     found = await outbox.admin.counts()
     assert {name: found[name] for name in counts} == counts, f"{counts} expected, found {dict(found)}"
 
@@ -126,7 +126,7 @@ class Deposited(Event):
 
 
 class Deposit(Action):
-    """Changes a wallet and emits what happened: the same two rows as the hand-written transaction."""
+    """Changes a wallet and emits an event: the same two rows as the hand-written transaction."""
 
     wallet: int
 
@@ -138,7 +138,7 @@ class Deposit(Action):
 
 
 class DepositInTwo(Deposit, type_name="Deposit"):
-    """The same where UPDATE returns nothing."""
+    """The same where UPDATE returns no rows."""
 
     async def perform(self, tx: Transaction) -> None:
         await tx.execute(bare_mysql.DEPOSIT, self.wallet)

@@ -1,4 +1,4 @@
-"""The results as a person likes to read them in a terminal. Nothing is decided here."""
+"""The results for a person at a terminal. This module decides no figure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _show_aims(results: Results, console: Console) -> None:
         mark = Text("ok", "green") if verdict.holds else Text("NO", "bold red")
         table.add_row(mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found)
     console.print()
-    console.print(Padding(Text("What was aimed at", "bold"), (0, 0, 1, 0)))
+    console.print(Padding(Text("Aims", "bold"), (0, 0, 1, 0)))
     console.print(table)
 
 
@@ -63,7 +63,7 @@ def _show_scenario(results: Results, database: Database, scenario: Scenario, con
 def _table(results: Results, database: Database, scenario: Scenario) -> Table:
     headline = scenario.headline
     others = [metric for metric in results.metrics(database.id, scenario) if metric is not headline]
-    is_compared = len(scenario.contestants) > 1
+    is_compared = scenario.is_compared
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True)

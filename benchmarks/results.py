@@ -1,4 +1,4 @@
-"""Everything that was measured, and what follows from it: medians, spreads, ratios."""
+"""All measurements, and the figures that follow: medians, spreads, ratios."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Taker(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """One run of one contestant: its figures, or why there are none."""
+    """A run of a contestant: its figures, or the reason for their absence."""
 
     database: str
     scenario: str
@@ -41,7 +41,7 @@ class Run(Struct, frozen=True):
 
 
 class Line(Struct, frozen=True):
-    """One contestant in one setting, over all rounds."""
+    """A contestant in a setting, over all rounds."""
 
     taker: Taker
     runs: Sequence[Run]
@@ -63,7 +63,7 @@ class Line(Struct, frozen=True):
 
 
 class Results(Struct):
-    """One session of measuring, as it is kept in a file."""
+    """A session of measuring, as a file keeps it."""
 
     made: str
     size: str
@@ -76,7 +76,7 @@ class Results(Struct):
     runs: list[Run]
 
     def scenarios(self, database: str) -> list[Scenario]:
-        """What was measured on a database, in the usual order."""
+        """The scenarios that were measured on a database, in the usual order."""
         names = {run.scenario for run in self.runs if run.database == database}
         return [scenario for scenario in SCENARIOS if scenario.name in names]
 
@@ -85,7 +85,7 @@ class Results(Struct):
         return [setting.name for setting in BY_NAME[scenario].settings if setting.name in names]
 
     def lines(self, database: str, scenario: str, setting: str) -> list[Line]:
-        """Who took part: outboxio first, then the bare ones, then the peers, the best of them first."""
+        """The contestants: outboxio first, then the bare pipelines, then the peers, fastest first."""
         there = [r for r in self.runs if (r.database, r.scenario, r.setting) == (database, scenario, setting)]
         lines = [
             Line(taker, sorted(runs, key=lambda run: run.round))
@@ -118,7 +118,7 @@ class Results(Struct):
         return next((line.median(metric) for line in lines if line.taker.name == OURS), None)
 
     def beside(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
-        """Our median over our median in the setting that this one is compared with."""
+        """outboxio's median over its median in the reference setting."""
         [other] = [s.beside for s in BY_NAME[scenario].settings if s.name == setting]
         here, there = (self.ours(database, scenario, name, metric) for name in (setting, other))
         return here / there if here and there else None
@@ -127,13 +127,13 @@ class Results(Struct):
         return (run for run in self.runs if run.error)
 
     def metrics(self, database: str, scenario: Scenario) -> list[Metric]:
-        """The figures of a scenario that anybody has here."""
+        """The figures of a scenario that at least one contestant has here."""
         there = [run for run in self.runs if (run.database, run.scenario) == (database, scenario.name)]
         return [metric for metric in scenario.metrics if any(metric.key in run.figures for run in there)]
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """What was measured in several calls on one machine, as if it had been one."""
+    """The measurements of several calls on one machine, as a single session."""
     first = parts[0]
     databases = {database.id: database for part in parts for database in part.databases}
     takers = {taker.name: taker for part in parts for taker in part.takers}
@@ -155,7 +155,7 @@ def joined(parts: Sequence[Results]) -> Results:
 
 
 def _numbered(runs: Iterable[Run]) -> Iterator[Run]:
-    """Each call begins with round 1: what was measured again in another one is another round."""
+    """Each call starts with round 1; a repeated measurement in a later call is a further round."""
     rounds = Counter[tuple[str, ...]]()
     for run in runs:
         contest = (run.database, run.scenario, run.setting, run.contestant)

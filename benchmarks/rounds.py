@@ -1,7 +1,7 @@
-"""Interleaved rounds: in each of them every contestant runs once in every setting, in a new random order.
+"""Interleaved rounds: in each round every contestant runs once in every setting, in a new random order.
 
-So whatever the machine does meanwhile, another guest, a hot processor, befalls all of them alike. Each run is a process
-of its own on an empty database of its own.
+A disturbance of the machine (a neighbour, a hot processor) then affects all contestants alike. Each run has a fresh
+process and an empty database.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers import PEERS
 from benchmarks.results import Run
 from benchmarks.scenarios import Scenario, Setting
 from benchmarks.task import Figures, Task
-from tests.servers import Server
+from tests.kit.servers import Server
 
 TAKES_AT_MOST = {"full": 1800.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
 PROJECT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ _FEWER = {peer.contestant: peer.events for peer in PEERS if peer.events}
 
 
 class Contest(Struct, frozen=True):
-    """One contestant in one setting."""
+    """A contestant in a setting."""
 
     scenario: Scenario
     setting: Setting
@@ -69,7 +69,7 @@ def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: i
 
 
 def run(contest: Contest, number: int, server: Server, database: Database, size: str) -> Run:
-    """One run; an error is a result, too."""
+    """A single run; an error is a result, too."""
     options = contest.setting.options(size)
     if fewer := _FEWER.get(contest.contestant.name):
         options["events"] = fewer[size]
@@ -96,7 +96,7 @@ def _figures(command: Sequence[str], longest: float) -> Figures:
         stderr=subprocess.PIPE,
         text=True,
         cwd=PROJECT,
-        start_new_session=True,  # so that what it has started ends with it
+        start_new_session=True,  # so that child processes end with the run
     )
     try:
         output, errors = process.communicate(timeout=longest)

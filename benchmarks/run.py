@@ -1,4 +1,4 @@
-"""One run of outboxio or of a bare pipeline, in a process of its own: ``python -m benchmarks.run TASK``."""
+"""A single run of outboxio or of a bare pipeline, in a fresh process: ``python -m benchmarks.run TASK``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from benchmarks import bare, bare_mysql, bare_postgres, bare_sqlite, ours, under_load
+from benchmarks import bare, bare_mysql, bare_postgres, bare_sqlite, ours, scale, under_load
 from benchmarks.task import Figures, Task, answer
 
 Run = Callable[[Task], Awaitable[Figures]]
@@ -24,6 +24,10 @@ OURS: dict[str, Run] = {
     "backlog": under_load.backlog,
     "memory": under_load.memory,
     "produce": under_load.produce_for_another,
+    "scale": scale.scale,
+    "scale-beside": scale.scale,
+    "scale-worker": scale.work,
+    "partitions": under_load.partitions,
 }
 
 
@@ -64,8 +68,11 @@ def _writer(task: Task, *, same_rows: bool) -> bare.Writer:
 
 def main() -> None:
     task = Task.from_arguments()
-    logging.getLogger("outboxio").addHandler(logging.NullHandler())  # its warnings go nowhere, its errors are raised
-    run = partial(OURS[task.scenario], task) if task.contestant == "outboxio" else partial(_bare, task)
+    logging.getLogger("outboxio").addHandler(logging.NullHandler())  # warnings are dropped, errors are raised
+    if "command" in task.options:
+        run = partial(scale.scale_peer, task)
+    else:
+        run = partial(OURS[task.scenario], task) if task.contestant == "outboxio" else partial(_bare, task)
     answer(asyncio.run(run()))  # type: ignore[arg-type]  # each is a coroutine function
 
 

@@ -1,4 +1,4 @@
-"""What is measured: each scenario, its settings in each size, and the figures that answer its question."""
+"""The scenarios: each has settings in several sizes, and the figures that answer its question."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class Metric(Struct, frozen=True):
     form: str = ",.0f"
     more_is_better: bool = True
     short: str = ""
-    """Its label where there is little room."""
+    """The label where there is little room."""
 
     def shown(self, value: float | None) -> str:
         return "" if value is None else format(value, self.form)
 
 
 class Setting(Struct, frozen=True):
-    """Conditions under which the contestants of a scenario meet, with the options of each size that has them."""
+    """Conditions under which the contestants of a scenario meet, with options for each size."""
 
     name: str
     sizes: Mapping[str, Mapping[str, Any]]
     peers: bool = False
-    """Whether the peers can do this, too."""
+    """True if the peers can do this, too."""
     bare: bool = True
-    """Whether the bare pipeline can."""
+    """True if the bare pipeline can do this."""
     beside: str = ""
-    """Another setting, in which outboxio does the same under better conditions."""
+    """The setting in which outboxio does the same under better conditions."""
 
     def options(self, size: str) -> dict[str, Any]:
         return dict(self.sizes[size])
 
 
 class Scenario(Struct, frozen=True):
-    """A question, the settings in which it is asked, and the figures that answer it, the most important one first."""
+    """A question, its settings, and the figures that answer the question, the most important figure first."""
 
     name: str
     title: str
@@ -56,6 +56,11 @@ class Scenario(Struct, frozen=True):
     def headline(self) -> Metric:
         return self.metrics[0]
 
+    @property
+    def is_compared(self) -> bool:
+        """True if outboxio is not the only contestant."""
+        return len(self.contestants) > 1 or any(setting.peers for setting in self.settings)
+
 
 def _sized(full: Mapping[str, Any], quick: Mapping[str, Any], tiny: Mapping[str, Any], **common: Any) -> dict[str, Any]:
     return {"full": {**common, **full}, "quick": {**common, **quick}, "tiny": {**common, **tiny}}
@@ -66,8 +71,39 @@ def _events(**common: Any) -> dict[str, Any]:
 
 
 def _only_full(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a quick look can do without."""
+    """Settings that a quick run leaves out."""
     return {size: options for size, options in sizes.items() if size != "quick"}
+
+
+def _processes(
+    name: str,
+    numbers: Sequence[int],
+    events: Mapping[str, int],
+    *,
+    each: bool = False,
+    peers: bool = False,
+    **common: Any,
+) -> tuple[Setting, ...]:
+    """The same on so many processes. ``each``: the events are for each process, because more processes do more."""
+    return tuple(
+        Setting(
+            _on(name, number),
+            _sized(
+                *({"events": events[size] * (number if each else 1)} for size in SIZES),
+                processes=number,
+                partitions=16,
+                **common,
+            ),
+            peers=peers,
+            bare=False,
+            beside="" if number == numbers[0] else _on(name, numbers[0]),
+        )
+        for number in numbers
+    )
+
+
+def _on(name: str, number: int) -> str:
+    return f"{name}{number} process{'es' * (number > 1)}"
 
 
 EVENTS_PER_SECOND = Metric("rate", "events/s")
@@ -77,6 +113,8 @@ ROUND_TRIPS = Metric("round_trips", "round trips", ".4f", more_is_better=False, 
 WAL_BYTES = Metric("wal_bytes", "WAL bytes", more_is_better=False, short="WAL B")
 WAL_RECORDS = Metric("wal_records", "WAL records", ".1f", more_is_better=False, short="WAL rec")
 PER_EVENT = (CPU, STATEMENTS, ROUND_TRIPS, WAL_BYTES, WAL_RECORDS)
+SERVER_CPU = Metric("server_us", "server CPU µs", ".1f", more_is_better=False, short="server µs")
+BUSY = Metric("busy", "machine busy", ".0%", more_is_better=False, short="busy")
 P50 = Metric("p50_ms", "p50 ms", ".2f", more_is_better=False)
 P99 = Metric("p99_ms", "p99 ms", ".2f", more_is_better=False)
 
@@ -84,8 +122,8 @@ SCENARIOS = (
     Scenario(
         "drain",
         "Draining a backlog",
-        "Committed events are waiting. How fast are they fanned out and handled, by handlers that do nothing, until "
-        "the last outcome is committed?",
+        "Committed events are waiting. How fast does outboxio fan out and handle the events, with empty "
+        "handlers, until the last outcome is committed?",
         (EVENTS_PER_SECOND, *PER_EVENT),
         (
             Setting("1 type, 1 handler", _events(types=1, handlers=1), peers=True),
@@ -99,7 +137,7 @@ SCENARIOS = (
     Scenario(
         "fanout",
         "Fan-out alone",
-        "The first stage: one row for each event and handler.",
+        "The first stage: a row per event and handler.",
         (EVENTS_PER_SECOND, *PER_EVENT),
         (Setting("1 type, 1 handler", _events(types=1, handlers=1)),),
         ("outboxio", "bare"),
@@ -107,7 +145,7 @@ SCENARIOS = (
     Scenario(
         "dispatch",
         "Dispatch alone",
-        "The second stage: rows that are due are found, their handlers called, the outcomes committed.",
+        "The second stage: due rows are found, handlers are called, outcomes are committed.",
         (EVENTS_PER_SECOND, *PER_EVENT),
         (Setting("1 type, 1 handler", _events(types=1, handlers=1)),),
         ("outboxio", "bare"),
@@ -115,7 +153,7 @@ SCENARIOS = (
     Scenario(
         "execute",
         "Executing actions",
-        "Actions that change a row and emit one event, by 32 callers at once.",
+        "Actions that change a row and emit an event, by 32 concurrent callers.",
         (Metric("rate", "actions/s"), P50, P99, *PER_EVENT),
         (
             Setting(
@@ -129,18 +167,19 @@ SCENARIOS = (
     Scenario(
         "sustained",
         "Under steady load",
-        "Producers in another process commit half of what was just drained, while handlers run here. Does the backlog "
-        "stay flat, and how long does an event wait from its commit to its handler? The load begins all at once: what "
-        "was committed in its first two seconds is left out, and told of besides. The producers share the machine: how "
-        "much of it is busy says whether it is the load that an event waits for, or a processor. The bare pipeline, "
-        "which cannot write, gets the same share of what it drains itself, written by plain SQL.",
+        "Producers in a different process commit events at half of the drain rate, while handlers run here. "
+        "Does the backlog stay flat, and how long does an event wait from its commit to its handler? The load "
+        "begins at once: the events of the first two seconds are left out of the figures, except in the "
+        "column `p99 ms from the start`. The producers share the machine: the share of busy time shows if events "
+        "wait for the load or for a processor. The bare pipeline, which cannot write, gets the same share of "
+        "its own drain rate, written by plain SQL.",
         (
             P99, P50,
             Metric("p99_from_start_ms", "p99 ms from the start", ".0f", more_is_better=False, short="from start"),
             EVENTS_PER_SECOND, Metric("wanted_rate", "wanted events/s", short="wanted"),
             Metric("most_waiting", "most waiting", more_is_better=False),
             Metric("waiting_at_end", "waiting at the end", more_is_better=False, short="at the end"),
-            Metric("busy", "machine busy", ".0%", more_is_better=False, short="busy"), *PER_EVENT,
+            BUSY, *PER_EVENT,
         ),
         (
             Setting(
@@ -197,7 +236,8 @@ SCENARIOS = (
     Scenario(
         "latency",
         "Latency of an idle system",
-        "One event at a time. How long from its commit to its handler, in the same process, and from another one?",
+        "A single event at a time. How long from the commit to the handler, with the producer in the same "
+        "process, and in a different process?",
         (P50, P99),
         (
             Setting(
@@ -205,7 +245,7 @@ SCENARIOS = (
                 _sized({"events": 300}, {"events": 40}, {"events": 10}, pause=0.15, producer="here"),
             ),
             Setting(
-                "another process",
+                "different process",
                 _sized({"events": 300}, {"events": 40}, {"events": 10}, pause=0.15, producer="elsewhere"),
             ),
         ),
@@ -213,7 +253,7 @@ SCENARIOS = (
     Scenario(
         "concurrency",
         "Many handlers that wait",
-        "10,000 notifications whose handler sleeps for 100 ms, at a concurrency of 1,000: a second, ideally.",
+        "10,000 notifications, and a handler that sleeps for 100 ms, at a concurrency of 1,000: ideally a second.",
         (
             Metric("times_ideal", "x the ideal", ".2f", more_is_better=False),
             Metric("seconds", "seconds", ".2f", more_is_better=False), CPU, STATEMENTS,
@@ -232,23 +272,73 @@ SCENARIOS = (
     Scenario(
         "neighbour",
         "A slow neighbour",
-        "Fast notifications, alone, and beside as many of a handler that sleeps for 10 s. When is the last fast one "
-        "handled?",
+        "Fast notifications, alone, and beside as many notifications of a handler that sleeps for 10 s. When "
+        "is the last fast notification handled?",
         (Metric("seconds", "seconds", ".2f", more_is_better=False), EVENTS_PER_SECOND, CPU, STATEMENTS),
         (
             Setting("alone", _sized({"fast": 20_000}, {"fast": 20_000}, {"fast": 200}, beside=False, sleep=10)),
             Setting(
-                "beside a slow one",
+                "beside a slow handler",
                 _sized({"fast": 20_000}, {"fast": 20_000}, {"fast": 200}, beside=True, sleep=10),
                 beside="alone",
             ),
         ),
     ),
     Scenario(
+        "scale",
+        "One handler on several processes",
+        "A handler with 16 partitions, and a backlog that is committed when all processes have their share. How much "
+        "faster are several processes than one, and what does an event cost? Handlers that wait take 20 ms, 20 at once "
+        "in each process; handlers that compute take 200 µs of a processor; the other handlers are empty, and begin "
+        "when all events are fanned out, because a single process fans out. The figures "
+        "are of the time from a tenth of the events to nine tenths, and `CPU µs` is of all processes together. As soon "
+        "as the machine is busy, more processes cannot be faster, but an event should cost no more.",
+        (EVENTS_PER_SECOND, CPU, SERVER_CPU, BUSY),
+        (
+            *_processes("waits for 20 ms, ", (1, 2, 4, 8), {"full": 10_000, "quick": 4_000, "tiny": 100}, each=True,
+                        handler="waits"),
+            *_processes("empty, ", (1, 2, 4, 8), {"full": 300_000, "quick": 60_000, "tiny": 400}, handler="nothing"),
+            *_processes("computes for 200 µs, ", (1, 2, 4, 8), {"full": 60_000, "quick": 15_000, "tiny": 200},
+                        handler="computes"),
+        ),
+        dialects=("postgres", "mysql", "mariadb"),
+    ),
+    Scenario(
+        "scale-beside",
+        "Several processes, beside others",
+        "Empty handlers on one process and on four, beside projects that claim rows with FOR UPDATE SKIP LOCKED. An "
+        "event of outboxio takes two stages, fan-out included.",
+        (EVENTS_PER_SECOND, CPU, SERVER_CPU, BUSY),
+        _processes("", (1, 4), {"full": 200_000, "quick": 60_000, "tiny": 400}, peers=True, handler="nothing"),
+        dialects=("postgres",),
+    ),
+    Scenario(
+        "partitions",
+        "Partitions in a single process",
+        "What do 16 partitions cost a process that owns them all: draining a backlog, and with an idle system?",
+        (EVENTS_PER_SECOND, P50, P99, *PER_EVENT),
+        (
+            Setting("draining, 1 partition", _events(types=1, handlers=1, partitions=1)),
+            Setting("draining, 16 partitions", _events(types=1, handlers=1, partitions=16),
+                    beside="draining, 1 partition"),
+            *(
+                Setting(
+                    f"idle, {number} partition{'s' * (number > 1)}",
+                    _sized({"events": 300}, {"events": 60}, {"events": 10}, pause=0.15, producer="here",
+                           partitions=number),
+                    beside="idle, 1 partition" if number > 1 else "",
+                )
+                for number in (1, 16)
+            ),
+        ),
+        dialects=("postgres", "mysql", "mariadb"),
+        rounds={"full": 6, "quick": 3, "tiny": 1},
+    ),
+    Scenario(
         "backlog",
         "A long backlog",
-        "Undelivered events of 20 types beside as many finished rows. How much longer do the last of them take than "
-        "the first? And with a transaction held open, so that nothing can be cleaned up?",
+        "Undelivered events of 20 types beside as many finished rows. How much longer do the last events take "
+        "than the first? And with a transaction held open, so that the server cannot clean up?",
         (
             Metric("last_to_first", "last : first", ".2f", more_is_better=False), EVENTS_PER_SECOND,
             Metric("resident_mb", "resident MB", more_is_better=False), *PER_EVENT,
@@ -267,10 +357,10 @@ SCENARIOS = (
             Setting(
                 "with an old snapshot",
                 _sized({"events": 100_000}, {"events": 20_000}, {"events": 500}, types=20, finished=0, held=True),
-                beside="without one",
+                beside="without a snapshot",
             ),
             Setting(
-                "without one",
+                "without a snapshot",
                 _sized({"events": 100_000}, {"events": 20_000}, {"events": 500}, types=20, finished=0, held=False),
             ),
         ),
@@ -280,7 +370,7 @@ SCENARIOS = (
         "Memory",
         "How much memory does the process have at most while it drains a long backlog?",
         (Metric("resident_mb", "resident MB", more_is_better=False), EVENTS_PER_SECOND),
-        (Setting("one type", _sized({"events": 1_000_000}, {"events": 50_000}, {"events": 1000}, types=1)),),
+        (Setting("1 type", _sized({"events": 1_000_000}, {"events": 50_000}, {"events": 1000}, types=1)),),
         rounds={"full": 1, "quick": 1, "tiny": 1},
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One run of one contestant: what it is told, and how it answers."""
+"""The task of a run, and its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = dict[str, Any]
 
 
 class Task(Struct, frozen=True):
-    """What a contestant is to do, on an empty database of its own."""
+    """The work of a contestant, on an empty database."""
 
     scenario: str
     contestant: str
@@ -33,5 +33,5 @@ class Task(Struct, frozen=True):
 
 
 def answer(figures: Figures) -> None:
-    """Tell the figures; they are the last line that a run prints."""
+    """Print the figures as the last line of a run."""
     print(msgspec.json.encode(figures).decode(), flush=True)

@@ -1,4 +1,4 @@
-"""What outboxio does in an application's day: idle, under steady load, beside slow handlers, behind a long backlog."""
+"""outboxio in daily life: idle, under steady load, beside slow handlers, behind a long backlog."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import msgspec
 
 from benchmarks import bare
 from benchmarks.meter import checkpoint, metered, percentiles, resident_bytes
-from benchmarks.ours import commit_events, empty_outbox, fanned_out, require, settled
+from benchmarks.ours import commit_events, drain, empty_outbox, fanned_out, require, settled
 from benchmarks.task import Figures, Task
 from benchmarks.workload import event_types, finish_events, insertion, old_snapshot, running
 from outboxio import Event, EventEnvelope, Outbox, Settings
-from tests.app import Look
-from tests.spies import counters
+from tests.kit.app import Look
+from tests.kit.spies import counters
 
 PRODUCERS = 4
-SETTLING_IN = 2.0  # seconds until a load is steady: whoever polls was idle, and may not have looked for a second
+SETTLING_IN = 2.0  # seconds until a load is steady: a loop that polls was idle, and may not have looked for a second
 WARM_UP = 2000  # events that tell how fast this machine drains
-WINDOWS = 20  # stretches of a backlog whose times are compared
+WINDOWS = 20  # stretches of a backlog, to compare their times
 
 
 class Stamped(Event):
-    """An event that says which commit it came with."""
+    """An event with the number of its commit."""
 
     commit: int
 
@@ -54,11 +54,11 @@ class Arrivals:
 
     async def number(self, wanted: int) -> None:
         async with asyncio.timeout(60):
-            while len(self.moments) < wanted:  # noqa: ASYNC110  # it is not to wake anybody
+            while len(self.moments) < wanted:  # noqa: ASYNC110  # the wait must wake no task
                 await asyncio.sleep(0.005)
 
     def waits(self, committed: Sequence[float], since: float = 0.0) -> list[float]:
-        """The seconds from each event's commit to its handler, of those that were committed after a moment.
+        """The seconds from each event's commit to its handler, for events committed after a moment.
 
         A handler may be faster than the news of the commit.
         """
@@ -70,12 +70,14 @@ class Arrivals:
 
 
 async def latency(task: Task) -> Figures:
-    """One event at a time on an idle system, from its commit to its handler, here or from another process."""
+    """Single events on an idle system, from the commit to the handler, with the producer here or in a different
+    process.
+    """
     arrivals = Arrivals()
     async with empty_outbox(task.url) as outbox:
-        outbox.handler(Stamped, name="arrivals")(arrivals)
+        outbox.handler(Stamped, name="arrivals", partitions=task.options.get("partitions", 1))(arrivals)
         async with outbox.running():
-            await asyncio.sleep(0.3)  # until it is idle
+            await asyncio.sleep(0.3)  # until the system is idle
             if task["producer"] == "here":
                 committed = await produce(outbox, task.options)
             else:
@@ -84,11 +86,16 @@ async def latency(task: Task) -> Figures:
     return {"units": task["events"], **percentiles(arrivals.waits(committed))}
 
 
+async def partitions(task: Task) -> Figures:
+    """A process that owns all partitions of its handler: single events on an idle system, or draining."""
+    return await (latency(task) if "producer" in task.options else drain(task))
+
+
 # --- sustained -------------------------------------------------------------------------------------
 
 
 async def sustained(task: Task) -> Figures:
-    """Producers in another process at a share of what was drained before, and handlers here, for so many seconds."""
+    """Producers in a different process at a share of the drain rate, and handlers here, for so many seconds."""
     arrivals, together, (plain,) = Arrivals(), task["events_per_commit"], event_types(1)
     async with empty_outbox(task.url) as outbox:
         outbox.handler(Stamped, name="arrivals")(arrivals)
@@ -121,7 +128,7 @@ async def sustained(task: Task) -> Figures:
 
 
 async def sustained_bare(tables: bare.Tables, task: Task) -> Figures:
-    """The same with the bare pipeline, at the same share of what it drains itself."""
+    """The same with the bare pipeline, at the same share of its own drain rate."""
     arrivals, together = Arrivals(), task["events_per_commit"]
 
     async def arrive(payload: bare.Payload) -> None:
@@ -192,7 +199,7 @@ def _backlog(
     ] or [(0.0, 0)]
 
 
-# --- producing, here or in another process -----------------------------------------------------------
+# --- producing, here or in a different process -------------------------------------------------------
 
 
 async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
@@ -205,7 +212,7 @@ async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
         async with outbox.transaction("Connect"):
             pass
 
-    # Whoever has yet to connect when the clock begins has a second's work to make up for at once.
+    # A producer that still has to connect when the clock starts would commit a second's work at once.
     await asyncio.gather(*(connect() for _ in range(producers)))
     committed, numbers, begun = [0.0] * commits, iter(range(commits)), time.monotonic()
 
@@ -220,13 +227,13 @@ async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
                     tx.emit(Stamped(number), model_id=number)
             committed[number] = time.monotonic()
 
-    # One after the other cannot be faster than a commit; one at a time is what an idle system is.
+    # A sequence cannot be faster than a commit; single events are the load of an idle system.
     await asyncio.gather(*(producer() for _ in range(producers)))
     return committed
 
 
 async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None) -> list[float]:
-    """The same in another process, whose monotonic clock is this machine's, too."""
+    """The same in a different process, whose monotonic clock is that of this machine, too."""
     there = msgspec.structs.replace(
         task, scenario="produce", contestant="outboxio", options=task.options | (options or {})
     )
@@ -240,7 +247,7 @@ async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None)
 
 
 async def produce_for_another(task: Task) -> Figures:
-    """What the other process does."""
+    """The work of the producing process."""
     if task.options.get("plain"):
         return {"committed": await _produce_plainly(task)}
     async with Outbox(task.url, namespace="bench") as outbox:
@@ -248,7 +255,7 @@ async def produce_for_another(task: Task) -> Figures:
 
 
 async def _produce_plainly(task: Task) -> list[float]:
-    """The same by statements that make the rows inside the database, which costs next to nothing here."""
+    """The same by statements that create the rows inside the database, which costs almost no time here."""
     together, seconds = task["events_per_commit"], task["seconds"]
     table = task.options.get("table") or Look(task.url).table("events")
     commits = task["events"] // together
@@ -267,11 +274,11 @@ async def _produce_plainly(task: Task) -> list[float]:
     return committed
 
 
-# --- handlers that take their time -------------------------------------------------------------------
+# --- slow handlers -----------------------------------------------------------------------------------
 
 
 async def concurrency(task: Task) -> Figures:
-    """Notifications whose handler sleeps, many at once; the ideal is their number over the concurrency, in sleeps."""
+    """Notifications whose handler sleeps, many at once. The ideal is their number over the concurrency, in sleeps."""
     number, at_once, sleep = task["notifications"], task["concurrency"], task["sleep"]
     async with empty_outbox(task.url, settings=Settings(concurrency=at_once)) as outbox:
         await commit_events(task, number, 1)
@@ -292,7 +299,7 @@ async def concurrency(task: Task) -> Figures:
 
 
 async def neighbour(task: Task) -> Figures:
-    """Fast notifications beside as many of a handler that sleeps, or without them; until the last fast one ran."""
+    """Fast notifications beside as many notifications of a handler that sleeps, or alone, until the last fast run."""
     fast, ran, done = task["fast"], 0, asyncio.Event()
     settings = Settings(shutdown_timeout=0)  # the sleepers are not waited for
     async with empty_outbox(task.url, settings=settings) as outbox:
@@ -325,7 +332,7 @@ async def neighbour(task: Task) -> Figures:
 
 
 async def backlog(task: Task) -> Figures:
-    """A long backlog beside as many finished rows: what the last of it takes beside the first."""
+    """A long backlog beside as many finished rows: the time of its last part beside the first part."""
     events, types = task["events"], task["types"]
     marks, most = array("d"), 0
     every = max(1, events // WINDOWS)
@@ -363,7 +370,7 @@ async def backlog(task: Task) -> Figures:
 
 
 async def memory(task: Task) -> Figures:
-    """The most memory that this process has while it drains a long backlog."""
+    """The peak memory of this process while it drains a long backlog."""
     figures = await backlog(msgspec.structs.replace(task, options={"finished": 0, "held": False, **task.options}))
     del figures["windows"], figures["last_to_first"]
     return figures

@@ -1,6 +1,6 @@
-"""The events that every contestant gets, made inside the database: the same rows for us and for the bare pipelines.
+"""The events of every contestant, created inside the database: the same rows for outboxio and for the bare pipelines.
 
-They are as the actions of an application would have left them: ids in the order of time, about twenty to the
+The rows are as the actions of an application would have left them: ids in the order of time, about twenty per
 millisecond, the types in turn.
 """
 
@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import asyncpg
 
 from outboxio import Event
-from tests import mysql
-from tests.app import Look
+from tests.kit import mysql
+from tests.kit.app import Look
 
 NAMESPACE = "bench"
-PIECE = 100_000  # rows of one transaction: more would make a long undo log
+PIECE = 100_000  # rows per transaction: more would create a long undo log
 
 COLUMNS = (
     "id, namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
@@ -38,7 +38,7 @@ _COPIED = (
 
 
 class Deposited(Event):
-    """What happened, in each of its types."""
+    """The event, in each of its types."""
 
     model_id: str
     amount: int
@@ -99,7 +99,7 @@ _SETTLE_DOWN = {"postgres": "VACUUM ANALYZE {table}", "mysql": "ANALYZE TABLE {t
 async def fill(
     url: str, dialect: str, table: str, events: int, types: int, *, first: int = 0, delivered: bool = False
 ) -> None:
-    """Commit so many events, and let the planner know of them."""
+    """Commit so many events, and update the planner's statistics."""
     for start in range(first, first + events, PIECE):
         number = min(PIECE, first + events - start)
         await run(url, insertion(dialect, table, start, number, types, delivered=delivered))
@@ -127,7 +127,7 @@ def insertion(dialect: str, table: str, first: int, number: int, types: int, *, 
 
 
 async def finish_events(url: str, dialect: str, handler: str, events: int, types: int) -> None:
-    """Rows of the past: so many delivered events, each with a notification that succeeded. They come first."""
+    """Rows of the past: so many delivered events, each with a succeeded notification, before all other rows."""
     look = Look(url)
     table, notifications = look.table("events"), look.table("event_notifications")
     await fill(url, dialect, table, events, types, delivered=True)
@@ -151,7 +151,7 @@ async def run(url: str, statement: str) -> None:
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
-    """What runs statements, each a transaction of its own, on one connection."""
+    """A function that runs statements, each in a separate transaction, on a single connection."""
     look = Look(url)
     if look.driver == "asyncpg":
         connection = await asyncpg.connect(url)
@@ -168,7 +168,9 @@ async def running(url: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
 
 @asynccontextmanager
 async def old_snapshot(url: str) -> AsyncIterator[None]:
-    """A reader that began before everything that comes, and has not ended: nothing that it may see can be cleaned."""
+    """A reader that began before all later rows, and has not ended: the server cannot clean up rows that the reader may
+    see.
+    """
     look = Look(url)
     if look.driver == "asyncpg":
         reader: Any = await asyncpg.connect(url)

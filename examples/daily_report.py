@@ -1,7 +1,7 @@
-"""A scheduled batch: deposits come all day, and one call after midnight reports on them.
+"""A scheduled batch: deposits come all day, and a single call after midnight reports on all deposits.
 
-One deposit is in a currency that nobody knows. The call that it is part of fails, and is split in halves until that
-deposit is alone: it ends as a dead letter, and the others are reported all the same. The clock is moved by hand.
+One deposit is in an unknown currency. The call with that deposit fails, and is split in halves until the deposit is
+alone: the deposit ends as a dead letter, and the report contains all other deposits. The example moves the clock.
 
 python examples/daily_report.py                            # on SQLite in memory
 python examples/daily_report.py postgresql://localhost/app # on a database of yours to play with; or mysql://
@@ -49,9 +49,9 @@ def cents(event: MoneyDeposited) -> int:
 
 
 async def report(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
-    """One line for each day, in one transaction with the delivery of all these deposits: each is counted once.
+    """Write a line for each day, in a single transaction with the delivery of all deposits: each deposit counts once.
 
-    Usually that is the day that has just ended. After an outage it may be several.
+    Usually the call contains the day that has just ended. After an outage the call may contain several days.
     """
     tx, by_day = envelopes[0].tx, defaultdict[str, list[int]](list)
     for envelope in envelopes:
@@ -62,7 +62,7 @@ async def report(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
 
 
 async def report_aloud(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
-    """The same, so that a reader sees the calls."""
+    """Report, and print the call for the reader."""
     call = f"  00:00  a call with {len(envelopes)} deposit{'s' * (len(envelopes) > 1)}:"
     try:
         await report(envelopes)
@@ -73,16 +73,16 @@ async def report_aloud(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
 
 
 def sql(tx: Transaction, statement: str) -> str:
-    """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
+    """Return a statement for this driver. An application has a single driver, and writes $1 or %s directly."""
+    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
     return re.sub(r"\$\d", "%s", statement) if is_mysql else statement
 
 
 async def change_schema(outbox: Outbox, *statements: str) -> None:
-    """Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction."""
+    """Run DDL, as migrations do for an application. MySQL commits each CREATE, which ends the transaction."""
     for statement in statements:
         with suppress(TransactionEnded), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of aiomysql, which warns of a table that IF EXISTS did not find
+            warnings.simplefilter("ignore")  # aiomysql warns if IF EXISTS found no table
             async with outbox.transaction("ChangeSchema") as tx:
                 await tx.execute(statement)
 
@@ -93,7 +93,7 @@ async def live_through(outbox: Outbox, clock: MovableClock, date: str, deposits:
         async with outbox.transaction("Deposit") as tx:
             tx.emit(MoneyDeposited(owner, Decimal(amount), currency), model_id=owner, model_type="Wallet")
         print(f"  {time}  {owner} deposits {amount} {currency}")
-        await outbox.drain()  # as running() does all the time; nothing is called before midnight
+        await outbox.drain()  # as running() does all the time; no call before midnight
     clock.set(datetime.fromisoformat(date) + timedelta(days=1))
     await outbox.drain()
 
@@ -113,7 +113,7 @@ async def show(outbox: Outbox) -> None:
     for letter in dead:
         event, error = letter.payload or {}, letter.errors[-1]
         print(f"  {event['amount']} {event['currency']} of {event['owner']}: {error['message']}")
-    # Somebody has seen them. What is put right can be retried instead.
+    # An operator has seen the dead letters. A corrected deposit can be retried instead.
     await outbox.admin.skip(letter.id for letter in dead)
 
 
@@ -136,5 +136,5 @@ async def main(database: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # it reports the dead letter as well
+    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # the log reports the dead letter as well
     asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "sqlite://"))

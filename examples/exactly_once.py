@@ -1,4 +1,4 @@
-"""Exactly once: what a transactional handler writes commits together with its delivery, however often it is run.
+"""Exactly once: a transactional handler's writes commit together with the delivery, however often the handler runs.
 
 python examples/exactly_once.py                            # on SQLite in memory
 python examples/exactly_once.py postgresql://localhost/app # on a database of yours to play with; or mysql://
@@ -32,7 +32,7 @@ class Visit(Action):
 
 
 class Visitors(Action):
-    """How many visitors a page has had."""
+    """Return the number of visitors of a page."""
 
     page: str
 
@@ -41,16 +41,16 @@ class Visitors(Action):
 
 
 def sql(tx: Transaction, statement: str) -> str:
-    """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
+    """Return a statement for this driver. An application has a single driver, and writes $1 or %s directly."""
+    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
     return re.sub(r"\$\d", "%s", statement) if is_mysql else statement
 
 
 async def change_schema(outbox: Outbox, *statements: str) -> None:
-    """Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction."""
+    """Run DDL, as migrations do for an application. MySQL commits each CREATE, which ends the transaction."""
     for statement in statements:
         with suppress(TransactionEnded), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of aiomysql, which warns of a table that IF EXISTS did not find
+            warnings.simplefilter("ignore")  # aiomysql warns if IF EXISTS found no table
             async with outbox.transaction("ChangeSchema") as tx:
                 await tx.execute(statement)
 
@@ -62,7 +62,7 @@ def at_once(attempts: int, error: BaseException) -> timedelta:
 async def main(database: str) -> None:
     outbox = Outbox(database, namespace="exactly-once")
 
-    # Counting is not idempotent: run twice, it would count twice.
+    # Counting is not idempotent: two runs would count twice.
     @outbox.handler(PageVisited, name="count-visitors", delivery="transactional", retry=at_once)
     async def count(envelope: EventEnvelope[PageVisited]) -> None:
         tx, page = envelope.tx, envelope.event.page
@@ -88,5 +88,5 @@ async def main(database: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # it reports the crash as well
+    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # the log reports the crash as well
     asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "sqlite://"))

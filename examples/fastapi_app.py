@@ -1,4 +1,4 @@
-"""Outboxio in a FastAPI application: the loops run for as long as the application does.
+"""outboxio in a FastAPI application: the loops run for as long as the application runs.
 
     pip install 'outboxio[postgres,mysql]' fastapi uvicorn
     uvicorn examples.fastapi_app:app
@@ -6,14 +6,14 @@
     curl -X POST localhost:8000/wallets/ada/deposits -H 'content-type: application/json' -d '{"cents": 1000}'
     curl localhost:8000/wallets/ada
 
-``DATABASE_URL`` says where, on any of the databases; without it, in the file ``wallets.db``.
+``DATABASE_URL`` is the URL of any supported database; the default is the file ``wallets.db``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -29,22 +29,22 @@ TABLES = (
     "CREATE TABLE IF NOT EXISTS receipts (id VARCHAR(36) PRIMARY KEY, wallet_id VARCHAR(64), cents BIGINT)",
 )
 
-# The action that only reads need not leave a row behind.
+# The transaction that only reads need not leave a row behind.
 outbox = Outbox(DATABASE, namespace="wallets", settings=Settings(record_empty_actions=False))
 
 
 def sql(statement: str) -> str:
-    """A statement as the driver takes it. Your application has one database, and writes its SQL right away."""
+    """Return a statement for this driver. An application has a single database, and writes the right SQL directly."""
     if not DATABASE.startswith(("mysql:", "mariadb:")):
         return statement
     return re.sub(r"\$\d", "%s", statement).replace("ON CONFLICT DO NOTHING", "ON DUPLICATE KEY UPDATE id = id")
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
     async with outbox:
         await outbox.migrate()
-        # Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction.
+        # Migrations do this for an application. MySQL commits each CREATE, which ends the transaction.
         for ddl in TABLES:
             with suppress(TransactionEnded):
                 async with outbox.transaction("MakeTables") as tx:
@@ -87,7 +87,7 @@ class DepositMoney(Action):
 
 
 class WriteReceipt(Action):
-    """Written once, however often it is executed: the event's id is the key."""
+    """Writes a receipt once, however often the action is executed: the event's id is the key."""
 
     event_id: str
     wallet_id: str

@@ -1,7 +1,7 @@
 """The inbox: a broker delivers a message again and again, and a suspicious user's orders are checked once.
 
-A user service says through a broker that the status of a user has changed. The order service stores what it is told,
-acknowledges it, and checks the user's orders afterwards, with retries of its own.
+A user service says through a broker that the status of a user has changed. The order service stores the message,
+acknowledges the message, and checks the user's orders afterwards, with separate retries.
 
 python examples/inbox_fraud.py                            # on SQLite in memory
 python examples/inbox_fraud.py postgresql://localhost/app # on a database of yours to play with; or mysql://
@@ -30,7 +30,7 @@ LARGE = 500_00
 ORDERS = ((1, "mallory", 899_00), (2, "mallory", 12_00), (3, "alice", 950_00))
 
 
-# --- the broker, and what the user service says ----------------------------------------------------
+# --- the broker, and the messages of the user service ---------------------------------------------
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Message:
 
 
 class Broker:
-    """Stands for Kafka, RabbitMQ and the like, which deliver at least once: here, everything comes twice."""
+    """Stands for Kafka, RabbitMQ and the like, which deliver at least once: here, each message comes twice."""
 
     def __init__(self) -> None:
-        # What was received once stays known, so every run of this example has a broker with a name of its own.
+        # The inbox remembers received messages, so each run of this example has a broker with a new name.
         self.name = f"user-service-{token_hex(4)}"
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
 
@@ -78,7 +78,7 @@ class UserStatusUpdated(Event):
 
 
 async def consume(broker: Broker, outbox: Outbox) -> None:
-    """All that a consumer does: store, and acknowledge. If it fails between the two, the message comes again."""
+    """Store each message, and acknowledge. After a crash between the two steps, the message comes again."""
     async for message in broker.deliveries():
         received = await outbox.inbox.receive(
             source=broker.name, external_id=message.id, type="UserStatusUpdated", payload=message.body, topic="FRAUD"
@@ -88,7 +88,7 @@ async def consume(broker: Broker, outbox: Outbox) -> None:
 
 
 async def check_orders(envelope: EventEnvelope[UserStatusUpdated]) -> None:
-    """Look at a user's orders when the user becomes suspicious, and hold those that are large."""
+    """Check a user's orders when the user becomes suspicious, and hold the large orders."""
     event, tx = envelope.event, envelope.tx
     if event.current != "SUSPICIOUS" or event.previous == "SUSPICIOUS":
         return
@@ -103,22 +103,22 @@ async def check_orders(envelope: EventEnvelope[UserStatusUpdated]) -> None:
 
 
 def sql(tx: Transaction, statement: str) -> str:
-    """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
+    """Return a statement for this driver. An application has a single driver, and writes $1 or %s directly."""
+    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
     return re.sub(r"\$\d", "%s", statement) if is_mysql else statement
 
 
 async def change_schema(outbox: Outbox, *statements: str) -> None:
-    """Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction."""
+    """Run DDL, as migrations do for an application. MySQL commits each CREATE, which ends the transaction."""
     for statement in statements:
         with suppress(TransactionEnded), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of aiomysql, which warns of a table that IF EXISTS did not find
+            warnings.simplefilter("ignore")  # aiomysql warns if IF EXISTS found no table
             async with outbox.transaction("ChangeSchema") as tx:
                 await tx.execute(statement)
 
 
 async def tell(outbox: Outbox) -> None:
-    """Everything that the broker does, and what came of it."""
+    """Play the broker's part, and print the result."""
     broker = Broker()
     async with outbox.transaction("PlaceOrders") as tx:
         for order in ORDERS:
@@ -128,7 +128,7 @@ async def tell(outbox: Outbox) -> None:
         group.create_task(consume(broker, outbox))
         await broker.publish(status_changed("m-1", "mallory", "ACTIVE", "SUSPICIOUS"))
         await broker.publish(status_changed("m-2", "alice", "NEW", "ACTIVE"))
-        await broker.publish(status_changed("m-1", "alice", "ACTIVE", "SUSPICIOUS"))  # its producer uses an id twice
+        await broker.publish(status_changed("m-1", "alice", "ACTIVE", "SUSPICIOUS"))  # the producer uses an id twice
         await broker.close()
     await outbox.drain()
 
@@ -152,5 +152,5 @@ async def main(database: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # it reports the conflicts as well
+    logging.getLogger("outboxio").setLevel(logging.CRITICAL)  # the log reports the conflicts as well
     asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "sqlite://"))

@@ -47,13 +47,13 @@ class DepositMoney(Action):
 
 
 def sql(tx: Transaction, statement: str) -> str:
-    """A statement as the driver takes it. Your application has one driver, and writes $1, or %s, right away."""
-    is_mysql = type(tx.connection).__module__.startswith(("aiomysql.", "asyncmy."))
+    """Return a statement for this driver. An application has a single driver, and writes $1 or %s directly."""
+    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
     return statement.replace("$1", "%s").replace("$2", "%s") if is_mysql else statement
 
 
 class Mail:
-    """Stands for whatever sends mail."""
+    """Stands for a mail client."""
 
     async def send(self, wallet_id: UUID, amount: Decimal) -> None:
         print(f"mail: wallet {wallet_id} received {amount:.2f}")
@@ -69,7 +69,7 @@ async def main(database: str) -> None:
 
     async with outbox:
         await outbox.migrate()
-        # Migrations do this for an application. MySQL commits every CREATE by itself, which ends the transaction.
+        # Migrations do this for an application. MySQL commits each CREATE, which ends the transaction.
         with suppress(TransactionEnded):
             async with outbox.transaction("MakeTables") as tx:
                 await tx.execute(WALLETS)
@@ -77,7 +77,7 @@ async def main(database: str) -> None:
             wallet_id = await outbox.executor.execute(OpenWallet())
             balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")))
             print(f"the balance is {balance:.2f}")
-            # A service goes on running; this script has seen enough once everything is handled.
+            # A service runs until shutdown; this script ends when all events are handled.
             await outbox.drain()
 
 

@@ -1,11 +1,6 @@
 """The transactional outbox for asyncio: commit your rows and their events together, handle every event afterwards."""
 
-from outboxio.action import Action, Retry
-from outboxio.backoff import RetryPolicy
-from outboxio.batch import Batch
-from outboxio.clock import Clock
-from outboxio.consuming import Consumption, Received
-from outboxio.envelope import EventEnvelope
+from outboxio.actions.reading import Connection
 from outboxio.errors import (
     AmbiguousTypeName,
     CommitUnknown,
@@ -18,18 +13,24 @@ from outboxio.errors import (
     HandlerFailed,
     InterruptedRun,
     InvalidEvent,
+    InvalidRetryAfter,
+    NestedConnection,
     NestedExecute,
     NoHandlerTransaction,
     NotBegun,
     NoTransaction,
+    OtherDatabase,
     OutboxError,
     PooledConnection,
+    PoolExhausted,
     PoolTooSmall,
     RegistrationError,
     RetryAfter,
     ReturnedAsFailed,
+    RightsMissing,
     SameDatabase,
     SchemaError,
+    SchemaInUse,
     SchemaMissing,
     SchemaNewer,
     SchemaOccupied,
@@ -40,18 +41,32 @@ from outboxio.errors import (
     TransactionClosed,
     TransactionEnded,
     TransactionError,
+    Undescribable,
+    UnknownEventType,
+    UnknownHandler,
     Unprocessable,
+    UnreadableRow,
+    WaitsForItself,
+    WrongEventLoop,
 )
-from outboxio.event import Event
-from outboxio.handler import EventHandler
-from outboxio.inbox import Inbox
-from outboxio.notification import NotificationRecord, State
-from outboxio.options import Delivery, OnDeadKey
+from outboxio.handlers.batch import Batch
+from outboxio.handlers.handler import EventHandler
+from outboxio.handlers.options import Delivery, OnDeadKey
+from outboxio.inbox.inbox import Inbox
+from outboxio.inbox.inline import Consumption, Received
+from outboxio.model.action import Action, Retry
+from outboxio.model.envelope import EventEnvelope
+from outboxio.model.event import Event
+from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.redaction import Redact
+from outboxio.model.retry import RetryPolicy
+from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
+from outboxio.operations.retention import Removed
+from outboxio.operations.stranded import Stranded
 from outboxio.outbox import Drained, Outbox
-from outboxio.redaction import Redact
-from outboxio.retention import Removed
 from outboxio.settings import Settings
 from outboxio.storage import Shard
+from outboxio.support.clock import Clock
 from outboxio.transaction import Transaction
 
 __version__ = "0.1.0"
@@ -61,9 +76,11 @@ __all__ = [
     "AmbiguousTypeName",
     "Batch",
     "Clock",
+    "ClusterInstance",
     "CommitUnknown",
     "ConcurrentUse",
     "ConfigurationError",
+    "Connection",
     "Consumption",
     "CrashedProcess",
     "DatabaseError",
@@ -75,17 +92,23 @@ __all__ = [
     "EventEnvelope",
     "EventHandler",
     "HandlerFailed",
+    "HandlerPartitions",
     "Inbox",
     "InterruptedRun",
     "InvalidEvent",
+    "InvalidRetryAfter",
+    "NestedConnection",
     "NestedExecute",
     "NoHandlerTransaction",
     "NoTransaction",
     "NotBegun",
     "NotificationRecord",
     "OnDeadKey",
+    "OtherDatabase",
     "Outbox",
     "OutboxError",
+    "PartitionOwner",
+    "PoolExhausted",
     "PoolTooSmall",
     "PooledConnection",
     "Received",
@@ -96,8 +119,10 @@ __all__ = [
     "RetryAfter",
     "RetryPolicy",
     "ReturnedAsFailed",
+    "RightsMissing",
     "SameDatabase",
     "SchemaError",
+    "SchemaInUse",
     "SchemaMissing",
     "SchemaNewer",
     "SchemaOccupied",
@@ -107,11 +132,18 @@ __all__ = [
     "ShutdownError",
     "StaleRecord",
     "State",
+    "Stranded",
     "TooManyHops",
     "Transaction",
     "TransactionClosed",
     "TransactionEnded",
     "TransactionError",
+    "Undescribable",
+    "UnknownEventType",
+    "UnknownHandler",
     "Unprocessable",
+    "UnreadableRow",
+    "WaitsForItself",
+    "WrongEventLoop",
     "__version__",
 ]

@@ -1,28 +1,31 @@
-"""Every number and switch that a user may set, in one frozen struct, and the ways to read it.
+"""The settings: every number and switch of an outbox, in a frozen struct, with the sources of their values.
 
-The struct's fields are the only list of settings: spellings, environment variables, conversions and checks all derive
-from their names and types. A new setting is one field, and one line in ``_RANGES`` if its bounds are unusual.
+The struct's fields are the only list of settings. Spellings, environment variables, conversions and checks derive from
+the names and types of the fields. A new setting is a field, and a line in ``_RANGES`` if the bounds are unusual.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeGuard, get_args
 
 import msgspec
 
-from outboxio.duration import Duration, default_duration, format_duration, parse_duration
 from outboxio.errors import SettingsError
+from outboxio.support.duration import Duration, default_duration, format_duration, parse_duration
+from outboxio.support.text import nearest
+
+Balance = Literal["partitioned", "all"]
+"""The handlers that are spread over the processes: handlers with several partitions, or all handlers."""
 
 
 class _SettingsMeta(msgspec.StructMeta):
-    # Hidden from type checkers, so that they go on checking calls against the fields.
+    # Hidden from type checkers, which check calls against the fields.
     if not TYPE_CHECKING:
 
         def __call__(self, *args: Any, **leafs: Any) -> Any:
@@ -35,10 +38,10 @@ class _SettingsMeta(msgspec.StructMeta):
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_SettingsMeta):
     """How an outbox behaves. Every setting has a default that suits production.
 
-    A duration is read as a ``timedelta``, and may be given as one, as seconds (``0.5``), as ``"20ms"``, ``"1h30m"``,
+    A duration is a ``timedelta``. It may be given as a ``timedelta``, as seconds (``0.5``), as ``"20ms"``, ``"1h30m"``,
     or as ISO-8601 (``"PT1S"``). Durations are longer than zero unless said otherwise, and at most 100 years; numbers
-    are 1 or more. A setting that is unknown or out of bounds raises :class:`~outboxio.errors.SettingsError`, which
-    names it, its value and what is expected.
+    are 1 or more. A setting that is unknown or out of bounds raises :class:`~outboxio.errors.SettingsError` with the
+    name, the value and the expected values.
 
     Example::
 
@@ -50,64 +53,93 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     fanout_poll_delay: Duration = default_duration("1s")
-    """Longest wait of the idle fan-out for a wake-up before it looks by itself (jittered). 1 ms to 1 day."""
+    """Longest pause of idle fan-out without a wake-up (jittered). 1 ms to 1 day."""
 
     fanout_batch_size: int = 1000
-    """Events that one fan-out transaction turns into notifications, at most."""
+    """Events that a fan-out transaction turns into notifications, at most."""
 
     handling_enabled: bool = True
-    """Whether this process runs handlers. False for a deployment that only fans out."""
+    """True if this process runs handlers. False for a deployment that only fans out."""
 
     handling_poll_delay: Duration = default_duration("1s")
-    """Longest wait of the idle dispatcher for a wake-up before it looks by itself (jittered). 1 ms to 1 day."""
+    """Longest pause of the idle dispatcher without a wake-up (jittered). 1 ms to 1 day.
+
+    A notification may be found so late in two cases: it becomes due by the time alone, or it was written without a
+    wake-up. On MySQL, MariaDB and SQLite a process sends no wake-ups to the rest of the fleet."""
 
     handling_batch_size: int = 1000
-    """Due notifications that one look at the database takes, at most."""
+    """Due notifications that the dispatcher reads at once, at most."""
 
     handling_max_backoff_cap: Duration = default_duration("5m")
-    """Longest pause between two attempts of a failing handler; a ``RetryPolicy`` may give its own."""
+    """Longest pause between two attempts of a failing handler. A ``RetryPolicy`` may have a different pause."""
 
-    # A window shorter than the backoff cap is allowed: an attempt that would fall outside it has a meaning (EXPIRED).
+    # A window shorter than the backoff cap is allowed: an attempt outside the window means EXPIRED.
     handling_retention_window: Duration = default_duration("7d")
-    """Time after which an unfinished notification is EXPIRED, from when it could first run or was retried by hand."""
+    """Time after which an unfinished notification is EXPIRED, from its first possible run or from a retry by hand."""
 
     handler_timeout: Duration = default_duration("60s")
-    """Time that one run of a handler may take before it is cancelled and counted as a failure."""
+    """Time that a run of a handler may take before the run is cancelled and counted as a failure. The event loop may
+    stand still for the longest such time of all handlers here before this process gives up the cluster locks."""
 
     concurrency: int = 100
-    """Handlers that run at the same time on one shard in this process, at most."""
+    """Handlers that run at the same time on a shard in this process, at most; hooks besides."""
 
     max_hops: int = 32
-    """Events that may cause each other in one chain, at most: what stops two handlers that feed each other."""
+    """Events in a chain of causes, at most. The limit stops two handlers whose events cause events for each handler."""
 
     max_crashes: int = 3
-    """Starts that a row may have which end with its process, and not with the run, before it is DEAD. They are counted
-    after a first crash, and 1 is like 2: the first start that is counted has company, and proves nothing."""
+    """Starts of a row that end with the process instead of the run, before the row is DEAD. The count begins after a
+    first crash. 1 is like 2: more rows run at the first counted start, so that start proves nothing about the row."""
 
     outcome_batch: int = 500
     """Outcomes of finished handlers that are written together, at most."""
 
     outcome_delay: Duration = default_duration("20ms")
-    """Time that an outcome may wait for others to be written with it. Zero: none. A crash runs the waiting again."""
+    """Time that an outcome may wait for more outcomes, so that all are written together. Zero: no wait. After a crash
+    the handlers of waiting outcomes run again."""
 
-    shutdown_timeout: Duration = default_duration("30s")
-    """Time that running handlers get to finish when ``running()`` is left, before they are cancelled. Zero: none."""
+    shutdown_timeout: Duration = default_duration("25s")
+    """Grace period of running handlers after ``running()`` is left, before the handlers are cancelled. Zero: none.
+    Kubernetes kills a pod after 30 s: outcomes are written and locks given back in the seconds that are left."""
+
+    pool_timeout: Duration = default_duration("30s")
+    """Time that an action waits for a connection, or on SQLite for the turn to write, before
+    :class:`~outboxio.errors.PoolExhausted` is raised."""
 
     lock_heartbeat: Duration = default_duration("5s")
     """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for 1.8
     times as long. 50 ms to 1 day."""
 
+    balance: Balance = "partitioned"
+    """``"partitioned"``: processes share the handlers that have several partitions, and the process that came first
+    keeps the rest. ``"all"``: handlers with a single partition are spread over the processes too. An event then waits
+    for a wake-up between processes: 0.5 ms longer on an idle PostgreSQL, 16 ms on an idle MySQL or MariaDB."""
+
     subscription_ttl: Duration = default_duration("7d")
-    """Time for which a handler that no process has any more still gets its notifications."""
+    """Time for which a handler that no process has any longer still gets notifications."""
+
+    connect_timeout: Duration = default_duration("10s")
+    """Time in which a new connection to a server must be open."""
+
+    statement_timeout: Duration = default_duration("60s")
+    """Time in which a server must answer a statement of outboxio's own, BEGIN, COMMIT and the loops' statements among
+    them, before its connection is given up."""
+
+    action_statement_timeout: Duration = default_duration("0s")
+    """Time that a statement of an action's own code may take before a TimeoutError. Zero: as long as the server is at
+    work on the statement."""
 
     notify: bool = True
-    """Whether a commit wakes other processes, where the database can (PostgreSQL). Polling goes on in any case."""
+    """True if a commit wakes the rest of the fleet, where the database can (PostgreSQL). Polling goes on anyway."""
 
     record_empty_actions: bool = True
-    """Whether an action that emits nothing leaves a row (a sentinel) in ``events``."""
+    """True if an action without events writes a sentinel event in ``events``."""
+
+    validate_events: bool = True
+    """True if the field values of an event are checked against the field types before the event is written."""
 
     purge_enabled: bool = True
-    """Whether ``running()`` removes rows that were kept long enough. ``outbox.admin.purge()`` does so when asked."""
+    """True if ``running()`` removes rows that were kept long enough. ``outbox.admin.purge()`` does so in any case."""
 
     keep_finished: Duration = default_duration("7d")
     """Age at which finished notifications and fully settled events are removed."""
@@ -116,7 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Age at which DEAD notifications are removed."""
 
     dedup_retention: Duration = default_duration("100d")
-    """Time for which the inbox recognises an event that it received before. Longer than events are kept, as a rule."""
+    """Time for which the inbox recognises an inbox message. As a rule longer than events are kept."""
 
     def __post_init__(self) -> None:
         for leaf in _LEAFS:
@@ -130,19 +162,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ) -> Self:
         """Settings from a mapping or a TOML file, overridden by the environment.
 
-        ``source``: a mapping, the path of a TOML file, or None. The settings are its table ``outboxio``, else its
-        table ``tool.outboxio``, else everything in it. Names are in snake_case, kebab-case or camelCase, and may be
+        ``source``: a mapping, the path of a TOML file, or None. The settings are the table ``outboxio``, else the
+        table ``tool.outboxio``, else the whole source. Names are in snake_case, kebab-case or camelCase, and may be
         nested at any word: ``handling_poll_delay``, ``handling-poll-delay``, ``handlingPollDelay`` and
-        ``{"handling": {"poll-delay": ...}}`` are one setting, which may be given only once.
+        ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given only once.
 
         ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``
-        and ``OUTBOXIO_TEST_*`` are other people's.
+        and ``OUTBOXIO_TEST_*`` are no settings.
 
         Durations are spelled as everywhere; text is converted (``"50"``; ``"true"``, ``"yes"``, ``"on"``, ``"1"`` and
-        their opposites).
+        the opposites).
 
         Raises :class:`~outboxio.errors.SettingsError` for a name that is unknown or given twice and for a bad value,
-        naming it as it is written there, and for a file that cannot be read, naming its path.
+        with the name as the source spells it, and for a file that cannot be read, with the path.
 
         Example::
 
@@ -156,20 +188,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _LEAFS: Final[Mapping[str, type[Any]]] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 
 
-# --- is this value allowed? ----------------------------------------------------------------------
+# --- bounds of values -----------------------------------------------------------------------------
 
 _MICROSECOND: Final = timedelta(microseconds=1)
 _DAY: Final = timedelta(days=1)
 # "For ever" must still be subtractable from now: a much longer time leaves the calendars of Python and the servers.
 _CENTURY: Final = timedelta(days=36_500)
 
+# The largest value of the smallest integer type of all databases: the numbers become limits of statements.
+_LARGEST_NUMBER: Final = 2**31 - 1
+
 _RANGES: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
-    # An idle loop must not become a busy one, and polling is what finds the work whose wake-up was lost.
+    # An idle loop must not become a busy loop. Polling finds the rows of a lost wake-up.
     "fanout_poll_delay": (timedelta(milliseconds=1), _DAY),
     "handling_poll_delay": (timedelta(milliseconds=1), _DAY),
-    # The server drops a holder that is silent for nearly two heartbeats. Any less, and one pause of the garbage
-    # collector or the network costs the lock; any more, and a frozen holder keeps it for days.
+    # The server drops a holder that is silent for nearly two heartbeats. Any less, and a pause of the garbage
+    # collector or the network costs the lock; any more, and a frozen holder keeps the lock for days.
     "lock_heartbeat": (timedelta(milliseconds=50), _DAY),
+    "action_statement_timeout": (timedelta(0), _CENTURY),
     "outcome_delay": (timedelta(0), _CENTURY),
     "shutdown_timeout": (timedelta(0), _CENTURY),
 }
@@ -190,6 +226,8 @@ def _checked_duration(leaf: str, value: object, key: str) -> timedelta:
 def _checked_number(leaf: str, value: object, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(key, value, "a whole number, 1 or more")
+    if value > _LARGEST_NUMBER:
+        raise SettingsError(key, value, f"a whole number, {_LARGEST_NUMBER:,} at most")
     return value
 
 
@@ -199,20 +237,30 @@ def _checked_switch(leaf: str, value: object, key: str) -> bool:
     return value
 
 
-_CHECKS: Final[Mapping[type[Any], Callable[[str, object, str], object]]] = {
+def _checked_choice(leaf: str, value: object, key: str) -> str:
+    choices: tuple[str, ...] = get_args(_LEAFS[leaf])
+    if not isinstance(value, str) or value not in choices:
+        meant = nearest(value.strip().lower(), choices) if isinstance(value, str) else None
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise SettingsError(key, value, f"one of {', '.join(map(repr, choices))}{hint}")
+    return value
+
+
+_CHECKS: Final[Mapping[object, Callable[[str, object, str], object]]] = {
     timedelta: _checked_duration,
     int: _checked_number,
     bool: _checked_switch,
+    Balance: _checked_choice,
 }
 
 
-# --- where do values come from? ------------------------------------------------------------------
+# --- sources of values ---------------------------------------------------------------------------
 
 _PREFIX: Final = "OUTBOXIO_"
 
 
 def _table_of(source: Mapping[str, object] | str | Path) -> Mapping[str, object]:
-    everything = source if isinstance(source, Mapping) else _toml(Path(source))
+    everything = source if isinstance(source, Mapping) else _toml(source)
     tool = everything.get("tool")
     if "outboxio" in everything:
         return _table("outboxio", everything["outboxio"])
@@ -221,7 +269,10 @@ def _table_of(source: Mapping[str, object] | str | Path) -> Mapping[str, object]
     return everything
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def _toml(source: Any) -> dict[str, Any]:
+    if not isinstance(source, str | Path):  # callers may not be typed
+        raise SettingsError("source", source, "a mapping, or the path of a TOML file")
+    path = Path(source)
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -256,7 +307,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     for key in filter(_is_ours, environ):
         leaf = key.removeprefix(_PREFIX).lower()
         if leaf not in _LEAFS or key != _variable(leaf):
-            # A variable that we do not know may well be a secret (OUTBOXIO_DATABASE_URL): it stays out of the logs.
+            # An unknown variable may be a secret (OUTBOXIO_DATABASE_URL): its value stays out of the logs.
             raise SettingsError(key, "<not shown>", _expected_instead_of(leaf, spell=_variable))
         values[leaf] = _checked(leaf, _read(leaf, environ[key]), key=key)
     return values
@@ -272,7 +323,7 @@ def _variable(leaf: str) -> str:
 
 
 def _flattened(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """``{"handling": {"enabled": x}}`` as ``("handling.enabled", x)``: the key as it is written."""
+    """``{"handling": {"enabled": x}}`` as ``("handling.enabled", x)``: the key as the source spells it."""
     for name, value in table.items():
         key = f"{prefix}{name}"
         if _is_table(value) and (value or _is_group(key)):
@@ -289,7 +340,7 @@ def _is_group(key: str) -> bool:
     return any(leaf.startswith(f"{_snake_case(key)}_") for leaf in _LEAFS)
 
 
-# --- what do names and texts mean? ---------------------------------------------------------------
+# --- meanings of names and texts -----------------------------------------------------------------
 
 _SWITCHES: Final[Mapping[str, bool]] = {
     "true": True,
@@ -309,7 +360,7 @@ def _snake_case(key: str) -> str:
 
 
 def _read(leaf: str, value: object) -> object:
-    """The value that a text means; a text that means none is left for the check to refuse, in its own words."""
+    """The value that a text means. A text without a meaning is returned unchanged, and the check refuses the text."""
     if not isinstance(value, str) or (reader := _READERS.get(_LEAFS[leaf])) is None:
         return value
     return reader(value)
@@ -330,7 +381,6 @@ _READERS: Final[Mapping[type[Any], Callable[[str], object]]] = {int: _read_numbe
 
 
 def _expected_instead_of(leaf: str, spell: Callable[[str], str] = str) -> str:
-    close = difflib.get_close_matches(leaf, _LEAFS, n=1)
-    if close:
-        return f"a known setting; did you mean {spell(close[0])}?"
+    if meant := nearest(leaf, _LEAFS):
+        return f"a known setting; did you mean {spell(meant)}?"
     return f"a known setting: {', '.join(map(spell, _LEAFS))}"

@@ -1,6 +1,6 @@
-"""For the tests of applications: an outbox in memory, a clock that moves when told, and looks at what was emitted.
+"""For the tests of applications: an outbox in memory, a clock that a test moves, and the events that were emitted.
 
-The in-memory outbox is the real thing on SQLite: same statements, same semantics, no server.
+The outbox in memory is a normal outbox on SQLite: same statements, same semantics, no server.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from outboxio.clock import naive_utc, utc_now
-from outboxio.duration import parse_duration
-from outboxio.errors import InvalidEvent
-from outboxio.event import Event, type_names
+from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
+from outboxio.invocation.failures import joined, listening
+from outboxio.model.event import Event, type_names
+from outboxio.operations.orders import given_moment
 from outboxio.outbox import Drained, Outbox
 from outboxio.settings import Settings
+from outboxio.support.clock import utc_now
+from outboxio.support.duration import parse_duration
 
 E = TypeVar("E", bound=Event)
 
 
 class MovableClock:
-    """A clock that stands still until it is moved. Give it to an outbox: ``Outbox(..., clock=clock)``.
+    """A clock that stands still until a test moves it: ``Outbox(..., clock=clock)``.
 
-    Moments are naive UTC; an aware one is converted. It starts now unless told otherwise.
+    Moments are naive UTC; an aware moment is converted. The clock starts at ``start``, or at the present moment.
 
     Example::
 
@@ -35,7 +38,7 @@ class MovableClock:
     """
 
     def __init__(self, start: datetime | None = None) -> None:
-        self._now = utc_now() if start is None else naive_utc(start)
+        self._now = utc_now() if start is None else given_moment(start, "start")
 
     def now(self) -> datetime:
         """The moment at which the clock stands."""
@@ -46,12 +49,18 @@ class MovableClock:
 
     def advance(self, delta: timedelta | float | str) -> datetime:
         """Move the clock on; the new moment."""
-        self._now += parse_duration(delta, key="advance")
+        duration = parse_duration(delta, key="advance")
+        try:
+            self._now += duration
+        except OverflowError:
+            raise SettingsError(
+                "advance", delta, f"a duration that does not lead from {self._now} out of the calendar"
+            ) from None
         return self._now
 
     def set(self, moment: datetime) -> None:
         """Move the clock to a moment, forward or back."""
-        self._now = naive_utc(moment)
+        self._now = given_moment(moment, "moment")
 
 
 @asynccontextmanager
@@ -62,7 +71,9 @@ async def memory_outbox(
     clock: MovableClock | None = None,
     resources: Any = None,
 ) -> AsyncGenerator[Outbox]:
-    """An outbox in memory with its tables made, closed at the end. Handlers run when you call ``drain()``.
+    """An outbox in memory with all tables, closed at the end of the block. Handlers run when you call ``drain()``.
+
+    Field values are checked against the field types at each ``emit``, even if the setting ``validate_events`` is off.
 
     Example::
 
@@ -72,7 +83,8 @@ async def memory_outbox(
             await outbox.drain()
             assert mailer.sent == [wallet_id]
     """
-    async with Outbox("sqlite://", namespace=namespace, settings=settings, clock=clock, resources=resources) as outbox:
+    checking = replace(settings or Settings(), validate_events=True)
+    async with Outbox("sqlite://", namespace=namespace, settings=checking, clock=clock, resources=resources) as outbox:
         await outbox.migrate()
         yield outbox
 
@@ -89,7 +101,7 @@ async def emitted(outbox: Outbox, event_type: type[E]) -> Sequence[E]:
 
 
 async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
-    """The one committed event of a class whose fields have these values; ``AssertionError`` shows what there is.
+    """The only committed event of a class with these field values. ``AssertionError`` shows all events of the class.
 
     Example::
 
@@ -111,5 +123,26 @@ async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
 
 
 async def drain(outbox: Outbox, timeout: timedelta | float | str | None = "10s") -> Drained:
-    """``outbox.drain()``, which gives up after a while instead of hanging a test."""
-    return await outbox.drain(timeout)
+    """``outbox.drain()`` for tests: raises the exceptions of handlers, and gives up instead of hanging a test.
+
+    The drain comes to its end first, and failed notifications are retried later as always. Then the exception of the
+    failed run is raised, or an ``ExceptionGroup`` if several runs failed. The exceptions have their tracebacks, so a
+    failing ``assert`` in a handler fails the test. Failures that a batch handler returns, and failures of hooks, are
+    raised as well. A test of a handler that should fail awaits ``outbox.drain()`` and compares the numbers.
+
+    Raises :class:`DrainTimeout` after ``timeout`` (default 10 s, ``None``: never), caused by the failures until then.
+
+    Example::
+
+        await outbox.executor.execute(DepositMoney(wallet_id, Decimal(10)))
+        assert (await drain(outbox)).succeeded == 1
+    """
+    with listening(outbox) as failures:
+        try:
+            drained = await outbox.drain(timeout)
+        except DrainTimeout as error:
+            raise error from joined(failures) or error.__cause__
+    failure = joined(failures)
+    if failure is not None:
+        raise failure
+    return drained

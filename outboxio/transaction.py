@@ -1,45 +1,34 @@
-"""What an action works with: the caller's SQL, and ``emit``."""
+"""Transactions: SQL of the application, and ``emit``."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar, Token
 from datetime import datetime
 from typing import Any, TypeVar
 from uuid import UUID
 
-from outboxio.emission import Cause, Emitter
 from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
-from outboxio.event import ActionRecord, Event, EventRecord
-from outboxio.storage.protocols import CommitLost, Consumed, Session, TransactionLost
-from outboxio.waiting import over, to_the_end
-
-# Only what ends or replaces the transaction; a savepoint and ROLLBACK TO one are the user's to use.
-# Atomic groups: each comment is passed over in one way only, or many of them would take for ever.
-_ENDS_TRANSACTION = re.compile(
-    r"(?>\s+|;|--[^\n]*\n|/\*.*?\*/)*+"
-    r"(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION|ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b))"
-    r"\b",
-    re.IGNORECASE | re.DOTALL,
-)
-
+from outboxio.model.emitter import Cause, Emitter
+from outboxio.model.event import ActionRecord, Event, EventRecord
+from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
+from outboxio.support.aio import over, to_the_end
+from outboxio.support.log import log_of
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = log_of(__name__)
 
 ROLLBACK_TIMEOUT = 10.0  # seconds; a connection that answers no longer is discarded instead
 
 
 class Transaction:
-    """One action's open transaction: run SQL on it, and emit what happened.
+    """The open transaction of an action: runs SQL, and emits events.
 
     SQL is the driver's own and is not rewritten: ``$1`` on PostgreSQL, ``%s`` on MySQL and MariaDB, ``?`` (or ``$1``)
-    on SQLite. One statement runs at a time. Events are kept until the action ends, and are written in one statement
-    just before COMMIT.
+    on SQLite. Statements run one at a time. Events are kept until the action ends, and are written in a single
+    statement just before COMMIT.
 
     Use after the action ended raises :class:`TransactionClosed`, use by two tasks at once :class:`ConcurrentUse`,
     and a statement that would end the transaction :class:`TransactionEnded`.
@@ -55,42 +44,49 @@ class Transaction:
         self,
         session: Session,
         emitter: Emitter,
+        action: ActionRecord,
         *,
-        action_id: UUID,
-        action_name: str,
-        now: datetime,
         shard: str,
         resources: Any,
         cause: Cause | None,
         in_handler: bool = False,
+        is_reading: bool = False,
     ) -> None:
         self._session = session
         self._emitter = emitter
         self._cause = cause
         self._busy = False
         self._closed = False
-        self.action_id = action_id
+        self.action_id = action.action_id
         """The id that all rows of this execution share."""
-        self.action_name = action_name
-        self.now = now
+        self.action_name = action.action_name
+        self.now = action.started_date
         """When the action began: naive UTC, by the clock of the shard."""
         self.shard = shard
         self.resources = resources
-        """What the application gave as ``Outbox(resources=...)``."""
+        """The value of ``Outbox(resources=...)``."""
         self.events: list[EventRecord] = []
         self.in_handler = in_handler
-        """Whether it is a handler's: ``envelope.tx``, or an action that joined it."""
-        self.has_parts = False
-        """Whether actions have joined it, which may have written events of their own."""
+        """True for a handler's transaction: ``envelope.tx``, or an action that joined ``envelope.tx``."""
+        self.is_reading = is_reading
+        """True for a transaction of ``outbox.connection()``, in which the database refuses to write."""
+        self.was_joined = False
+        """True if actions have joined the transaction. They may have written events."""
+        self.owner: object = None
+        """The outbox of the transaction, from :func:`work_in` on."""
+        self.claimed: frozenset[UUID] = frozenset()
+        """The notifications that a handler's transaction has locked."""
         self.is_committed = False
-        """Whether the rows of the action, and its events, are in the database for good."""
+        """True if the COMMIT of the rows and events has succeeded."""
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection, with the transaction open on it. Do not end that transaction.
+        """The driver's own connection, in the open transaction. Do not end the transaction.
 
-        On SQLite, MySQL and MariaDB the transaction begins with its first statement, or with this, which on SQLite
-        blocks the event loop meanwhile. Raises :class:`ConcurrentUse` while a statement runs.
+        outboxio does not see a statement that ends the transaction here, and never notices the end if the application
+        begins a new transaction afterwards. On SQLite, MySQL and MariaDB the transaction begins with the first
+        statement, or with the first read of this attribute, which on SQLite blocks the event loop meanwhile. Raises
+        :class:`ConcurrentUse` while a statement runs.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
@@ -108,11 +104,12 @@ class Transaction:
         topic: str | None = None,
         available_at: datetime | None = None,
     ) -> None:
-        """Record that something happened; it is committed with the action, or not at all.
+        """Record an event. The event is committed with the action, or not at all.
 
-        ``model_id`` and ``model_type`` say what it happened to. ``ordering_key`` (default: ``model_id``) is what
-        ordered handlers keep in order. ``topic`` reaches handlers of that topic as well. ``available_at`` (naive UTC,
-        or aware) delays its handlers until then. Raises :class:`InvalidEvent` for what cannot be stored.
+        ``model_id`` and ``model_type`` name the changed object. ``ordering_key`` (default: ``model_id``) is the key
+        within which ordered handlers keep the order. ``topic`` reaches the handlers of that topic as well.
+        ``available_at`` (naive UTC, or aware) delays the handlers until then. Raises :class:`InvalidEvent` if the event
+        cannot be stored.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
@@ -129,54 +126,88 @@ class Transaction:
         )
 
     def add(self, record: EventRecord) -> None:
-        """Take in an event that was recorded elsewhere."""
+        """Add the record of an event."""
         if self._closed:
             raise TransactionClosed(self.action_name)
         self.events.append(record)
 
-    async def consume(self, consumed: Consumed) -> Consumed:
-        """Write that something was received, unless it was before; what is written now."""
+    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
+        """Write the row of an inbox message, unless the row exists; the row that exists now."""
         return await self._session.consume(consumed)
 
-    def part(self, *, action_id: UUID, action_name: str, now: datetime) -> Transaction:
-        """Another action's view of the same transaction: what it emits is its own."""
+    def joined_by(self, action: ActionRecord) -> Transaction:
+        """The same transaction for an action that joins. The joined action keeps its events apart."""
         if self._closed:
             raise TransactionClosed(self.action_name)
-        self.has_parts = True
+        self.was_joined = True
         return Transaction(
-            self._session, self._emitter, action_id=action_id, action_name=action_name, now=now, shard=self.shard,
-            resources=self.resources, cause=self._cause, in_handler=self.in_handler,
+            self._session, self._emitter, action, shard=self.shard, resources=self.resources, cause=self._cause,
+            in_handler=self.in_handler,
         )  # fmt: skip
 
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
-        """Write the rows of one action; :class:`TransactionEnded` if the transaction is not there any more."""
+        """Write the rows of an action; :class:`TransactionEnded` if the transaction has ended."""
         self.require_open("a statement on tx.connection")
         try:
             await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
 
+    async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
+        """Write the rows of the action, if any are left to write, and commit; or roll back.
+
+        A cancellation meanwhile goes on only when the end of the COMMIT is known. Raises :class:`CommitUnknown` if the
+        connection was lost before that.
+        """
+        session = self._session
+        ending = asyncio.ensure_future(session.commit(action, events))
+        cancelled = await over(ending, session.discard)
+        try:
+            await self._committed(ending)
+        except Exception as error:
+            if cancelled is not None:
+                raise cancelled from error
+            raise
+        if cancelled is not None:
+            raise cancelled
+
+    async def _committed(self, ending: asyncio.Future[None]) -> None:
+        """Take in the result of a COMMIT that has ended."""
+        session = self._session
+        try:
+            ending.result()
+        except CommitLost as lost:
+            session.discard()
+            raise CommitUnknown(self.action_name, self.action_id) from lost.__cause__
+        except TransactionLost as error:
+            raise TransactionEnded(self.action_name, "an earlier statement") from error.__cause__
+        except BaseException:
+            if session.in_transaction():
+                await to_the_end(roll_back(session))
+            raise
+        self.is_committed = True
+
     async def execute(self, sql: str, *args: Any) -> int:
-        """Run one statement; the number of rows that it touched."""
+        """Run a statement; the number of rows that the statement touched."""
         return await self._alone(self._session.execute, sql, args)
 
     async def fetch(self, sql: str, *args: Any) -> list[Any]:
-        """Run one statement; all rows. Columns are reached by index and by name."""
+        """Run a statement; all rows. Columns are reached by index and by name."""
         return await self._alone(self._session.fetch, sql, args)
 
     async def fetchrow(self, sql: str, *args: Any) -> Any | None:
-        """Run one statement; its first row, or ``None``."""
+        """Run a statement; the first row, or ``None``."""
         return await self._alone(self._session.fetchrow, sql, args)
 
     async def fetchval(self, sql: str, *args: Any) -> Any:
-        """Run one statement; the first column of its first row, or ``None``."""
+        """Run a statement; the first column of the first row, or ``None``."""
         row = await self._alone(self._session.fetchrow, sql, args)
         return None if row is None else row[0]
 
     async def expect_one(
         self, sql: str, *args: Any, model_type: str, model_id: object = None, version: object = None
     ) -> None:
-        """Run a statement that must touch exactly one row; otherwise raise :class:`StaleRecord`, which is retried.
+        """Run a statement that must touch exactly 1 row; otherwise raise :class:`StaleRecord`, which is retried.
 
         Example::
 
@@ -190,7 +221,7 @@ class Transaction:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the action has ended."""
+        """True if the action has ended."""
         return self._closed
 
     def close(self) -> None:
@@ -208,12 +239,9 @@ class Transaction:
             raise TransactionClosed(self.action_name)
         if self._busy:
             raise ConcurrentUse(self.action_name)
-        ending = _ENDS_TRANSACTION.match(sql)
-        if ending is not None:
-            raise TransactionEnded(self.action_name, ending[1])
-        if (words := self._session.would_commit(sql)) is not None:
+        if (words := self._session.would_end(sql)) is not None:
             raise TransactionEnded(self.action_name, words)
-        # Outside of a transaction a statement would be committed at once, and without its events.
+        # Outside of a transaction a statement would be committed at once, and without events.
         self.require_open("an earlier statement")
         self._busy = True
         try:
@@ -231,51 +259,41 @@ class Transaction:
             raise TransactionEnded(self.action_name, statement)
 
 
-open_transaction: ContextVar[tuple[object, Transaction] | None] = ContextVar("outboxio_open_transaction", default=None)
-"""The transaction that is being worked in here, and the outbox that it belongs to."""
+_Around = tuple[Transaction, "_Around | None"]
+open_transaction: ContextVar[_Around | None] = ContextVar("outboxio_open_transaction", default=None)
+"""The innermost open transaction around this code, with the transactions around it."""
 
 
-async def commit(
-    session: Session, tx: Transaction, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()
-) -> None:
-    """Write the rows of the action, if any are left to write, and commit; or roll back.
-
-    A cancellation meanwhile goes on only when it is known what became of it. Raises :class:`CommitUnknown` if nobody
-    can know.
-    """
-    ending = asyncio.ensure_future(session.commit(action, events))
-    cancelled = await over(ending, session.discard)
-    try:
-        await _committed(ending, session, tx)
-    except Exception as error:
-        if cancelled is not None:
-            raise cancelled from error
-        raise
-    if cancelled is not None:
-        raise cancelled
+def work_in(tx: Transaction, owner: object) -> Token[_Around | None]:
+    """Put the code that runs from now on inside this transaction of an outbox, until :func:`work_outside`."""
+    tx.owner = owner
+    return open_transaction.set((tx, open_transaction.get()))
 
 
-async def _committed(ending: asyncio.Future[None], session: Session, tx: Transaction) -> None:
-    """What became of a COMMIT that has ended."""
-    try:
-        ending.result()
-    except CommitLost as lost:
-        session.discard()
-        raise CommitUnknown(tx.action_name, tx.action_id) from lost.__cause__
-    except TransactionLost as error:
-        raise TransactionEnded(tx.action_name, "an earlier statement") from error.__cause__
-    except BaseException:
-        if session.in_transaction():
-            await to_the_end(roll_back(session))
-        raise
-    tx.is_committed = True
+def work_outside(token: Token[_Around | None]) -> None:
+    """The work in the transaction has ended."""
+    open_transaction.reset(token)
+
+
+def transactions_around() -> Iterable[Transaction]:
+    """The open transactions around this call, of any outbox, the innermost first."""
+    around = open_transaction.get()
+    return () if around is None else _open_ones(around)
+
+
+def _open_ones(innermost: _Around) -> Iterator[Transaction]:
+    around: _Around | None = innermost
+    while around is not None:
+        tx, around = around
+        if not tx.is_closed:
+            yield tx
 
 
 async def roll_back(session: Session) -> None:
-    """Roll back; a connection that cannot even do that is discarded, and must not hide why the work failed."""
+    """Roll back. If the ROLLBACK fails, the connection is discarded; the error of the work stays the raised error."""
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT):
             await session.rollback()
     except Exception as error:
-        logger.warning("ROLLBACK failed with %r; the connection is discarded", error)
+        logger.warning("ROLLBACK failed with %s; the connection is discarded", error)
         session.discard()

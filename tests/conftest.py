@@ -1,8 +1,8 @@
-"""Fixtures that give each test an empty database of its own on a real server.
+"""Fixtures that give each test an empty database on a real server.
 
-``database_url`` runs the test on every dialect and version that this machine has (``postgres15``, ``postgres18``,
+``database_url`` runs the test on every dialect and version of this machine (``postgres15``, ``postgres18``,
 ``sqlite``); ``server_url`` on all but files; ``postgres_url``, ``mysql_url`` (MariaDB too) and ``sqlite_url`` only on
-theirs. Where the servers come from: see ``servers.py``.
+their dialects. The sources of the servers are in ``tests/kit/servers.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,25 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.testing import MovableClock
-from tests.app import WALLETS, Look
-from tests.properties import use_profile
-from tests.servers import DIALECTS, Servers, Slot
+from tests.kit.app import WALLETS, Look
+from tests.kit.properties import use_profile
+from tests.kit.servers import DIALECTS, Servers, Slot
+from tests.kit.virtual_time import virtual_time
+
+__all__ = ["virtual_time"]  # a fixture
 
 SERVERS = pytest.StashKey[Servers]()
 
-#: What depends on a server's version are statements and their plans: these run on every version of a dialect that is
-#: here, and all others on one.
-EVERY_VERSION = {
-    "test_admin_storage", "test_costs", "test_draining", "test_executor", "test_fanout", "test_fanout_order",
-    "test_lines_storage", "test_plans", "test_record", "test_retention_storage", "test_schema", "test_settling",
-    "test_values",
-}  # fmt: skip
-
-#: What depends on the driver: these run over MySQL's other one, too.
-OTHER_DRIVER = {
-    "test_cancellation_execute", "test_connections", "test_dispatch", "test_executor", "test_lost_statements",
-    "test_mysql_storage", "test_record", "test_transaction", "test_values",
-}  # fmt: skip
-
-#: Costly tests of what no dialect has a part in run on two databases of four, on another one if neither is here, and
-#: with OUTBOXIO_FULL_SIZE=1 on all. A dialect's own part in it is tested for each of them elsewhere.
+#: Costly tests of behaviour without a dialect's part run on two databases of four, on a third if neither is here, and
+#: with OUTBOXIO_FULL_SIZE=1 on all. The parts of the dialects have tests of their own.
 COSTLY = frozenset({"postgres", "mariadb"})
 
-#: Seconds after which a test that hangs is ended, and says where: several times what the slowest takes, on a busy
+#: Seconds after which a hanging test is ended, with its place: several times the slowest test's time on a busy
 #: machine.
 HANGS = 180.0
 LONG = ("OUTBOXIO_FULL_SIZE", "OUTBOXIO_STORM_SECONDS")
 
-#: Which dialects each fixture runs its tests on.
+#: The dialects of each fixture.
 FIXTURES = {
     "database_url": frozenset(DIALECTS),
     "server_url": frozenset(DIALECTS) - {"sqlite"},
@@ -66,7 +54,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 @pytest.fixture
 def server_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty database of a server, in turn on each dialect and version that has one."""
+    """The URL of an empty database of a server, in turn on each dialect and version with servers."""
     yield from _fresh_database(request, tmp_path)
 
 
@@ -90,7 +78,7 @@ def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def second_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of another empty database beside the test's own, which can be another shard."""
+    """The URL of a second empty database beside the test's own, which can be a second shard."""
     [slot] = [value for name, value in request.node.callspec.params.items() if name in FIXTURES]
     if DIALECTS[slot.dialect].one_outbox_per_server:
         slot = slot.another()
@@ -106,7 +94,7 @@ def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator
 def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
     server = request.config.stash[SERVERS].take(slot)
     with DIALECTS[server.dialect].fresh_database(server, directory) as url:
-        yield slot.spelled(url)
+        yield url
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,10 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.definition.get_closest_marker("costly") and not os.environ.get("OUTBOXIO_FULL_SIZE"):
             has_another_run = "OUTBOXIO_TEST_ONLY" in os.environ
             chosen = [slot for slot in chosen if slot.dialect in COSTLY] or ([] if has_another_run else chosen[:1])
-        if metafunc.definition.path.stem not in EVERY_VERSION:
+        if not metafunc.definition.get_closest_marker("every_version"):
             chosen = list({slot.dialect: slot for slot in reversed(chosen)}.values())[::-1]
-        if metafunc.definition.path.stem in OTHER_DRIVER:
-            chosen += [replace(slot, driver="asyncmy") for slot in chosen if slot.dialect in FIXTURES["mysql_url"]]
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
 
 
@@ -138,7 +124,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _parameter(slot: Slot) -> object:
-    return pytest.param(slot, id=slot.name)
+    return pytest.param(slot, id=slot.id)
 
 
 _LEFT_OUT = pytest.param(
@@ -167,7 +153,7 @@ def look(database_url: str) -> Look:
 
 @pytest.fixture
 async def make_outbox(database_url: str) -> AsyncIterator[Callable[..., Awaitable[Outbox]]]:
-    """Makes outboxes on the test's database, with its tables made; all are closed at the end."""
+    """Creates outboxes with tables on the test's database; all are closed at the end."""
     async with AsyncExitStack() as stack:
 
         async def make(namespace: str = "app", **options: Any) -> Outbox:
@@ -183,6 +169,6 @@ async def make_outbox(database_url: str) -> AsyncIterator[Callable[..., Awaitabl
 async def outbox(make_outbox: Callable[..., Awaitable[Outbox]], clock: MovableClock, look: Look) -> Outbox:
     """An outbox on the test's database that goes by ``clock``, and whose database has a ``wallets`` table."""
     outbox = await make_outbox(clock=clock)
-    # Not in a transaction of the outbox: in some databases, CREATE TABLE would end it.
+    # Not in a transaction of the outbox: in some databases, CREATE TABLE would end the transaction.
     await look.fetch(WALLETS)
     return outbox

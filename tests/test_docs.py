@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: every snippet runs, every setting and command is as described.
+"""The documentation is true: every snippet runs, and every setting and command is as described.
 
 The Python snippets of a page run one after the other in one module, in an empty directory, as a reader would enter them
 in ``python -m asyncio``. Functions that they define as tests are run as well. A snippet that is only an illustration
@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import re
 import sys
+import tomllib
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,12 @@ import typer.main
 
 from outboxio import Outbox, Settings
 from outboxio.cli.app import app
-from outboxio.duration import format_duration
+from outboxio.support.duration import format_duration
 from tests.chaos.checker import INVARIANTS
 from tests.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -47,7 +48,7 @@ def by_name(page: Path) -> str:
 
 
 class Session:
-    """Runs snippets as one module."""
+    """Runs snippets as a single module."""
 
     def __init__(self, module: ModuleType, runner: asyncio.Runner) -> None:
         self.names = vars(module)
@@ -91,6 +92,21 @@ def test_the_snippets_of_a_page_run_as_they_stand(page: Path, session: Session) 
             session.wait_for(value())
 
 
+def test_the_first_example_of_the_readme_runs_twice(session: Session) -> None:
+    line, source = next(snippets(ROOT / "README.md", "python"))
+
+    session.run(ROOT / "README.md", line, source)
+    session.close()
+    session.run(ROOT / "README.md", line, source)
+
+
+def test_the_readme_lists_every_extra() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|.*\|.*\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+
+    assert listed == set(extras) - {"dev", "bench"}
+
+
 def test_the_guide_lists_every_setting_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "guide.md").read_text("utf-8"), re.MULTILINE))
 
@@ -100,14 +116,18 @@ def test_the_guide_lists_every_setting_with_its_default() -> None:
 def spelled(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return f'`"{value}"`'
     return str(value) if isinstance(value, int) else format_duration(value)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_every_command_on_a_page_exists(page: Path) -> None:
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # typer types it as a plain command
-    shown = [source for _, source in snippets(page, "sh")] + re.findall(r"`(outboxio [^`]+)`", page.read_text("utf-8"))
-    used = {name for source in shown for name in re.findall(r"^outboxio (\w+)", source, re.MULTILINE)}
+    log_text = [source for _, source in snippets(page, "sh")] + re.findall(
+        r"`(outboxio [^`]+)`", page.read_text("utf-8")
+    )
+    used = {name for source in log_text for name in re.findall(r"^outboxio (\w+)", source, re.MULTILINE)}
 
     assert used <= set(known)
 
@@ -141,7 +161,7 @@ def test_every_test_that_the_guarantees_name_exists() -> None:
 
 
 def functions_of(file: Path) -> set[str]:
-    """The names of the functions of a file, without importing it; none if there is no such file."""
+    """The names of the functions of a file, without importing it; empty if there is no such file."""
     tree = ast.parse(file.read_text("utf-8") if file.exists() else "")
     return {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
@@ -158,7 +178,7 @@ def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
     text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
 
     assert set(re.findall(r"^\| `([\w-]+)` \|.* \| [\d,]+ \|$", text, re.MULTILINE)) == set(FAULTS)
-    rows = re.findall(r"^  \| (\d) \| (.+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^  \| (\d+) \| (.+) \|$", text, re.MULTILINE)
     assert {int(number): words for number, words in rows} == INVARIANTS
 
 

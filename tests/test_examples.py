@@ -1,4 +1,4 @@
-"""Every example runs as it stands, on every database; and the demo's proof really proves something."""
+"""Every example runs as it stands, on every database; and the demo's proof is a real proof."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rich.console import Console
 from examples import daily_report, exactly_once, inbox_fraud, quickstart
 from examples.wallets import demo, domain, handlers
 from outboxio import Outbox, Transaction
-from tests.app import Look, eventually
+from tests.kit.app import Look, eventually
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 class Telling:
-    """One run of the demo: what it answered, and what it showed."""
+    """A run of the demo: its answer, and its output."""
 
-    def __init__(self, adds_up: bool, shown: str) -> None:
+    def __init__(self, adds_up: bool, log_text: str) -> None:
         self.adds_up = adds_up
-        self.shown = shown
+        self.log_text = log_text
 
 
 async def told(database: str | None) -> Telling:
@@ -43,14 +43,14 @@ async def told(database: str | None) -> Telling:
 async def test_the_demo_adds_up_on_a_database_of_its_own() -> None:
     telling = await told(None)
 
-    assert telling.adds_up, telling.shown
-    assert "It adds up." in telling.shown
+    assert telling.adds_up, telling.log_text
+    assert "It adds up." in telling.log_text
 
 
 async def test_the_demo_adds_up_on_every_database_and_shows_what_it_promises(database_url: str) -> None:
     telling = await told(database_url)
 
-    assert telling.adds_up, telling.shown
+    assert telling.adds_up, telling.log_text
     for part in (
         "refused, bob is 500.00 short",
         "no event: a sentinel row",
@@ -61,8 +61,8 @@ async def test_the_demo_adds_up_on_every_database_and_shows_what_it_promises(dat
         "The events at the end",
         "The notifications at the end",
     ):
-        assert part in telling.shown
-    assert max(map(len, telling.shown.splitlines())) <= 100
+        assert part in telling.log_text
+    assert max(map(len, telling.log_text.splitlines())) <= 100
 
 
 async def test_the_demo_leaves_no_table_behind(database_url: str, look: Look) -> None:
@@ -127,8 +127,8 @@ async def test_the_demo_says_so_when_it_does_not_add_up(monkeypatch: pytest.Monk
     telling = await told(None)
 
     assert not telling.adds_up
-    assert "It does not add up." in telling.shown
-    [line] = [line for line in telling.shown.splitlines() if rule in line]
+    assert "It does not add up." in telling.log_text
+    [line] = [line for line in telling.log_text.splitlines() if rule in line]
     assert line.split()[0] == "NO"
 
 
@@ -153,7 +153,7 @@ async def test_the_quickstart_runs_on_every_database(database_url: str, capsys: 
 async def test_a_transactional_handler_that_crashes_counts_once(
     database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(2):  # what the first left behind does not change the second
+    for _ in range(2):  # the remains of the first run do not change the second
         await exactly_once.main(database_url)
 
         assert capsys.readouterr().out.splitlines() == [
@@ -189,7 +189,7 @@ async def test_the_inbox_checks_a_suspicious_user_once(
 async def test_the_daily_report_is_made_after_midnight_without_what_is_malformed(
     database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(2):  # what the first left behind does not change the second
+    for _ in range(2):  # the remains of the first run do not change the second
         await daily_report.main(database_url)
 
         assert capsys.readouterr().out.splitlines() == [

@@ -1,4 +1,4 @@
-"""What users install: the wheel holds all that outboxio reads at run time, and works away from this checkout."""
+"""The installed wheel holds all files that outboxio reads at run time, and works away from this checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import outboxio
 assert outboxio.__file__.startswith(sys.argv[1]), outboxio.__file__
 for dialect in ("postgres", "sqlite"):
     scripts = [each for each in files("outboxio").joinpath("sql", dialect).iterdir() if each.name.endswith(".sql")]
-    assert scripts and all("CREATE" in each.read_text(encoding="utf-8") for each in scripts), dialect
+    assert scripts and all("schema_versions" in each.read_text(encoding="utf-8") for each in scripts), dialect
 """
 
 

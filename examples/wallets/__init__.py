@@ -1,7 +1,6 @@
-"""A small wallet service on outboxio, and a demonstration of it: ``outboxio demo``, or ``make demo``.
+"""A small wallet service on outboxio, and a demonstration of the service: ``outboxio demo``, or ``make demo``.
 
-``domain.py`` is what the service does: its tables, its events, its actions. ``handlers.py`` is what reacts to the
-events, in the two versions of the service that are deployed one after the other. ``demo.py`` tells the story and proves
-that it adds up, with the help of ``audit.py``, which reads the tables, and ``show.py``, which shows what was read.
-``portable.py`` is there because the example runs on every database.
+``domain.py`` has the tables, events and actions of the service. ``handlers.py`` reacts to the events, in two versions
+of the service that are deployed in turn. ``demo.py`` tells the story and proves that the sums agree: ``audit.py`` reads
+the tables, and ``show.py`` prints the rows. ``portable.py`` lets the example run on every database.
 """

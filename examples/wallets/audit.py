@@ -1,4 +1,4 @@
-"""Reads what is really in the tables, and proves that it adds up."""
+"""Reads the tables, and proves that the sums agree with the story."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS = (
 
 
 class Check(Struct):
-    """One thing that must be so, and what was found."""
+    """A rule, and the evidence from the tables."""
 
     rule: str
     holds: bool
@@ -32,7 +32,7 @@ class Check(Struct):
 
 
 class Footprint(Struct, frozen=True):
-    """What an action could leave behind anywhere."""
+    """All numbers that an action could change."""
 
     events: int
     ledger: int
@@ -44,7 +44,7 @@ class Footprint(Struct, frozen=True):
 
 
 class Auditor:
-    """Looks at the tables through an outbox of its own, which leaves no trace in them."""
+    """Reads the tables through a separate outbox, which leaves no row behind."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self._url = url
@@ -56,7 +56,7 @@ class Auditor:
 
     @asynccontextmanager
     async def tables(self) -> AsyncIterator[bool]:
-        """The service's own tables, for as long as the block lasts; whether outboxio's had to be made for it."""
+        """Make the service's tables for the block; yields True if outboxio's tables were made too."""
         applied = await self.outbox.migrate()
         made_them_all = any(file.startswith("0001") for files in applied.values() for file in files)
         try:
@@ -91,14 +91,14 @@ class Auditor:
     # --- reading ---------------------------------------------------------------------------------
 
     async def fetch(self, statement: str, *args: Any) -> list[Any]:
-        """All rows; ``{events}`` and the like stand for the tables' names in this database."""
+        """Fetch all rows; ``{events}`` and similar names stand for the table names in this database."""
         for table in OURS:
             statement = statement.replace(f"{{{table}}}", self._named(table))
         async with self.outbox.transaction("Look") as tx:
             return await tx.fetch(sql(tx, statement), *args)
 
     async def numbers(self, statement: str, *args: Any) -> tuple[int, ...]:
-        """The first row, as numbers."""
+        """Fetch the first row, as numbers."""
         return tuple(int(value or 0) for value in (await self.fetch(statement, *args))[0])
 
     async def footprint(self) -> Footprint:
@@ -108,7 +108,7 @@ class Auditor:
         return Footprint(events, ledger, tuple(row[0] for row in balances))
 
     async def committed_by(self, correlation_id: str) -> list[Any]:
-        """The rows that one execution left in ``events``, without what its handlers caused."""
+        """Fetch the rows that an execution left in ``events``, without the rows that handlers caused."""
         return await self.fetch(
             """SELECT action_name, event_type FROM {events}
             WHERE namespace = $1 AND correlation_id = $2 AND causation_id IS NULL ORDER BY sequence""",
@@ -134,7 +134,7 @@ class Auditor:
     async def checks(
         self, executed: int, refused: Sequence[tuple[Footprint, Footprint]], journal: Journal
     ) -> list[Check]:
-        """Everything that must be so at the end, from the tables and from what was seen to happen."""
+        """Check all rules at the end, with the tables and with the journal of runs."""
         return [
             await self._money_in_is_money_there(),
             await self._money_out_is_money_in(),
@@ -206,7 +206,7 @@ class Auditor:
         notifications = await self.fetch(
             "SELECT event_id, handler_name, state FROM {event_notifications} WHERE namespace = $1", self._namespace
         )
-        # A handler is owed its events under its own name or an alias; one that is named as an alias is owed nothing.
+        # A handler is owed events under the handler's name or an alias; a name that is an alias is owed no events.
         renamed = {alias: row["handler_name"] for row in subscriptions for alias in json.loads(row["aliases"])}
         owed = [
             (str(event["id"]), subscription["handler_name"])
@@ -258,7 +258,7 @@ class Auditor:
             self._namespace,
         )
         return Check(
-            "what a handler causes names its cause",
+            "events of handlers name their cause",
             caused == known > 0,
             f"{caused} events caused, {known} causes found",
         )
@@ -280,7 +280,7 @@ class Auditor:
         )
 
     async def _actions_that_emitted(self, *event_types: str) -> list[str]:
-        """The ids of the actions that emitted such events, one for each event."""
+        """Fetch the ids of the actions that emitted such events, an id for each event."""
         rows = await self.fetch("SELECT action_id, event_type FROM {events} WHERE namespace = $1", self._namespace)
         return [str(row["action_id"]) for row in rows if row["event_type"] in event_types]
 

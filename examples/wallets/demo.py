@@ -1,4 +1,4 @@
-"""The story: two versions of the wallet service, one after the other, on one database; and the proof at its end."""
+"""The story: two versions of the wallet service in turn on a single database, and the proof at the end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .domain import DepositMoney, OpenWallet, Overdraft, RenameWallet, TransferM
 from .handlers import HOUSE, Bank, Mailbox, World, version_1, version_2
 from .journal import Journal, WatchedOutbox
 
-LONGEST_WAIT = 15.0  # seconds; the retries need less than one
+LONGEST_WAIT = 15.0  # seconds; the retries need less than 1
 
 
 class Request(Struct):
-    """Something that somebody asks of the service."""
+    """A request to the service."""
 
     says: str
     action: Action
@@ -48,13 +48,13 @@ REQUESTS_TO_VERSION_2 = (
 
 
 async def run(database: str | None, console: Console) -> bool:
-    """Tell the story on a database (``None``: an SQLite file that is gone afterwards); whether all of it adds up."""
+    """Tell the story on a database (``None``: a temporary SQLite file); True if all sums agree."""
     with _somewhere(database) as url, _quiet_log():
         return await Story(url, console).tell()
 
 
 class Story:
-    """One telling of the story."""
+    """A single telling of the story."""
 
     def __init__(self, url: str, console: Console) -> None:
         self._url = url
@@ -101,9 +101,9 @@ class Story:
             show.step(
                 self._console,
                 2,
-                "Version 2 handles what version 1 left",
-                "Its handler deposit-receipt was called receipt before, and has that name as an alias. The bonus "
-                "handler executes an action of its own, whose event is handled in turn.",
+                "Version 2 handles the events of version 1",
+                "The handler deposit-receipt had the name receipt before, and has the old name as an alias. The bonus "
+                "handler executes a second action, and the event of that action is handled in turn.",
             )
             self._journal.turn_page()
             async with outbox.running():
@@ -116,8 +116,8 @@ class Story:
             self._console,
             3,
             "Version 2 serves requests",
-            "A refused transfer leaves nothing behind. A rename emits nothing. The bank does not answer twice, so its "
-            "handler is run again after about 200 ms, and about 400 ms after that. It holds up nobody.",
+            "A refused transfer leaves no row behind. A rename emits no event. The bank does not answer twice, so the "
+            "handler runs again after about 200 ms, and about 400 ms later. No other handler waits.",
         )
         self._journal.turn_page()
         await self._serve(outbox, REQUESTS_TO_VERSION_2)
@@ -125,14 +125,14 @@ class Story:
         show.ran(self._console, self._journal.page)
 
     async def _end_state(self) -> None:
-        show.step(self._console, 4, "The wallets at the end", "What the service is about: its own tables.")
+        show.step(self._console, 4, "The wallets at the end", "The service's own tables.")
         show.wallets(self._console, await self._auditor.wallets())
         events = await self._auditor.events()
         show.step(
             self._console,
             5,
             "The events at the end",
-            "Every row of events: what the actions said, in the order of their commits.",
+            "Every row of events: the facts that the actions recorded, in the order of the commits.",
         )
         show.events(self._console, events)
         notifications = await self._auditor.outbox.admin.list(limit=1000)
@@ -140,7 +140,7 @@ class Story:
             self._console,
             6,
             "The notifications at the end",
-            "Every row of event_notifications: who was told what, and how often it took.",
+            "Every row of event_notifications: event, handler, state, and the number of attempts.",
         )
         show.notifications(self._console, notifications, events)
 
@@ -149,7 +149,7 @@ class Story:
             self._console,
             7,
             "Does it add up?",
-            "Counted in the tables, and compared with what was seen to happen.",
+            "Counts in the tables, compared with the observed runs.",
         )
         checks = await self._auditor.checks(self._executed, self._refused, self._journal)
         show.proof(self._console, checks)
@@ -177,18 +177,18 @@ class Story:
             committed.done(request.says, name, await self._auditor.committed_by(correlation_id))
 
 
-# --- waiting: what takes too long is not waited for, and shows in the proof --------------------------
+# --- waiting: for a limited time; unfinished work shows in the proof --------------------------------
 
 
 async def _until_fanned_out(outbox: Outbox) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LONGEST_WAIT):
-            while (await outbox.admin.counts())["undelivered"]:  # noqa: ASYNC110  # nothing announces its end
+            while (await outbox.admin.counts())["undelivered"]:  # noqa: ASYNC110  # no event announces the end
                 await asyncio.sleep(0.01)
 
 
 async def _until_settled(outbox: Outbox) -> None:
-    """Wait until nothing is due, and nothing waits for a retry either."""
+    """Wait until no row is due, and no row waits for a retry."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LONGEST_WAIT):
             while True:
@@ -204,8 +204,8 @@ async def _until_settled(outbox: Outbox) -> None:
 
 def _leaves_behind(made_eventlog: bool) -> str:
     if made_eventlog:
-        return "Every table that was made for this is removed again."
-    return "The tables and rows that were made for this are removed; the eventlog was there before, and stays."
+        return "Every table that the demo made is removed again."
+    return "The tables and rows that the demo made are removed; the eventlog was there before, and stays."
 
 
 # --- where ---------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _leaves_behind(made_eventlog: bool) -> str:
 
 @contextmanager
 def _somewhere(database: str | None) -> Iterator[str]:
-    """The URL of the database. One in memory would be another for each version, so that becomes a file as well."""
+    """Yield the URL of the database. Each version would have its own SQLite in memory, so a file replaces memory."""
     if database and not database.rstrip("/").endswith((":", ":memory:")):
         _refuse_no_database(database)
         yield database
@@ -223,7 +223,7 @@ def _somewhere(database: str | None) -> Iterator[str]:
 
 
 def _refuse_no_database(url: str) -> None:
-    """PostgreSQL has a database for everybody; MySQL and MariaDB would take outboxio's tables, and then not ours."""
+    """PostgreSQL has a default database. MySQL and MariaDB would accept outboxio's tables, and refuse the demo's."""
     parts = urlsplit(url)
     if parts.scheme in _SERVERS and not parts.path.strip("/"):
         raise ConfigurationError(
@@ -234,7 +234,7 @@ def _refuse_no_database(url: str) -> None:
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """The failures are part of the story and are told there; without a handler Python would print them as well."""
+    """Keep the log quiet: the story shows the failures; without a log handler Python would print the log too."""
     logger, handler = logging.getLogger("outboxio"), logging.NullHandler()
     logger.addHandler(handler)
     try:
@@ -247,7 +247,7 @@ _SERVERS = {"mysql": "MySQL", "mariadb": "MariaDB"}
 
 
 def _shown(url: str) -> str:
-    """The address without user and password."""
+    """Return the address without user and password."""
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return f"SQLite, {url.removeprefix('sqlite:///')}"

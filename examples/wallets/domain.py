@@ -1,7 +1,7 @@
-"""What the wallet service does: its tables, its events, and the actions that change both in one commit.
+"""The wallet service: tables, events, and the actions that change both in a single commit.
 
-``sql`` gives each driver the placeholders that it knows; the rest of the SQL is the same on every database. Amounts are
-whole cents, which all of them add up exactly.
+``sql`` gives each driver the right placeholders; the rest of the SQL is the same on every database. Amounts are whole
+cents, which every database adds exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TABLES = {
             owner   VARCHAR(64) NOT NULL,
             balance BIGINT      NOT NULL
         )""",
-    # Why each balance is what it is: one row per change, under the id of the action that made it.
+    # The reason for each balance: a row per change, with the id of the action.
     "outboxio_demo_ledger": """
         CREATE TABLE outboxio_demo_ledger (
             action_id VARCHAR(36) NOT NULL,
@@ -31,7 +31,7 @@ TABLES = {
         )""",
 }
 
-# --- what can happen -----------------------------------------------------------------------------
+# --- events --------------------------------------------------------------------------------------
 
 
 class WalletOpened(Event):
@@ -40,7 +40,7 @@ class WalletOpened(Event):
 
 
 class MoneyMoved(Event):
-    """Whatever changes a balance: a handler of this class receives everything below it."""
+    """A change of a balance: a handler of this class receives the events of all subclasses."""
 
     cents: int
 
@@ -63,11 +63,11 @@ class ReceiptSent(Event):
     cents: int
 
 
-# --- what can be done ----------------------------------------------------------------------------
+# --- actions -------------------------------------------------------------------------------------
 
 
 class Overdraft(Exception):
-    """A wallet holds less than it should give."""
+    """A wallet holds less money than the action takes."""
 
     def __init__(self, wallet_id: str, short_of: int) -> None:
         self.wallet_id = wallet_id
@@ -112,14 +112,14 @@ class TransferMoney(Action):
     cents: int
 
     async def perform(self, tx: Transaction) -> None:
-        # The target first: when the source turns out to be short, there is something to take back.
+        # The target first: if the source is short, the rollback has a change to take back.
         await _book(tx, self.target, self.cents)
         await _book(tx, self.source, -self.cents)
         tx.emit(MoneyTransferred(self.cents, self.source, self.target), model_id=self.source, model_type="Wallet")
 
 
 class RenameWallet(Action):
-    """Nobody needs to hear of a new name, so this emits nothing."""
+    """Emits no event, because no handler needs a new name."""
 
     wallet_id: str
     owner: str
@@ -135,7 +135,7 @@ class RenameWallet(Action):
 
 
 class PayBonus(Action):
-    """Pays a wallet its one bonus. Handlers may run twice, so doing it again does nothing."""
+    """Pays the single bonus of a wallet. Handlers may run twice, so a second execution changes no row."""
 
     house: str
     wallet_id: str
@@ -144,7 +144,7 @@ class PayBonus(Action):
     async def perform(self, tx: Transaction) -> bool:
         if await tx.fetchrow(sql(tx, "SELECT 1 FROM outboxio_demo_bonuses WHERE wallet_id = $1"), self.wallet_id):
             return False
-        # If another run is just as far, the primary key refuses the second of them, and with it all of its action.
+        # If two runs come here at the same time, the primary key refuses the second run, and its whole action.
         await tx.execute(sql(tx, "INSERT INTO outboxio_demo_bonuses (wallet_id) VALUES ($1)"), self.wallet_id)
         await _book(tx, self.wallet_id, self.cents)
         await _book(tx, self.house, -self.cents)
@@ -153,13 +153,13 @@ class PayBonus(Action):
 
 
 async def _book(tx: Transaction, wallet_id: str, cents: int) -> int:
-    """Change one balance and write down why; the new balance, which may not be below zero."""
+    """Change a balance and write down the reason; return the new balance, which may not be below zero."""
     is_there = await tx.execute(
         sql(tx, "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2"), cents, wallet_id
     )
     if not is_there:
         raise UnknownWallet(wallet_id)
-    # The row is locked by now, so nobody else changes it in between. (MySQL has no RETURNING.)
+    # The row is locked by now, so no second transaction changes the row in between. (MySQL has no RETURNING.)
     balance: int = await tx.fetchval(sql(tx, "SELECT balance FROM outboxio_demo_wallets WHERE id = $1"), wallet_id)
     if balance < 0:
         raise Overdraft(wallet_id, short_of=-balance)

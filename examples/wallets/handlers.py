@@ -1,4 +1,4 @@
-"""What reacts to the wallet service's events, and which version of the service has which of these handlers."""
+"""The handlers of the wallet service's events, and the two versions of the service with different handlers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BONUS, BONUS_FROM = 5_00, 100_00
 
 
 class Mailbox:
-    """Where mail goes."""
+    """Keeps the sent mail."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -27,7 +27,7 @@ class Mailbox:
 
 
 class Bank:
-    """A bank that does not answer when it is first called."""
+    """A bank that does not answer the first calls."""
 
     def __init__(self, outages: int) -> None:
         self.reports: list[str] = []
@@ -41,7 +41,7 @@ class Bank:
 
 
 class World(Struct):
-    """What the handlers reach for as ``envelope.resources``."""
+    """The outside world: the handlers find this object in ``envelope.resources``."""
 
     mailbox: Mailbox
     bank: Bank
@@ -57,7 +57,7 @@ async def welcome(envelope: EventEnvelope[WalletOpened]) -> None:
 
 
 async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
-    """What it emits is committed together with its success."""
+    """The emitted event commits together with the handler's success."""
     world: World = envelope.resources
     wallet_id, cents = envelope.event.wallet_id, envelope.event.cents
     await world.mailbox.send(f"{wallet_id}, we received {cents / 100:.2f}.")
@@ -65,7 +65,7 @@ async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
 
 
 async def pay_bonus(envelope: EventEnvelope[MoneyDeposited]) -> None:
-    """Executes an action of its own, whose events say which event caused them."""
+    """Executes a second action, whose events name the cause."""
     if envelope.event.cents >= BONUS_FROM:
         await envelope.execute(PayBonus(HOUSE, envelope.event.wallet_id, BONUS))
 
@@ -76,7 +76,7 @@ async def keep_trail(envelope: EventEnvelope[MoneyMoved]) -> None:
 
 
 class NotifyBank(EventHandler[MoneyTransferred]):
-    """The class form: options are attributes, and what it needs comes through the constructor."""
+    """The class form: options are attributes, and dependencies come through the constructor."""
 
     name = "notify-bank"
     retry = RetryPolicy(base=timedelta(milliseconds=200), max_attempts=5)
@@ -88,7 +88,7 @@ class NotifyBank(EventHandler[MoneyTransferred]):
         await self._bank.report(f"{envelope.event.source} to {envelope.event.target}: {envelope.event.cents / 100:.2f}")
 
 
-# --- which version has which -----------------------------------------------------------------------
+# --- the two versions ------------------------------------------------------------------------------
 
 
 def version_1(outbox: Outbox) -> None:
@@ -99,7 +99,7 @@ def version_1(outbox: Outbox) -> None:
 
 
 def version_2(outbox: Outbox, world: World) -> None:
-    """``receipt`` has a better name, and its old one as an alias: rows that wait under it are still found."""
+    """``receipt`` has a new name, and the old name as an alias: rows under the old name are still found."""
     outbox.handler(WalletOpened, name="welcome-mail")(welcome)
     outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"})(send_receipt)
     outbox.handler(MoneyDeposited, name="bonus")(pay_bonus)

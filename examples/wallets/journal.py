@@ -1,4 +1,4 @@
-"""Watches handlers from outside: an outbox that notes each run of each of its handlers."""
+"""Watches handlers from outside: an outbox that notes each run of each handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Handle = Callable[[EventEnvelope[Any]], Awaitable[None]]
 
 
 class Run(Struct):
-    """One call of one handler."""
+    """A call of a handler."""
 
     seconds: float
     handler: str
@@ -26,14 +26,14 @@ class Run(Struct):
 
 
 class Journal:
-    """Every run, in the order in which they ended."""
+    """All runs, in the order in which the runs ended."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.turn_page()
 
     def turn_page(self) -> None:
-        """Begin a new page, and its clock."""
+        """Begin a new page, and start the clock of the page."""
         self._began, self._first = time.monotonic(), len(self.runs)
 
     @property
@@ -42,7 +42,7 @@ class Journal:
         return self.runs[self._first :]
 
     def watching(self, name: str, handle: Handle) -> Handle:
-        """The same handler, noted down."""
+        """Return the same handler, with notes in the journal."""
 
         @functools.wraps(handle)
         async def noted(envelope: EventEnvelope[Any]) -> None:
@@ -61,7 +61,7 @@ class Journal:
 
 
 class WatchedOutbox(Outbox):
-    """An outbox whose handlers are noted in a journal."""
+    """An outbox that notes the runs of all handlers in a journal."""
 
     def __init__(self, database: str, *, journal: Journal, **options: Any) -> None:
         super().__init__(database, **options)

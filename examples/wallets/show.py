@@ -1,4 +1,4 @@
-"""Shows what the demo did, as a person likes to read it. Nothing is decided here."""
+"""Prints the rows and runs of the demo for a reader. The other modules decide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDEST = 100
 
 def title(console: Console, database: str, namespace: str) -> None:
     console.print()
-    console.print(Text.assemble(("outboxio", "bold"), "  a wallet service, and what becomes of its events"))
+    console.print(Text.assemble(("outboxio", "bold"), "  a wallet service, and the life of its events"))
     console.print(Text(f"on {database}, namespace {namespace}", "dim"))
 
 
@@ -34,10 +34,10 @@ def step(console: Console, number: int, headline: str, explanation: str) -> None
 
 
 class Committed:
-    """The table of what was executed, and of what each execution left in ``events``."""
+    """The table of executed actions, and of the rows that each execution left in ``events``."""
 
     def __init__(self) -> None:
-        self._table = _table("what", "action", "in events, in the same commit")
+        self._table = _table("request", "action", "in events, in the same commit")
 
     def done(self, says: str, action: str, rows: Iterable[Any]) -> None:
         types = [row["event_type"] for row in rows]
@@ -55,7 +55,7 @@ class Committed:
 
 
 def fanned_out(console: Console, records: Sequence[NotificationRecord]) -> None:
-    """How many notifications each handler is owed, by event type."""
+    """Show the number of notifications for each handler, by event type."""
     pairs: dict[tuple[str, str, str], int] = {}
     for record in records:
         key = (record.event_type, record.handler_name, record.state)
@@ -118,7 +118,7 @@ def notifications(console: Console, records: Iterable[NotificationRecord], rows:
 
 
 def proof(console: Console, checks: Iterable[Check]) -> None:
-    table = _table("", "must be so", "found")
+    table = _table("", "rule", "found")
     for check in checks:
         mark = Text("ok", "green") if check.holds else Text("NO", "bold red")
         table.add_row(mark, check.rule, Text(check.found, "" if check.holds else "red"))
@@ -132,12 +132,12 @@ def farewell(console: Console, adds_up: bool, leaves_behind: str) -> None:
 
 
 def numbered(rows: Iterable[Any]) -> dict[str, int]:
-    """The events' ids as small numbers, which are easier to compare."""
+    """Number the events' ids, because small numbers are easier to compare."""
     return {str(UUID(str(row["id"]))): number for number, row in enumerate(rows, 1)}
 
 
 def _told(event: Event) -> Text:
-    """An event in a few words."""
+    """Describe an event in a few words."""
     match event:
         case WalletOpened(wallet_id=wallet_id):
             details = wallet_id
@@ -175,6 +175,6 @@ def _table(*headers: str, right: Iterable[str] = ()) -> Table:
 
 
 def _show(console: Console, renderable: RenderableType) -> None:
-    """With an empty line before it, in the column of the headlines, and no wider than a page."""
+    """Print after an empty line, in the column of the headlines, and no wider than a page."""
     console.print()
     console.print(Padding(renderable, (0, 0, 0, 3), expand=False), width=min(console.width, WIDEST))

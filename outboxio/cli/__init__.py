@@ -1,4 +1,4 @@
-"""The ``outboxio`` command: ``migrate``, ``check``, ``worker``, ``status``, ``demo``."""
+"""The ``outboxio`` command: ``migrate``, ``check``, ``worker``, ``status``, ``partitions``, ``demo``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    """Run the command. Without the extra ``cli`` it says what to install, and exits with 2."""
+    """Run the command. Without the extra ``cli``, say which packages to install, and exit with 2."""
     if missing := [name for name in ("typer", "rich") if find_spec(name) is None]:
         print(f"The outboxio command needs {' and '.join(missing)}: pip install 'outboxio[cli]'", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What a command answers: text for people, JSON for machines, an exit code for scripts."""
+"""The answer of a command: text for people, JSON for machines, an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.text import Text
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
-from outboxio.passwords import without_passwords
+from outboxio.support.text import visible, without_passwords
 
 _WIDTH_OF_A_PAGE = 100
 
 
 class Exit(IntEnum):
-    """What the exit code says."""
+    """The exit codes."""
 
     FINE = 0
     NO = 1
@@ -31,21 +32,21 @@ class Exit(IntEnum):
 
 
 def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = False, verbose: bool = False) -> None:
-    """Run a command to its end, and exit with its code. An error is one line; with ``verbose``, a traceback too."""
+    """Run a command, and exit with the code. An error is a single line; with ``verbose``, a traceback too."""
     try:
         code: int = asyncio.run(work())
     except KeyboardInterrupt:
-        code = 130  # as a shell says it: ended by SIGINT
+        code = 130  # 128 + SIGINT, as in a shell
     except Exception as error:
         if verbose:
-            # With the lines of source around it, and in these there may be a URL.
+            # The traceback shows lines of source, which may have a URL with a password.
             sys.stderr.write(without_passwords("".join(traceback.format_exception(error))))
         code = refuse(error, as_json=as_json)
     raise typer.Exit(code)
 
 
 def refuse(error: Exception, *, as_json: bool) -> Exit:
-    """Say what went wrong, and which exit code that is."""
+    """Print the error; the exit code."""
     leaves = list(_leaves(error))
     say_error("; ".join(map(in_words, leaves)))
     if as_json:
@@ -54,7 +55,7 @@ def refuse(error: Exception, *, as_json: bool) -> Exit:
 
 
 def exit_code(error: Exception) -> Exit:
-    """Whose fault an error is, as an exit code."""
+    """The exit code of an error: a mistake of the operator, an unreachable database, or neither."""
     if isinstance(error, ConfigurationError):
         return Exit.USAGE
     if isinstance(error, DatabaseUnavailable):
@@ -63,34 +64,40 @@ def exit_code(error: Exception) -> Exit:
 
 
 def in_words(error: Exception) -> str:
-    """An error in one line. Only outboxio's own errors are sure to say enough without their type.
+    """An error in a single line. Errors of the application are shown with the type.
 
-    Others come from the application, which may have put a whole URL into them.
+    Passwords are removed, because an error of the application may have a whole URL.
     """
     text = without_passwords(" ".join(str(error).split()))
     return text if isinstance(error, OutboxError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def say(*lines: RenderableType) -> None:
-    """Print to stdout, for people."""
+    """Print to stdout, for people. A ``str`` is markup, so a text with names must be a :func:`line`."""
     _print(_console(), lines)
 
 
 def say_aside(*lines: RenderableType) -> None:
-    """Print to stderr, for people: what a command does, apart from what it answers."""
+    """Print to stderr, for people: the progress of a command, apart from the answer."""
     _print(_console(stderr=True), lines)
 
 
 def say_error(text: str) -> None:
-    """One line on stderr, however long."""
-    console = _console(stderr=True)
-    console.print("[bold red]error:[/]", end=" ")
-    console.print(text, markup=False, soft_wrap=True)
+    """A single line on stderr, of any length."""
+    _print(_console(stderr=True), (line(("error:", "bold red"), " ", text),))
 
 
 def say_json(value: object) -> None:
-    """One JSON document on stdout, for machines."""
+    """A JSON document on stdout, for machines."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def line(*parts: str | tuple[str, str]) -> Text:
+    """A line of a terminal. A part is a text, or a pair of text and style.
+
+    No part is markup, so brackets in names are shown. Control characters are escaped.
+    """
+    return Text.assemble(*(visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts))
 
 
 def indented(renderable: RenderableType) -> Padding:
@@ -98,13 +105,13 @@ def indented(renderable: RenderableType) -> Padding:
 
 
 def terminal() -> Console:
-    """Where people read a command's answer: as wide as the terminal, as wide as a page where there is none."""
+    """The console of the answer: as wide as the terminal, or 100 columns without a terminal."""
     return _console()
 
 
 def _print(console: Console, lines: tuple[RenderableType, ...]) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=isinstance(line, str))
+    for each in lines:
+        console.print(each, soft_wrap=isinstance(each, str | Text))
 
 
 def _console(*, stderr: bool = False) -> Console:

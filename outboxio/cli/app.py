@@ -1,4 +1,4 @@
-"""The commands and their options. What a command does is in the module of its name."""
+"""The commands and options. The work of a command is in the module with the command's name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import typer
 from typer.core import TyperGroup
 
 from outboxio import __version__
+from outboxio.cli import partitions as partitions_command
 from outboxio.cli import schema
 from outboxio.cli import status as status_command
 from outboxio.cli import worker as worker_command
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.demo import demo as tell_demo
+from outboxio.cli.logs import LogFormat, set_up
 from outboxio.cli.target import TargetError, opened, refuse_both_or_none
-from outboxio.passwords import without_passwords
+from outboxio.support.text import without_passwords
 
 
 class Commands(TyperGroup):
-    """The commands; a usage error repeats what was typed, but no password in it."""
+    """The commands. A usage error repeats the typed text without passwords."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _passwords_hidden():
@@ -37,7 +39,7 @@ def _passwords_hidden() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        told: Any = getattr(error, "message", None)  # of all usage errors, wherever typer has them from
+        told: Any = getattr(error, "message", None)  # usage errors of typer and click
         if isinstance(told, str):
             vars(error)["message"] = without_passwords(told)
         raise
@@ -101,18 +103,22 @@ def migrate(
     target: Target = None,
     database: Database = None,
     namespace: Namespace = None,
+    contract: Annotated[
+        bool,
+        typer.Option("--contract", help="Also drop what only older versions use; none of their processes may run."),
+    ] = False,
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Make the tables, or bring them up to date.
 
-    Safe to run at every deployment and from several machines at once. It never touches a table of yours.
+    Safe to run at every deployment and from several machines at once. Your own tables are never touched.
     """
 
     async def work() -> Exit:
         refuse_both_or_none(target, database)
         async with opened(target, database, namespace) as outbox:
-            return await schema.migrate(outbox, as_json=json)
+            return await schema.migrate(outbox, contract=contract, as_json=json)
 
     answer(work, as_json=json, verbose=verbose)
 
@@ -125,9 +131,9 @@ def check(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say whether everything is in place: settings, connections, tables, columns, indexes.
+    """Check settings, connections, tables, columns and indexes.
 
-    Names what is missing and the file that brings it. Changes nothing.
+    Names the missing parts and the files that bring the parts. Changes nothing.
     """
 
     async def work() -> Exit:
@@ -146,14 +152,47 @@ def status(
     json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Count notifications by state, events that wait, and what nobody can handle."""
+    """Count notifications by state, waiting events, and notifications without a handler.
+
+    For handlers with several partitions, say how many partitions each process owns.
+    """
 
     async def work() -> Exit:
         refuse_both_or_none(target, database)
-        if database is not None and namespace is None:
-            raise TargetError("status counts what is in one namespace: give --namespace beside --database")
+        _refuse_without_namespace("status counts what is in", database, namespace)
         async with opened(target, database, namespace) as outbox:
             return await status_command.status(outbox, as_json=json)
+
+    answer(work, as_json=json, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio partitions app.main:outbox score 16[/]")
+def partitions(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODULE:OUTBOX] [NAME [NUMBER]]",
+            help="Your outbox, unless --database is given; the name of a handler, or else all handlers; "
+            "and the number of partitions to set, 1 to 64.",
+            show_default=False,
+        ),
+    ] = None,
+    database: Database = None,
+    namespace: Namespace = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show which process owns which partition, or set the number of partitions of a handler for all processes.
+
+    The number may grow and shrink while everything runs. No process is restarted.
+    """
+
+    async def work() -> Exit:
+        request = partitions_command.request_of(words or (), has_database=database is not None)
+        refuse_both_or_none(request.target, database)
+        _refuse_without_namespace("partitions shows the handlers of", database, namespace)
+        async with opened(request.target, database, namespace) as outbox:
+            return await partitions_command.partitions(outbox, request, as_json=json)
 
     answer(work, as_json=json, verbose=verbose)
 
@@ -169,28 +208,42 @@ def worker(
     ],
     fanout: Annotated[bool, typer.Option("--fanout/--no-fanout", help="Turn events into notifications.")] = True,
     handling: Annotated[bool, typer.Option("--handling/--no-handling", help="Run handlers.")] = True,
-    drain: Annotated[bool, typer.Option("--drain", help="Do what is due, and end; 1 if something is left.")] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
+    ] = False,
     timeout: Annotated[
         str | None,
         typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s."),
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.INFO,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Level of outboxio's log: info, unless your application sets a level.", show_default=False),
+    ] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="How the log is written to stderr.")] = LogFormat.TEXT,
+    log_setup: Annotated[
+        bool,
+        typer.Option(
+            "--log-setup/--no-log-setup",
+            help="Send the log to stderr, unless your application sets up logging when it is imported.",
+        ),
+    ] = True,
     verbose: Verbose = False,
 ) -> None:
     """Fan out and run handlers until SIGINT or SIGTERM comes.
 
-    Then nothing new is started, and running handlers have the setting shutdown_timeout to finish.
-    A second signal ends the process at once; what was running then is run again later.
+    Then no new run is started, and running handlers have the setting shutdown_timeout to finish.
+    A second signal ends the process at once; interrupted handlers run again later.
     """
 
     async def work() -> Exit:
-        worker_command.log_to_stderr(log_level)
         duties = worker_command.Duties(fanout=fanout, handling=handling)
         _refuse_what_is_nothing(duties, drain=drain, timeout=timeout)
         async with opened(target) as outbox:
+            # After the import, because the application may set up logging when imported.
+            tell = set_up(log_level, log_format, leave_alone=not log_setup)
             if drain:
-                return await worker_command.drain(outbox, timeout)
-            return await worker_command.work(outbox, duties)
+                return await worker_command.drain(outbox, timeout, tell)
+            return await worker_command.work(outbox, duties, tell)
 
     answer(work, verbose=verbose)
 
@@ -209,8 +262,13 @@ def demo(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Show a small wallet service at work, step by step, and prove that it adds up."""
+    """Show a small wallet service at work, step by step, and prove that the balances add up."""
     answer(lambda: tell_demo(database), verbose=verbose)
+
+
+def _refuse_without_namespace(shows: str, database: str | None, namespace: str | None) -> None:
+    if database is not None and namespace is None:
+        raise TargetError(f"{shows} one namespace: give --namespace beside --database")
 
 
 def _refuse_what_is_nothing(duties: worker_command.Duties, *, drain: bool, timeout: str | None) -> None:

@@ -15,14 +15,14 @@ _NAME = "outboxio.examples.wallets"
 
 
 async def demo(database: str | None) -> Exit:
-    """Tell the story of the example on a database; the answer is no if it does not add up."""
+    """Run the example on a database; the answer is no if the balances do not add up."""
     _load_wallets()
     story = importlib.import_module(f"{_NAME}.demo")
     return Exit.FINE if await story.run(database, terminal()) else Exit.NO
 
 
 def _load_wallets() -> None:
-    """Make the example importable under one name, inside the wheel and at the top of a source checkout."""
+    """Make the example importable under the same name from the wheel and from a source checkout."""
     if _NAME not in sys.modules:
         spec = _spec()
         package: ModuleType = module_from_spec(spec)

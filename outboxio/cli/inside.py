@@ -1,12 +1,14 @@
-"""What the command line must know of an outbox that applications need not: its shards, handlers and counters."""
+"""Private parts of an outbox that the command line needs: shards, handlers and counters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
-from outboxio.handler import Handler
+from outboxio.handlers.handler import Handler
 from outboxio.outbox import Drained, Outbox
-from outboxio.shard import ShardRuntime, ShardWork
+from outboxio.runtime.shard import ShardRuntime
+from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage.protocols import Database
 
 # pyright: reportPrivateUsage=false
@@ -17,15 +19,20 @@ def databases(outbox: Outbox) -> Mapping[str, Database]:
     return {name: shard.database for name, shard in _shards(outbox).items()}
 
 
+def clock_of(outbox: Outbox, shard: str) -> Callable[[], datetime]:
+    """The clock by which notifications of a shard become due."""
+    return _shards(outbox)[shard].clock
+
+
 def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
 
 
 class Tally:
-    """What an outbox does while it runs. Made inside ``running()``, it can still be asked afterwards."""
+    """The counts of an outbox. A tally is made inside ``running()`` and keeps the counts afterwards."""
 
     def __init__(self, outbox: Outbox) -> None:
-        self._works: list[ShardWork] = [shard.work for shard in _shards(outbox).values() if shard.work is not None]
+        self._works: list[ShardRun] = [shard.work for shard in _shards(outbox).values() if shard.work is not None]
 
     def total(self) -> Drained:
         counters = [work.counters for work in self._works]

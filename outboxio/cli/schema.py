@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, exit_code, in_words, indented, say, say_json
-from outboxio.cli.inside import databases
-from outboxio.errors import OutboxError, SchemaMissing
+from outboxio.cli.answer import Exit, exit_code, in_words, indented, line, say, say_json
+from outboxio.cli.inside import databases, handlers
+from outboxio.errors import OutboxError, RightsMissing, SchemaMissing
+from outboxio.operations.partitions.advice import advice_on_partitions
 from outboxio.outbox import Outbox
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import sql_folder
 
 
-async def migrate(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Bring the tables of every shard up to date, and say what was applied where."""
-    applied = await outbox.migrate()
+async def migrate(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
+    """Bring the tables of every shard up to date, and list the applied files and the files that wait, by shard."""
+    applied = await outbox.migrate(contract=contract)
+    pending = {shard: await database.schema.pending() for shard, database in databases(outbox).items()}
     if as_json:
-        say_json({"applied": applied})
+        say_json({"applied": applied, "pending": pending})
         return Exit.FINE
     for shard, files in applied.items():
         text = f"applied {', '.join(files)}" if files else "was up to date"
-        say(f"[green]ok[/]  {shard}: {text}")
+        say(line(("ok", "green"), f"  {shard}: {text}"))
+        _tell_pending(shard, pending[shard])
     return Exit.FINE
 
 
+def _tell_pending(shard: str, files: Sequence[str]) -> None:
+    if files:
+        remedy = "run outboxio migrate --contract when no process of an older version runs any more"
+        say(line(("..", "yellow"), f"  {shard}: {', '.join(files)} is not applied yet: {remedy}"))
+
+
 class Finding(Struct, kw_only=True):
-    """What is wrong with one shard; nothing, if ``error`` is None."""
+    """The result of checking a shard; ``error`` is None for a good shard."""
 
     shard: str
     dialect: str
     error: OutboxError | None = None
+    pending: Sequence[str] = ()
+    """The contract files that wait."""
+    advice: Sequence[str] = ()
+    """Remarks about partitions; none of them is an error."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -41,20 +55,48 @@ class Finding(Struct, kw_only=True):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that bring what is missing."""
+        """The files that create the missing parts."""
         return self.error.files if isinstance(self.error, SchemaMissing) else ()
 
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """The statements that create the missing parts, or give the missing rights."""
+        if isinstance(self.error, SchemaMissing):
+            return (*self.error.by_hand, *self.error.instead)
+        return self.error.statements if isinstance(self.error, RightsMissing) else ()
+
+    @property
+    def remedies(self) -> Iterator[tuple[str, str]]:
+        """The remedies in words, line by line."""
+        if not isinstance(self.error, SchemaMissing):
+            return
+        for number, statement in enumerate(self.error.by_hand):
+            yield "" if number else "  by hand", statement if statement.startswith("--") else f"{statement};"
+        if self.error.can_migrate:
+            yield "  to apply", ", ".join(self.error.files)
+            yield "  with", "outboxio migrate, or any tool that runs SQL files"
+            for statement in self.error.instead:
+                yield "  or run", f"{statement};"
+        else:
+            yield "  as in", ", ".join(self.error.files)
+
     def as_dict(self) -> dict[str, Any]:
-        message = None if self.error is None else in_words(self.error)
-        return {"ok": self.error is None, "error": message, "missing": self.missing, "files": self.files}
+        told = {
+            "ok": self.error is None,
+            "error": None if self.error is None else in_words(self.error),
+            "missing": self.missing,
+            "files": self.files,
+        }
+        more = {"statements": self.statements, "pending": self.pending, "advice": self.advice}
+        return told | {word: listed for word, listed in more.items() if listed}
 
 
 async def check(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Look at every shard, and say that all is well, or for each what is not."""
-    findings = [await _look_at(shard, database) for shard, database in databases(outbox).items()]
+    """Check every shard, and print the findings."""
+    findings = [await _look_at(outbox, shard, database) for shard, database in databases(outbox).items()]
     wrong = [finding.error for finding in findings if finding.error is not None]
     if not wrong:
-        await outbox.check()  # what can only be seen from all shards together
+        await outbox.check()  # finds shards with the same database
     if as_json:
         say_json({"ok": not wrong, "shards": {finding.shard: finding.as_dict() for finding in findings}})
     else:
@@ -63,28 +105,33 @@ async def check(outbox: Outbox, *, as_json: bool) -> Exit:
     return max(map(exit_code, wrong), default=Exit.FINE)
 
 
-async def _look_at(shard: str, database: Database) -> Finding:
+async def _look_at(outbox: Outbox, shard: str, database: Database) -> Finding:
     try:
         await database.schema.check()
     except OutboxError as error:
         return Finding(shard=shard, dialect=database.dialect, error=error)
-    return Finding(shard=shard, dialect=database.dialect)
+    pending = await database.schema.pending()
+    advice = await advice_on_partitions(database, outbox.namespace, handlers(outbox))
+    return Finding(shard=shard, dialect=database.dialect, pending=pending, advice=advice)
 
 
 def _tell(finding: Finding) -> None:
     if finding.error is None:
-        say(f"[green]ok[/]  {finding.shard}: reachable, and every table, column and index is there")
+        say(line(("ok", "green"), f"  {finding.shard}: reachable, and every table, column and index is there"))
+        _tell_pending(finding.shard, finding.pending)
+        for sentence in finding.advice:
+            say(line(("..", "yellow"), f"  {finding.shard}: {sentence}"))
     elif not finding.missing:
-        say(f"[bold red]NO[/]  {in_words(finding.error)}")
+        say(line(("NO", "bold red"), f"  {in_words(finding.error)}"))
     else:
-        say(f"[bold red]NO[/]  {finding.shard}: {len(finding.missing)} missing", indented(_remedy(finding)))
+        say(line(("NO", "bold red"), f"  {finding.shard}: {len(finding.missing)} missing"), indented(_remedy(finding)))
 
 
 def _remedy(finding: Finding) -> Table:
-    """What is missing, and what brings it."""
+    """The missing parts, and the remedies."""
     table = Table.grid(padding=(0, 2))
     table.add_row("  missing", Text(", ".join(finding.missing)))
-    table.add_row("  to apply", Text(", ".join(finding.files)))
-    table.add_row("  with", Text("outboxio migrate, or any tool that runs SQL files"))
+    for what, text in finding.remedies:
+        table.add_row(what, Text(text))
     table.add_row("  files in", Text(str(sql_folder(finding.dialect))))
     return table

@@ -9,9 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, exit_code, in_words, say, say_error, say_json
+from outboxio.cli.answer import Exit, exit_code, in_words, line, say, say_error, say_json
 from outboxio.cli.inside import databases
+from outboxio.cli.partitions import unowned_with_due_rows
 from outboxio.errors import OutboxError
+from outboxio.operations.partitions.owners import HandlerPartitions, in_ranges
+from outboxio.operations.stranded import Stranded
 from outboxio.outbox import Outbox
 
 _MEANINGS = {
@@ -29,11 +32,29 @@ _MEANINGS = {
 _ALARMING = {"DEAD", "EXPIRED", "unroutable"}
 
 
+class Unowned(Struct, frozen=True):
+    """Partitions with due notifications that no process owns."""
+
+    shard: str
+    handler_name: str
+    partitions: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"no process owns {_partitions(self.partitions)} of handler {self.handler_name!r}, with due notifications: "
+            "start a process that has the handler, or look in the log of the running processes"
+        )
+
+
 class Report(Struct):
-    """What each shard answered."""
+    """The answers of the shards."""
 
     counts: dict[str, dict[str, int]]
     errors: dict[str, OutboxError]
+    stranded: list[Stranded] = []
+    partitions: list[HandlerPartitions] = []
+    """The handlers with several partitions."""
+    unowned: list[Unowned] = []
 
     @property
     def total(self) -> dict[str, int]:
@@ -42,15 +63,26 @@ class Report(Struct):
 
 
 async def status(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Count, shard by shard: one that is down does not hide the others."""
+    """Count, shard by shard. An unreachable shard does not hide the counts of the rest."""
     report = await _ask_all(outbox)
     for error in report.errors.values():
         say_error(in_words(error))
     if as_json:
         errors = {shard: in_words(error) for shard, error in report.errors.items()}
-        say_json({"namespace": outbox.namespace, "total": report.total, "shards": report.counts, "errors": errors})
+        answer = {"namespace": outbox.namespace, "total": report.total, "shards": report.counts, "errors": errors}
+        owners = [
+            {"shard": one.shard, "handler_name": one.handler_name, "number": one.number, "owners": _owners(one)}
+            for one in report.partitions
+        ]
+        say_json({**answer, "stranded": report.stranded, "partitions": owners, "unowned": report.unowned})
     elif report.counts:
         say("", _table(outbox.namespace, report), "")
+        if report.partitions:
+            say(_table_of_owners(report), "")
+        for unowned in report.unowned:
+            say(line(("NO", "bold red"), f"  {unowned.shard}: {unowned}"))
+        for stranded in report.stranded:
+            say(line(("NO", "bold red"), f"  {stranded.shard}: {stranded}"))
     return max(map(exit_code, report.errors.values()), default=Exit.FINE)
 
 
@@ -60,9 +92,47 @@ async def _ask_all(outbox: Outbox) -> Report:
         try:
             await database.schema.check()
             report.counts[shard] = await outbox.admin.counts(shard=shard)
+            report.stranded += await outbox.admin.stranded(shard=shard)
+            await _ask_partitions(outbox, shard, report)
         except OutboxError as error:
             report.errors[shard] = error
     return report
+
+
+async def _ask_partitions(outbox: Outbox, shard: str, report: Report) -> None:
+    """Ask for the owners of the handlers with several partitions."""
+    for one in await outbox.admin.partitions(shard=shard):
+        if one.active > 1:
+            report.partitions.append(one)
+            if unowned := await unowned_with_due_rows(outbox, one):
+                report.unowned.append(Unowned(shard, one.handler_name, unowned))
+
+
+def _owners(one: HandlerPartitions) -> dict[str, int]:
+    """How many partitions each process owns."""
+    return {owner: len(partitions) for owner, partitions in one.by_owner.items() if owner is not None}
+
+
+def _table_of_owners(report: Report) -> Table:
+    """For each handler with several partitions, the number of partitions of each process."""
+    several = len(report.counts) > 1
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("handler", overflow="fold")
+    table.add_column("process", overflow="fold")
+    table.add_column("partitions", justify="right")
+    for one in sorted(report.partitions, key=lambda one: (one.handler_name, one.shard)):
+        name = line((one.handler_name, "bold"), f" on {one.shard}" if several else "")
+        for owner, number in sorted(_owners(one).items()):
+            table.add_row(name, line(owner), str(number))
+            name = Text("")
+        if free := len(one.by_owner.get(None, ())):
+            table.add_row(name, Text("no process", "bold yellow"), str(free))
+        table.add_section()
+    return table
+
+
+def _partitions(numbers: tuple[int, ...]) -> str:
+    return f"partition{'s' * (len(numbers) > 1)} {in_ranges(numbers)}"
 
 
 def _table(namespace: str, report: Report) -> Table:
@@ -70,15 +140,15 @@ def _table(namespace: str, report: Report) -> Table:
     if len(columns) > 1:
         columns = [*columns, ("all", report.total)]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    table.add_column(Text(namespace, "bold"))
+    table.add_column(line((namespace, "bold")))
     for shard, _ in columns:
-        table.add_column(shard, justify="right")
+        table.add_column(line(shard), justify="right")
     table.add_column("")
     for name in report.total:
         if name == "undelivered":
             table.add_section()
         numbers = [_number(name, counts.get(name, 0)) for _, counts in columns]
-        table.add_row(name, *numbers, Text(_MEANINGS.get(name, ""), "dim"))
+        table.add_row(line(name), *numbers, Text(_MEANINGS.get(name, ""), "dim"))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Which outbox a command is about: ``module:outbox`` in the user's code, or a database URL."""
+"""The outbox of a command: ``module:outbox`` in the application's code, or a database URL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError, OutboxError
 from outboxio.outbox import Outbox
-from outboxio.passwords import without_passwords
 from outboxio.settings import Settings
+from outboxio.support.text import without_passwords
 
 _EXPECTED = "expected module:outbox, as in app.main:outbox"
 _ANY_NAMESPACE = "outboxio"  # the tables are the same for every namespace
@@ -30,8 +30,8 @@ async def opened(
 ) -> AsyncGenerator[Outbox]:
     """The outbox that the command line names; closed at the end.
 
-    Raises :class:`TargetError` for a target that is not there or is no outbox, and whatever the user's module raises on
-    outboxio's account while it is imported, such as :class:`SettingsError`.
+    Raises :class:`TargetError` for a target that does not exist or is no outbox. Errors of outboxio in the imported
+    module, such as :class:`SettingsError`, pass through.
     """
     outbox = await _outbox_of(target) if target is not None else _outbox_at(database, namespace)
     try:
@@ -41,7 +41,7 @@ async def opened(
 
 
 def refuse_both_or_none(target: str | None, database: str | None) -> None:
-    """Exactly one of the two says which outbox is meant."""
+    """Raise :class:`TargetError` unless either ``target`` or ``database`` is given."""
     if (target is None) == (database is None):
         raise TargetError("name an outbox of yours (module:outbox), or give --database; one of them, and not both")
 

@@ -1,11 +1,9 @@
-"""``outboxio worker``: runs the handlers of an application in a process of its own."""
+"""``outboxio worker``: runs the handlers of an application in a separate process."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,70 +11,84 @@ from datetime import timedelta
 from types import FrameType
 
 from msgspec import Struct
-from rich.table import Table
-from rich.text import Text
 
 from outboxio import __version__
-from outboxio.cli.answer import Exit, indented, say_aside, say_error
-from outboxio.cli.inside import Tally, databases, handlers
-from outboxio.duration import format_duration
-from outboxio.event import type_name
-from outboxio.handler import Handler
+from outboxio.cli.answer import Exit, say_error
+from outboxio.cli.inside import Tally, clock_of, databases, handlers
+from outboxio.cli.logs import Teller
+from outboxio.handlers.handler import Handler
+from outboxio.model.event import type_name
+from outboxio.model.lock_name import Slot
+from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
+from outboxio.support.duration import format_duration
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Duties(Struct, frozen=True):
-    """What the worker is to do."""
+    """The work of the worker."""
 
     fanout: bool = True
     handling: bool = True
 
 
-async def work(outbox: Outbox, duties: Duties) -> Exit:
-    """Run until a signal comes, then leave gracefully. A second signal ends the process as if nobody had caught it."""
+async def work(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:
+    """Run until a signal comes, then leave gracefully. A second signal ends the process at once."""
     with _signalled() as stop:
-        _introduce(outbox, duties)
+        _introduce(outbox, duties, tell)
         began = time.monotonic()
         async with outbox.running(fanout=duties.fanout, handling=duties.handling):
             tally = Tally(outbox)
             await stop.wait()
             patience = format_duration(outbox.settings.shutdown_timeout)
-            say_aside(f"stopping: running handlers have {patience} to finish; signal again to leave at once")
-    _sum_up(tally.total(), time.monotonic() - began)
+            tell.say(f"stopping: running handlers have {patience} to finish; signal again to leave at once")
+    _sum_up(tally.total(), time.monotonic() - began, tell)
     return Exit.FINE
 
 
-async def drain(outbox: Outbox, timeout: str | None) -> Exit:
-    """Do what is due, once. The answer is no if something is left that failed and waits for its retry."""
-    _introduce(outbox, Duties())
+async def drain(outbox: Outbox, timeout: str | None, tell: Teller) -> Exit:
+    """Do the due work, once. The answer is no if due work is left, or a failed run waits for a retry.
+
+    Notifications that wait for a later moment are no reason for a no: a call after that moment runs the handlers.
+    """
+    _introduce(outbox, Duties(), tell)
     began = time.monotonic()
-    _sum_up(await outbox.drain(timeout), time.monotonic() - began)
+    _sum_up(await outbox.drain(timeout), time.monotonic() - began, tell)
     counts = await outbox.admin.counts()
-    left = counts["PENDING"] + counts["FAILED"]
-    if left:
-        say_error(f"not all is done: {left} left, waiting for a retry, a delay, or a process that has the handler")
-    return Exit.NO if left else Exit.FINE
+    failed = counts["FAILED"] + counts["DYING"]
+    if failed:
+        say_error(f"not all is done: {failed} left that failed, waiting for a retry")
+    due = await _names_with_due_rows(outbox)
+    if due:
+        say_error(f"not all is done: notifications of {', '.join(map(repr, due))} are due and left: {_REASONS}")
+    elif counts["PENDING"]:
+        tell.say(f"left for a later moment, by a schedule or a delay: {counts['PENDING']}")
+    return Exit.NO if failed or due else Exit.FINE
 
 
-def log_to_stderr(level: str) -> None:
-    """Unless the application has set up logging already: then only the level of outboxio's own log is set."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s  %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
-    logging.getLogger("outboxio").setLevel(level.upper())
+_REASONS = "an operator paused the handler, or this outbox has no handler of that name"
+
+
+async def _names_with_due_rows(outbox: Outbox) -> list[str]:
+    """The handler names of which a notification is due now, on any shard."""
+    names = set[str]()
+    for shard, database in databases(outbox).items():
+        now, counts = clock_of(outbox, shard)(), await counts_of(database, outbox.namespace)
+        for name in await database.notifications.unfinished_names(outbox.namespace):
+            active = counts[name].active if name in counts else 1
+            slots = [Slot(name, partition) for partition in range(active)]
+            if await database.notifications.any_due(outbox.namespace, now, slots):
+                names.add(name)
+    return sorted(names)
 
 
 @contextmanager
 def _signalled() -> Generator[asyncio.Event]:
     """An event that the first signal sets.
 
-    A handler of Python's own and not of the event loop: it also hears the second signal when a handler of the user's
-    blocks the loop, which is when people signal twice.
+    The signal handler is Python's and not the event loop's, so that a second signal ends the process even while a
+    handler of the application blocks the loop: that is when people signal twice (decision 25).
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -96,35 +108,33 @@ def _signalled() -> Generator[asyncio.Event]:
 # --- in words ------------------------------------------------------------------------------------
 
 
-def _introduce(outbox: Outbox, duties: Duties) -> None:
+def _introduce(outbox: Outbox, duties: Duties, tell: Teller) -> None:
     does = " and ".join(["fans out"] * duties.fanout + ["runs handlers"] * _handles(outbox, duties))
-    say_aside(f"outboxio {__version__} {does or 'does nothing'} for namespace [bold]{outbox.namespace}[/]")
-    say_aside(indented(_equipment(outbox, duties)))
+    tell.say(f"outboxio {__version__} {does or 'does nothing'} for namespace {outbox.namespace}")
+    tell.list(_equipment(outbox, duties))
     if _handles(outbox, duties) and not handlers(outbox):
-        say_aside("[yellow]no handlers are registered: import the modules that register them where the outbox is[/]")
+        tell.warn("no handlers are registered: import the modules that register them where the outbox is")
 
 
 def _handles(outbox: Outbox, duties: Duties) -> bool:
     return duties.handling and outbox.settings.handling_enabled
 
 
-def _equipment(outbox: Outbox, duties: Duties) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for shard, database in databases(outbox).items():
-        table.add_row("shard", Text(shard, "cyan"), database.dialect)
-    for handler in handlers(outbox) if _handles(outbox, duties) else ():
-        table.add_row("handler", Text(handler.name, "cyan"), _subject(handler))
-    return table
+def _equipment(outbox: Outbox, duties: Duties) -> list[tuple[str, str, str]]:
+    """Kind, name and remark of each shard and handler of this worker."""
+    shards = [("shard", shard, database.dialect) for shard, database in databases(outbox).items()]
+    mine = handlers(outbox) if _handles(outbox, duties) else ()
+    return shards + [("handler", handler.name, _subject(handler)) for handler in mine]
 
 
 def _subject(handler: Handler) -> str:
-    """What a handler is for, and which other names it answers to."""
+    """The events of a handler, and the aliases under which notifications may be stored."""
     wants = f"topic {handler.topic}" if handler.topic is not None else ", ".join(map(type_name, handler.event_types))
     return f"{wants} (also found as {', '.join(sorted(handler.aliases))})" if handler.aliases else wants
 
 
-def _sum_up(done: Drained, seconds: float) -> None:
-    say_aside(
+def _sum_up(done: Drained, seconds: float, tell: Teller) -> None:
+    tell.say(
         f"done in {format_duration(timedelta(seconds=round(seconds, 1)))}: fanned out {done.fanned_out}, "
         f"succeeded {done.succeeded}, failed {done.failed}, expired {done.expired}, dead {done.dead}"
     )

@@ -1,1 +1,1 @@
-"""Other libraries that outboxio works with; each is optional."""
+"""Optional libraries that outboxio works with."""

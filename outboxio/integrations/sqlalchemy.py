@@ -11,10 +11,11 @@ from outboxio.errors import ConfigurationError, NoTransaction
 
 
 async def driver_connection(given: Any) -> Any:
-    """The driver's own connection, with the transaction that SQLAlchemy has open really begun on it.
+    """The driver's own connection, on which the transaction of SQLAlchemy has begun.
 
-    SQLAlchemy sends BEGIN with the first statement, so one is sent. Raises :class:`NoTransaction` if none is open, and
-    :class:`ConfigurationError` for what is no asynchronous session or connection.
+    SQLAlchemy sends BEGIN with the first statement, so this function sends a statement. Raises :class:`NoTransaction`
+    if no transaction is open, and :class:`ConfigurationError` for any other object than an asynchronous session or
+    connection.
     """
     if isinstance(given, async_scoped_session):
         given = cast("async_scoped_session[AsyncSession]", given)()
@@ -34,5 +35,5 @@ async def driver_connection(given: Any) -> Any:
 
 
 def _begins_when_it_writes(driver: Any) -> bool:
-    """Whether it is a connection of sqlite3, in the mode in which not even a SELECT begins a transaction."""
+    """True for a connection of sqlite3 in the mode in which a SELECT begins no transaction."""
     return getattr(driver, "in_transaction", True) is False and getattr(driver, "isolation_level", None) is not None

@@ -1,40 +1,41 @@
-"""What talks to a database. ``protocols`` is the seam; each dialect is a package of its own."""
+"""Access to databases. ``protocols`` is the seam to the rest of outboxio; each dialect is a package below."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
 from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
-from outboxio.passwords import without_passwords
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.limits import Limits
+from outboxio.support.text import without_passwords
 
 if TYPE_CHECKING:
     from outboxio.storage.protocols import Database
 
 _EXPECTED = (
     "a URL (postgresql://host/database, mysql://host/database, mariadb://host/database, sqlite:///file.db, sqlite:// "
-    "for memory), an asyncpg.Pool, aiomysql.Pool or asyncmy.Pool, or Shard(url, ...)"
+    "for memory), an asyncpg.Pool, an aiomysql.Pool, or Shard(url, ...)"
 )
 
-# A URL may name its driver, as SQLAlchemy's do: here is what each is installed with.
-_MYSQL_SCHEMES = {"mysql": "mysql", "mariadb": "mysql", "mysql+asyncmy": "asyncmy", "mariadb+asyncmy": "asyncmy"}
-_MYSQL_DRIVERS = ("aiomysql", "asyncmy")
+_MYSQL_SCHEMES = ("mysql", "mariadb")
+# A URL may name its driver, as SQLAlchemy's do.
 _SAME_SCHEMES = {"postgres": "postgresql", "mysql+aiomysql": "mysql", "mariadb+aiomysql": "mariadb"}
 
-# One host or several, each with its port: postgresql://first:5432,second:5432/app.
+# A single host or several hosts, each with a port: postgresql://first:5432,second:5432/app.
 _HOST = r"(?:\[[^\[\]]*\]|[^\[\]:,]*)(?::\d{0,5})?"
 _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 
 class Shard(Struct, frozen=True):
-    """One shard, reached in two ways: ``url`` for actions, ``direct_url`` for the loops, their locks and LISTEN.
+    """A shard with two URLs: ``url`` for actions, ``direct_url`` for the loops, with cluster locks and LISTEN.
 
-    Needed where ``url`` leads through a proxy that shares server sessions between transactions, such as PgBouncer in
+    Needed if ``url`` leads through a proxy that shares server sessions between transactions, such as PgBouncer in
     transaction mode.
 
     Example::
@@ -45,13 +46,22 @@ class Shard(Struct, frozen=True):
     url: str
     direct_url: str | None = None
 
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = {"url": self.url, "direct_url": self.direct_url}  # an application without types
+        for name, url in given.items():
+            if not isinstance(url, str) and (name, url) != ("direct_url", None):
+                raise ConfigurationError(
+                    f"Shard({name}=...) is of type {type(url).__name__}; expected a URL as text. A pool is given as it "
+                    "is, without Shard"
+                )
+
     def __repr__(self) -> str:
         direct = "" if self.direct_url is None else f", direct_url={without_passwords(self.direct_url)!r}"
         return f"Shard({without_passwords(self.url)!r}{direct})"
 
 
 class ConnectionPool(Protocol):
-    """A driver's own pool: ``asyncpg.Pool``, ``aiomysql.Pool`` or asyncmy's."""
+    """A driver's own pool: ``asyncpg.Pool`` or ``aiomysql.Pool``."""
 
     @property
     def acquire(self) -> Callable[..., Any]: ...
@@ -61,50 +71,59 @@ class ConnectionPool(Protocol):
 
 
 DatabaseSource = str | Shard | ConnectionPool
-"""How one shard's database may be given."""
+"""The forms in which an application gives the database of a shard."""
 
 
-def open_database(name: str, source: DatabaseSource) -> Database:
-    """The database that a shard was given as; no I/O yet. :class:`ConfigurationError` says what would do."""
+class Access(TypedDict, total=False):
+    """Options of the connections of a database."""
+
+    guard: EventLoopGuard
+    """The event loop that may use the connections; by default each database has a separate guard."""
+    limits: Limits
+    """The time limits of the database."""
+
+
+def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -> Database:
+    """The database of a shard, without I/O. Raises :class:`ConfigurationError` with the forms that are accepted."""
     if isinstance(source, Shard):
-        return _from_url(name, source.url, source.direct_url)
+        return _from_url(name, source.url, source.direct_url, access)
     if isinstance(source, str):
-        return _from_url(name, source, None)
+        return _from_url(name, source, None, access)
     driver = type(source).__module__.partition(".")[0]
     if driver == "asyncpg":
         from outboxio.storage.postgres.database import PostgresDatabase
 
-        return PostgresDatabase(name, cast(Any, source))
-    if driver in _MYSQL_DRIVERS:
+        return PostgresDatabase(name, cast(Any, source), **access)
+    if driver == "aiomysql":
         from outboxio.storage.mysql.database import MysqlDatabase
 
-        return MysqlDatabase(name, cast(Any, source))
+        return MysqlDatabase(name, cast(Any, source), **access)
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 
-def _from_url(name: str, url: str, direct_url: str | None) -> Database:
+def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Database:
     scheme = _scheme(name, url)
     if direct_url is not None and _scheme(name, direct_url) != scheme:
         raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
     if scheme == "postgresql":
         with _driver_of(name, "postgres"):
             from outboxio.storage.postgres.database import PostgresDatabase
-        return PostgresDatabase(name, url, direct_url)
+        return PostgresDatabase(name, url, direct_url, **access)
     if scheme in _MYSQL_SCHEMES:
-        with _driver_of(name, _MYSQL_SCHEMES[scheme]):
+        with _driver_of(name, "mysql"):
             from outboxio.storage.mysql.database import MysqlDatabase
 
-            return MysqlDatabase(name, url, direct_url)
+            return MysqlDatabase(name, url, direct_url, **access)
     if scheme == "sqlite":
         from outboxio.storage.sqlite.database import SqliteDatabase
 
-        return SqliteDatabase(name, _sqlite_path(name, url))
+        return SqliteDatabase(name, _sqlite_path(name, url), **access)
     raise ConfigurationError(f"shard {name!r} has a URL with the scheme {scheme!r}; expected {_EXPECTED}")
 
 
 @contextmanager
 def _driver_of(name: str, extra: str) -> Generator[None]:
-    """Imports of a driver that may not be installed."""
+    """Import a driver. Raises :class:`ConfigurationError` with the command that installs a missing driver."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -114,7 +133,7 @@ def _driver_of(name: str, extra: str) -> Generator[None]:
 
 
 def _scheme(name: str, url: str) -> str:
-    """The URL's scheme; a URL that cannot be read is not shown, for nobody knows where the password ends in it."""
+    """The URL's scheme. The error leaves out an unreadable URL, because the end of the password in it is unknown."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -128,7 +147,7 @@ def _scheme(name: str, url: str) -> str:
 
 
 def _has_late_userinfo(parts: SplitResult) -> bool:
-    """Whether a password with a ``/``, ``?`` or ``#`` in it ended the host too early: its rest is no path to show."""
+    """True if a ``/``, ``?`` or ``#`` in the password ended the host too early: the path then shows the password."""
     if parts.scheme == "sqlite" and not parts.netloc:
         return False
     return "@" in parts.path or "@" in parts.fragment or ("@" in parts.query and "@" not in parts.netloc)

@@ -1,94 +1,59 @@
-"""The tables, as every dialect must have them, and the files that make them.
+"""The tables that every dialect has, and the files that create the tables.
 
 The files under ``sql/<dialect>`` are the schema: plain SQL that any migration tool can run instead of
-``outbox.migrate()``. Each records itself in ``schema_versions``. What a dialect's tables must hold is derived from
-the one list here, so that the copies cannot drift apart unseen.
+``outbox.migrate()``. Each file records itself in ``schema_versions``. The required parts, and the statements that
+restore a removed part, are read from the files (``ddl.py``).
+
+A change that an older version cannot live with is made in two files: expand, which adds the new part, and contract
+(``..._contract.sql``), which drops the old part. Between the two files, processes of both versions work side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from outboxio.errors import SchemaMissing, SchemaNewer
+from outboxio.errors import RightsMissing, SchemaInUse, SchemaMissing, SchemaNewer, SchemaOccupied
+from outboxio.storage.ddl import Change, Part, changes_of, parts_of
 
-_CONTEXT = (
-    "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id", "model_type",
-    "event_type", "payload", "event_date",
-)  # fmt: skip
-
-
-class Table(Struct, frozen=True):
-    """What one table must hold, and which file makes it."""
-
-    name: str
-    file: str
-    columns: tuple[str, ...]
-    indexes: tuple[str, ...] = ()
-    partial_indexes: tuple[str, ...] = ()
-    """Those that exist where an index can be of some rows only; elsewhere the others do their work."""
-
-
-TABLES = (
-    Table("schema_versions", "0001_events.sql", ("version", "file", "applied_date")),
-    Table(
-        "events",
-        "0001_events.sql",
-        ("id", "namespace", *_CONTEXT, "delivered", "sequence", "ordering_key", "topic", "source", "correlation_id",
-         "causation_id", "headers", "available_at", "hops"),
-        ("idx_events_action_id", "events_undelivered", "events_undelivered_topic"),
-    ),
-    Table(
-        "event_notifications",
-        "0002_event_notifications.sql",
-        ("id", "event_id", "handler_name", "namespace", *_CONTEXT, "state", "attempts", "next_retry_at", "created_date",
-         "updated_date", "sequence", "ordering_key", "priority", "errors", "correlation_id", "causation_id", "headers",
-         "hops", "retention_from"),
-        ("event_notifications_due", "event_notifications_line"),
-        ("event_notifications_parked",),
-    ),
-    Table(
-        "subscriptions",
-        "0003_coordination.sql",
-        ("namespace", "handler_name", "event_type", "topic", "aliases", "priority", "ordered", "last_seen_date"),
-    ),
-    Table("leases", "0003_coordination.sql", ("name", "term", "owner", "acquired_date", "released_term")),
-    Table("pauses", "0003_coordination.sql", ("namespace", "handler_name", "paused_date", "ended_date")),
-    Table(
-        "started_runs",
-        "0003_coordination.sql",
-        ("notification_id", "namespace", "handler_name", "starts", "started_date"),
-        ("started_runs_handler",),
-    ),
-    Table(
-        "consumed_events",
-        "0004_consumed_events.sql",
-        ("source", "external_id", "handler_name", "event_id", "payload_hash", "consumed_date"),
-        ("consumed_events_date",),
-    ),
-)  # fmt: skip
+Rights = Mapping[str, Collection[str]]
+"""The rights on each table, held or needed: SELECT, INSERT, UPDATE, DELETE."""
 
 
 class Found(Struct):
-    """What a database has of ours: columns by table, index names, and the newest version applied (0: none)."""
+    """The parts that were found in a database.
+
+    - ``columns``: the columns by table.
+    - ``indexes``: the names of the usable indexes.
+    - ``version``: the newest version that was applied (0: none).
+    - ``invalid``: the indexes that exist and are of no use.
+    - ``keys``: the columns of unique keys by table, with commas; ``None`` if the keys were not read.
+    """
 
     columns: Mapping[str, Collection[str]]
     indexes: Collection[str]
     version: int
-    has_partial_indexes: bool = False
-    """Whether the database has such at all."""
+    invalid: Collection[str] = ()
+    keys: Mapping[str, Collection[str]] | None = None
 
 
 class SqlFile(Struct, frozen=True):
-    """One numbered file."""
+    """A numbered SQL file."""
 
     version: int
     name: str
     text: str
+
+    @property
+    def is_contract(self) -> bool:
+        """True if the file drops a part that processes of an older version use."""
+        return self.name.endswith("_contract.sql")
 
 
 def sql_folder(dialect: str) -> Traversable:
@@ -103,16 +68,62 @@ def sql_files(dialect: str) -> list[SqlFile]:
     return [SqlFile(int(name[:4]), name, sql_folder(dialect).joinpath(name).read_text("utf-8")) for name in names]
 
 
-def files_to_apply(shard: str, dialect: str, found: Found) -> list[SqlFile]:
-    """The files that this database still needs; :class:`SchemaNewer` if it is ahead of us."""
-    files = sql_files(dialect)
+def files_to_apply(shard: str, dialect: str, found: Found, *, contract: bool = False) -> list[SqlFile]:
+    """The files to apply now. Raises :class:`SchemaNewer` if a newer outboxio has migrated.
+
+    Without ``contract``, a contract file at the end waits while the part that the file drops exists: a process of an
+    older version may still use the part. So a database without tables gets all files at once. A contract file before a
+    further file does not wait, because the further file stops the older version anyway.
+    """
     refuse_newer(shard, dialect, found)
-    return [file for file in files if file.version > found.version]
+    files = [file for file in sql_files(dialect) if file.version > found.version]
+    while files and not contract and files[-1].is_contract and _drops_a_part(files[-1], found):
+        files.pop()
+    return files
 
 
-def is_occupied(found: Found) -> bool:
-    """Whether a table is there already that only a file not applied yet would make: somebody else made it."""
-    return any(found.columns.get(table.name) and int(table.file[:4]) > found.version for table in TABLES)
+def pending_files(dialect: str, found: Found) -> list[str]:
+    """The names of the contract files that wait until ``migrate(contract=True)``."""
+    return [file.name for file in sql_files(dialect) if file.version > found.version and file.is_contract]
+
+
+def drops_parts(files: Iterable[SqlFile], found: Found) -> list[str]:
+    """The names of the contract files that would drop an existing part, which an older version may still use."""
+    return [file.name for file in files if file.is_contract and _drops_a_part(file, found)]
+
+
+def tells_older(found: Found) -> bool:
+    """True if ``subscriptions`` tells the announcements of an older version from those of this version.
+
+    Before the columns exist, all announcements are of an older version.
+    """
+    return {"partitioned_seen_date", "older_seen_date"} <= set(found.columns.get("subscriptions", ()))
+
+
+def refuse_older(shard: str, files: Sequence[str], older: Iterable[Sequence[str]]) -> None:
+    """Raise :class:`SchemaInUse` if an older version has announced handlers. ``older``: namespaces and names."""
+    handlers = sorted("/".join(names) for names in older)
+    if handlers:
+        raise SchemaInUse(shard, handlers, files)
+
+
+def _drops_a_part(file: SqlFile, found: Found) -> bool:
+    return any(has_part(change, found) for change in changes_of(file.text) if change.drops)
+
+
+def has_part(change: Change, found: Found) -> bool:
+    """True if the column or index that a statement adds or drops exists."""
+    if change.kind == "column":
+        return change.name in found.columns.get(change.table, ())
+    return change.name in found.indexes or change.name in found.invalid
+
+
+def is_occupied(dialect: str, found: Found) -> bool:
+    """True if a table exists although its file is not applied yet: a different tool has created the table."""
+    return any(
+        part.kind == "table" and part.table in found.columns and file.version > found.version
+        for file, part in required_parts(dialect)
+    )
 
 
 def refuse_newer(shard: str, dialect: str, found: Found) -> None:
@@ -123,23 +134,146 @@ def refuse_newer(shard: str, dialect: str, found: Found) -> None:
 
 
 def refuse_incomplete(shard: str, dialect: str, found: Found) -> None:
-    """Raise :class:`SchemaMissing`, naming what is missing and which file brings it, unless all is there."""
-    missing = dict(missing_parts(found))
+    """Raise :class:`SchemaMissing`, with the missing parts and the remedy, unless all parts exist."""
+    missing = list(missing_parts(dialect, found))
     if missing:
-        files = sorted({f"sql/{dialect}/{file}" for file in missing.values()})
-        raise SchemaMissing(shard, list(missing), files)
+        raise _missing(shard, dialect, found, missing)
 
 
-def missing_parts(found: Found) -> Iterator[tuple[str, str]]:
-    """What is missing, in words, with the file that brings it. A missing table stands for its columns and indexes."""
-    for table in TABLES:
-        columns = found.columns.get(table.name)
-        if not columns:
-            yield f"table {table.name}", table.file
-            continue
-        for column in table.columns:
-            if column not in columns:
-                yield f"column {table.name}.{column}", table.file
-        for index in (*table.indexes, *(table.partial_indexes if found.has_partial_indexes else ())):
-            if index not in found.indexes:
-                yield f"index {index}", table.file
+def indexes_to_make(shard: str, dialect: str, found: Found) -> list[Part]:
+    """The indexes of applied files that are missing: ``migrate()`` creates these indexes again.
+
+    Raises :class:`SchemaMissing` if a different part is missing: a restored column would have no values, a restored
+    table no rows, and the loss would go unnoticed. Also raises for an index that exists and is of no use, because a
+    build of the index may be under way.
+    """
+    damaged = [(file, part) for file, part in missing_parts(dialect, found) if file.version <= found.version]
+    if any(not _is_made_again(part, found) for _, part in damaged):
+        raise _missing(shard, dialect, found, damaged)
+    return [part for _, part in damaged]
+
+
+def refuse_unadoptable(shard: str, dialect: str, found: Found, besides: Iterable[str] = ()) -> None:
+    """Raise :class:`SchemaOccupied` unless the tables of a different tool are complete. ``besides``: further flaws.
+
+    The table ``schema_versions`` may be missing: adopting the tables creates it.
+    """
+    missing = [part for _, part in missing_parts(dialect, found) if part.words != "table schema_versions"]
+    if missing or besides:
+        raise SchemaOccupied(shard, [*(part.words for part in missing), *besides], _statements(found, missing))
+
+
+def missing_parts(dialect: str, found: Found) -> Iterator[tuple[SqlFile, Part]]:
+    """The missing parts, each with the file that creates the part. A missing table stands for all of its parts."""
+    for file, part in required_parts(dialect):
+        if part.kind == "table":
+            is_there = part.table in found.columns
+        elif part.table not in found.columns:
+            is_there = True  # the missing table is reported instead
+        elif part.kind == "column":
+            is_there = part.name in found.columns[part.table]
+        elif part.kind == "index":
+            is_there = part.name in found.indexes
+        else:
+            is_there = found.keys is None or part.name in found.keys.get(part.table, ())
+        if not is_there:
+            yield file, part
+
+
+def refuse_lacking(shard: str, who: str, grantee: str, needed: Rights, held: Rights) -> None:
+    """Raise :class:`RightsMissing` if the user ``who`` lacks needed rights on existing tables."""
+    lacking = {
+        table: [right for right in rights if right not in held[table]]
+        for table, rights in needed.items() if table in held
+    }  # fmt: skip
+    lacking = {table: rights for table, rights in lacking.items() if rights}
+    if lacking:
+        grants = [f"GRANT {', '.join(rights)} ON eventlog.{table} TO {grantee}" for table, rights in lacking.items()]
+        told = ", ".join(f"{' and '.join(rights)} on eventlog.{table}" for table, rights in lacking.items())
+        raise RightsMissing(shard, who, told, grants)
+
+
+def reading(dialect: str) -> dict[str, list[str]]:
+    """The rights to read the state of all tables."""
+    return {table: ["SELECT"] for table in tables_of(dialect)}
+
+
+def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
+    """The least rights of the loops. ``docs/security.md`` lists all rights that the loops may need later."""
+    needed = reading(dialect)
+    if fanout or handling:
+        needed["leases"] += ["INSERT", "UPDATE"]
+    if fanout:
+        needed["events"] += ["UPDATE"]
+        needed["event_notifications"] += ["INSERT"]
+    if handling:
+        needed["subscriptions"] += ["INSERT", "UPDATE"]
+        needed["event_notifications"] += ["UPDATE"]
+        for table in {"handler_partitions", "instances"} & needed.keys():  # SQLite has neither table
+            needed[table] += ["INSERT", "UPDATE"]
+    return needed
+
+
+def useless_indexes(dialect: str, columns: Mapping[str, str]) -> set[str]:
+    """The indexes whose columns do not start with the columns in the files. Columns are given with commas."""
+    wanted = {part.name: part.columns for _, part in required_parts(dialect) if part.kind == "index"}
+    return {name for name, has in columns.items() if not f"{has}, ".startswith(f"{wanted.get(name, has)}, ")}
+
+
+@lru_cache
+def tables_of(dialect: str) -> tuple[str, ...]:
+    """The names of all tables."""
+    return tuple(part.table for _, part in required_parts(dialect) if part.kind == "table")
+
+
+@lru_cache
+def required_parts(dialect: str) -> tuple[tuple[SqlFile, Part], ...]:
+    """The required parts. An index that a later file drops is not required: no statement of this version uses it."""
+    files = sql_files(dialect)
+    dropped = {change.name for file in files for change in changes_of(file.text) if change.drops}
+    found = [(file, part) for file in files for part in parts_of(file.text) if part.name not in dropped]
+    added = [part for _, part in found if part.is_added]
+    return tuple((file, _with_additions(part, added)) for file, part in found)
+
+
+def _with_additions(part: Part, added: Iterable[Part]) -> Part:
+    """A table is restored with the columns and indexes that later files add."""
+    if part.kind != "table":
+        return part
+    later = [statement for other in added if other.table == part.table for statement in other.statements]
+    return replace(part, statements=(*part.statements, *later))
+
+
+def _missing(shard: str, dialect: str, found: Found, missing: Collection[tuple[SqlFile, Part]]) -> SchemaMissing:
+    new = [part for file, part in missing if _is_new(file, part, found)]
+    indexes = [part for file, part in missing if file.version <= found.version and _is_made_again(part, found)]
+    others = [part for _, part in missing if part not in new and part not in indexes]
+    return SchemaMissing(
+        shard,
+        [part.words for _, part in missing],
+        sorted({f"sql/{dialect}/{file.name}" for file, _ in missing}),
+        by_hand=_statements(found, others),
+        instead=_statements(found, indexes),
+        can_migrate=bool(new or indexes),
+    )
+
+
+def _is_new(file: SqlFile, part: Part, found: Found) -> bool:
+    """True for a part that ``migrate()`` creates: a part of a file not applied yet, or ``schema_versions``."""
+    if part.kind == "table":
+        return file.version > found.version or part.table == "schema_versions"
+    return part.is_added and file.version > found.version
+
+
+def _is_made_again(part: Part, found: Found) -> bool:
+    """True for a missing index, which ``migrate()`` creates again, because an index holds no data of its own."""
+    return part.kind == "index" and part.name not in found.invalid
+
+
+def _statements(found: Found, parts: Iterable[Part]) -> list[str]:
+    """The statements that restore the parts. An existing index of no use is repaired, because its name is taken."""
+    return [
+        statement
+        for part in parts
+        for statement in (part.in_its_place if part.name in found.invalid else part.statements)
+    ]

@@ -1,23 +1,24 @@
 -- outboxio, MariaDB 10.11 or later: the outbox itself.
--- Run the files of this folder in order. MariaDB commits every CREATE by itself, so a file that was interrupted is simply
--- run again; every file records that it was applied.
--- All of it is in a database of its own, eventlog, of which a server has one. The application's user needs
+-- Run the files of this folder in order. MariaDB commits every CREATE at once, so an interrupted file is simply run
+-- again; every file records that it was applied.
+-- All tables are in a separate database, eventlog, a single one per server. The application's user needs
 --   GRANT CREATE, DROP, ALTER, INDEX, SELECT, INSERT, UPDATE, DELETE ON eventlog.* TO ...;
--- where somebody else runs these files, the last four are enough.
+-- where an administrator runs these files, the last four are enough.
 
 CREATE DATABASE IF NOT EXISTS eventlog CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
--- Which of these files were applied.
+-- The files of this folder that were applied.
 CREATE TABLE IF NOT EXISTS eventlog.schema_versions (
     version      INT          NOT NULL PRIMARY KEY,
     file         VARCHAR(255) NOT NULL,
     applied_date DATETIME(6)  NOT NULL
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
--- One row per event that an action emitted, with the whole context of the action. An action that emitted
--- nothing has one row too, the sentinel: its model_id, model_type, event_type and payload are NULL.
+-- One row per emitted event, with the whole context of the action. An action without events has one row too, the
+-- sentinel event: its model_id, model_type, event_type and payload are NULL.
 -- Dates are UTC without a zone. Names, keys and ids compare byte for byte.
--- There are no partial indexes here: delivered comes before what is walked, so that delivered rows leave the walk.
+-- Without partial indexes, delivered comes before the columns that fan-out walks, so that delivered rows leave the
+-- walk.
 CREATE TABLE IF NOT EXISTS eventlog.events (
     id              UUID     NOT NULL PRIMARY KEY,
     namespace       VARCHAR(255) NOT NULL,
@@ -46,10 +47,10 @@ CREATE TABLE IF NOT EXISTS eventlog.events (
 
     UNIQUE KEY events_sequence (sequence),
     KEY idx_events_action_id (action_id),
-    -- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that are
-    -- delivered already cost it nothing.
+    -- Fan-out walks each subscribed type separately, and skips three kinds of rows at no cost: rows of unsubscribed
+    -- types, rows of different services, and delivered rows.
     KEY events_undelivered (namespace, delivered, event_type, sequence),
-    -- The same for handlers of a topic. Most events are on none: so those stay where they are in it when delivered.
+    -- The same for handlers of a topic. Most events have no topic: their index entry does not move at delivery.
     KEY events_undelivered_topic (namespace, waiting_topic, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 

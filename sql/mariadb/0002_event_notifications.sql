@@ -1,10 +1,10 @@
--- One row per event and handler that is owed it, with the event's whole context, so that handling reads one row.
+-- One row per event and subscribed handler, with the event's whole context, so that handling reads a single row.
 -- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
 -- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
--- There are no partial indexes here: is_unfinished comes before what is walked, so that finished rows leave the walk.
--- line_part: 1 PENDING, FAILED or DYING, 2 BLOCKED, 3 DEAD or EXPIRED; NULL for rows that stand in no line, which are
--- the finished ones and, unless they are BLOCKED, those without an ordering key.
--- Both are computed, and invisible: SELECT * does not show them.
+-- Without partial indexes, is_unfinished comes before the columns of the walk, so that finished rows leave the walk.
+-- line_part: 1 PENDING, FAILED or DYING, 2 BLOCKED, 3 DEAD or EXPIRED; NULL for rows without an order: finished rows,
+-- and rows without an ordering key unless they are BLOCKED.
+-- Both columns are computed, and invisible: SELECT * leaves them out.
 CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
     id              UUID     NOT NULL PRIMARY KEY,
     event_id        UUID     NOT NULL,
@@ -40,10 +40,10 @@ CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
         STORED INVISIBLE,
 
     UNIQUE KEY event_notifications_event (event_id, handler_name),
-    -- Due rows are found per handler: the backlog of one handler is invisible to the others.
+    -- Due rows are found per handler: the backlog of a handler is invisible to all remaining handlers.
     KEY event_notifications_due (namespace, is_unfinished, handler_name, next_retry_at, sequence),
-    -- The rows of each ordering key, by what is asked of them: whoever looks for a head reads one row of each part, and
-    -- neither walks what is BLOCKED behind it nor what ended DEAD before it.
+    -- The rows of each ordering key, by line_part: the search for a head reads one row of each part, and walks neither
+    -- the BLOCKED rows behind the head nor the DEAD rows before it.
     KEY event_notifications_line (namespace, line_part, handler_name, ordering_key, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 

@@ -1,4 +1,4 @@
--- What was received from outside already: deduplication outlives the events themselves.
+-- Messages that the inbox has received: deduplication outlives the events.
 CREATE TABLE IF NOT EXISTS eventlog.consumed_events (
     source        VARCHAR(255) NOT NULL,
     external_id   VARCHAR(255) NOT NULL,

@@ -3,15 +3,15 @@
 
 CREATE SCHEMA IF NOT EXISTS eventlog;
 
--- Which of these files were applied.
+-- The files of this folder that were applied.
 CREATE TABLE eventlog.schema_versions (
     version      INT          PRIMARY KEY,
     file         VARCHAR(255) NOT NULL,
     applied_date TIMESTAMP    NOT NULL
 );
 
--- One row per event that an action emitted, with the whole context of the action. An action that emitted
--- nothing has one row too, the sentinel: its model_id, model_type, event_type and payload are NULL.
+-- One row per emitted event, with the whole context of the action. An action without events has one row too, the
+-- sentinel event: its model_id, model_type, event_type and payload are NULL.
 -- Dates are UTC without a zone.
 CREATE TABLE eventlog.events (
     id              UUID         PRIMARY KEY,
@@ -40,8 +40,8 @@ CREATE TABLE eventlog.events (
 
 CREATE INDEX idx_events_action_id ON eventlog.events (action_id);
 
--- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that
--- are delivered already cost it nothing.
+-- Fan-out walks each subscribed type separately, and skips three kinds of rows at no cost: rows of unsubscribed types,
+-- rows of different services, and delivered rows.
 CREATE INDEX events_undelivered ON eventlog.events (namespace, event_type, sequence)
     WHERE delivered = FALSE AND event_type IS NOT NULL;
 

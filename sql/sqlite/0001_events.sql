@@ -2,15 +2,15 @@
 -- Run the files of this folder in order (sqlite3 -bail app.db < 0001_events.sql); every file records that it was
 -- applied. SQLite has no schemas, so the names of all tables and indexes begin with eventlog_.
 
--- Which of these files were applied.
+-- The files of this folder that were applied.
 CREATE TABLE eventlog_schema_versions (
     version      INTEGER NOT NULL PRIMARY KEY,
     file         TEXT    NOT NULL,
     applied_date TEXT    NOT NULL
 );
 
--- One row per event that an action emitted, with the whole context of the action. An action that emitted
--- nothing has one row too, the sentinel: its model_id, model_type, event_type and payload are NULL.
+-- One row per emitted event, with the whole context of the action. An action without events has one row too, the
+-- sentinel event: its model_id, model_type, event_type and payload are NULL.
 -- Dates are UTC without a zone, always with six decimals (2026-01-31 09:05:00.000000), so that they sort as text.
 -- Ids are UUIDs as 36 characters, JSON is text, booleans are 0 and 1.
 -- Only the primary key can number its rows here, so sequence is the primary key and id is unique beside it.
@@ -42,8 +42,8 @@ CREATE TABLE eventlog_events (
 
 CREATE INDEX eventlog_idx_events_action_id ON eventlog_events (action_id);
 
--- Fan-out walks each subscribed type by itself, so the rows of other types, of other services and those that
--- are delivered already cost it nothing.
+-- Fan-out walks each subscribed type separately, and skips three kinds of rows at no cost: rows of unsubscribed types,
+-- rows of different services, and delivered rows.
 CREATE INDEX eventlog_events_undelivered ON eventlog_events (namespace, event_type, sequence)
     WHERE delivered = FALSE AND event_type IS NOT NULL;
 

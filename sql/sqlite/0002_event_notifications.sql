@@ -1,4 +1,4 @@
--- One row per event and handler that is owed it, with the event's whole context, so that handling reads one row.
+-- One row per event and subscribed handler, with the event's whole context, so that handling reads a single row.
 -- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
 -- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
 CREATE TABLE eventlog_event_notifications (
@@ -33,22 +33,24 @@ CREATE TABLE eventlog_event_notifications (
     UNIQUE (event_id, handler_name)
 );
 
--- Due rows are found per handler: the backlog of one handler is invisible to the others.
+-- Due rows are found per handler: the backlog of a handler is invisible to all remaining handlers.
+-- SQLite evaluates the conditions of all indexes for each row that SQLite writes. So this condition is an OR, which takes
+-- a third of the time of an IN, and the conditions below begin with the columns that are NULL in most rows.
 CREATE INDEX eventlog_event_notifications_due
     ON eventlog_event_notifications (namespace, handler_name, next_retry_at, sequence)
-    WHERE state IN ('PENDING', 'FAILED', 'DYING');
+    WHERE state = 'PENDING' OR state = 'FAILED' OR state = 'DYING';
 
--- Rows that wait for one another: what is unfinished of each ordering key, in its order, and what is blocked without
--- a key. Other rows of unordered handlers are not in it.
+-- Rows that wait for earlier rows: the unfinished rows of each ordering key, in their order, and BLOCKED rows without a
+-- key. The index has no further rows of unordered handlers.
 CREATE INDEX eventlog_event_notifications_line
     ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
-    WHERE state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (ordering_key IS NOT NULL OR state = 'BLOCKED');
+    WHERE (ordering_key IS NOT NULL OR state = 'BLOCKED') AND state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING');
 
--- DEAD and EXPIRED rows of ordered handlers, which may park their key. They are not in the line: where they park
--- nothing, there may be many.
+-- DEAD and EXPIRED rows of ordered handlers, which may park their key. These rows have an index of their own, because
+-- there may be many where they park no key.
 CREATE INDEX eventlog_event_notifications_parked
     ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
-    WHERE state IN ('DEAD', 'EXPIRED') AND ordering_key IS NOT NULL;
+    WHERE ordering_key IS NOT NULL AND state IN ('DEAD', 'EXPIRED');
 
 INSERT INTO eventlog_schema_versions
 VALUES (2, '0002_event_notifications.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

@@ -1,5 +1,5 @@
--- Which handlers the instances of every service have: fan-out serves all of them, whichever process runs it.
--- Exactly one of event_type and topic is set, the other is the empty string.
+-- The handlers of the instances of every service: fan-out serves all of them, whichever process runs the fan-out.
+-- Either event_type or topic is set, never both: the unset column is the empty string.
 CREATE TABLE eventlog_subscriptions (
     namespace      TEXT    NOT NULL,
     handler_name   TEXT    NOT NULL,
@@ -12,8 +12,8 @@ CREATE TABLE eventlog_subscriptions (
     PRIMARY KEY (namespace, handler_name, event_type, topic)
 );
 
--- The fencing term of each cluster lock: raised by every holder, required by every outcome that is written.
--- released_term is the last term whose holder gave the lock back; one that died did not.
+-- The term of each cluster lock: raised by every new holder, required by every outcome.
+-- released_term is the last term whose holder gave the lock back; a holder that dies leaves the column as it is.
 CREATE TABLE eventlog_leases (
     name          TEXT    NOT NULL PRIMARY KEY,
     term          INTEGER NOT NULL,
@@ -22,8 +22,8 @@ CREATE TABLE eventlog_leases (
     released_term INTEGER NOT NULL
 );
 
--- Handlers that an operator paused, until ended_date is set. A pause that is over stays here: rows that waited for its
--- end count their retention from then on.
+-- Handlers that an operator paused, until ended_date is set. An ended pause stays in the table: rows that waited for
+-- its end count their retention from that moment.
 CREATE TABLE eventlog_pauses (
     namespace    TEXT NOT NULL,
     handler_name TEXT NOT NULL,
@@ -32,8 +32,8 @@ CREATE TABLE eventlog_pauses (
     PRIMARY KEY (namespace, handler_name)
 );
 
--- Runs that were recorded before they began, because a holder of their handler's lock had died. A row that is still
--- here after the next one has died is suspected of being the cause.
+-- Runs that were recorded before they began, because a holder of their handler's lock had died. If the next holder dies
+-- too, the rows that are left are suspects: each may be the cause.
 CREATE TABLE eventlog_started_runs (
     notification_id TEXT    NOT NULL PRIMARY KEY,
     namespace       TEXT    NOT NULL,

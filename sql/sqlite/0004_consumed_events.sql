@@ -1,4 +1,4 @@
--- What was received from outside already: deduplication outlives the events themselves.
+-- Messages that the inbox has received: deduplication outlives the events.
 CREATE TABLE eventlog_consumed_events (
     source        TEXT NOT NULL,
     external_id   TEXT NOT NULL,

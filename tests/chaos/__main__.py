@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: runs, what happened in them, and how to repeat one that went wrong."""
+"""``python -m tests.chaos``: runs chaos, prints the verdicts, and says how to repeat a bad run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.arena import Place, RestartableServer
 from tests.chaos.checker import INVARIANTS
 from tests.chaos.faults import FAULTS
 from tests.chaos.run import Plan, Result, run
-from tests.flow.private_servers import pgbouncer_to, private_server
-from tests.servers import DIALECTS, Server
+from tests.chaos.site import SCHEMES, Site, site
+from tests.kit.servers import DIALECTS
 
-WIDTH = 140  # in a file or a pipe, where nobody makes the window wider
-SCHEMES = {
-    "postgres": "postgresql", "mysql": "mysql", "mariadb": "mariadb", "sqlite": "sqlite", "pgbouncer": "postgresql",
-}  # fmt: skip
-DIALECT_OF = {"pgbouncer": "postgres"}  # whose actions go through it, in transaction mode
+WIDTH = 140  # in a file or a pipe, where the window cannot be made wider
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     databases = list(SCHEMES) if options.database == "all" else options.database.split(",")
     for database in databases:
         try:
-            with _site(database) as site:
+            with site(database) as here:
                 for number in range(options.runs):
-                    results.append(_run(site, _plan(options, number), keep=options.keep))
+                    results.append(_run(here, _plan(options, number), keep=options.keep))
                     _show_violations(results[-1], console)
         except pytest.skip.Exception as reason:
             console.print(f"{database} is left out: {reason}")
@@ -57,47 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace, number: int) -> Plan:
     return Plan(
-        options.seed + number, options.seconds, options.faults, options.workers, quiet_within=options.quiet_within
-    )
+        options.seed + number, options.seconds, options.faults, options.workers, quiet_within=options.quiet_within,
+        older=options.older,
+    )  # fmt: skip
 
 
-class Site(Struct, frozen=True):
-    """A server that nobody else uses, so that it may be stopped, and the way to it."""
-
-    database: str
-    server: Server
-    restartable: RestartableServer | None = None
-    bouncer: str | None = None
-
-    def place(self, url: str, folder: Path) -> Place:
-        """A fresh database of it."""
-        through = None if self.bouncer is None else urlsplit(self.bouncer)._replace(path=urlsplit(url).path).geturl()
-        return Place(url, folder, self.restartable, through)
-
-
-@contextmanager
-def _site(database: str) -> Iterator[Site]:
-    if database == "sqlite":
-        yield Site(database, Server(database, 3, "sqlite://", "this Python"))
-        return
-    with ExitStack() as ends:
-        dialect, private = (
-            DIALECT_OF.get(database, database),
-            ends.enter_context(private_server(f"{SCHEMES[database]}://")),
-        )
-        bouncer = ends.enter_context(pgbouncer_to(private.url)) if database == "pgbouncer" else None
-        yield Site(database, Server(dialect, 0, private.url, "private"), private, bouncer)
-
-
-def _run(site: Site, plan: Plan, *, keep: bool) -> Result:
-    folder = Path(tempfile.mkdtemp(prefix=f"chaos-{site.database}-{plan.seed}-"))
+def _run(here: Site, plan: Plan, *, keep: bool) -> Result:
+    folder = Path(tempfile.mkdtemp(prefix=f"chaos-{here.database}-{plan.seed}-"))
     try:
-        with DIALECTS[site.server.dialect].fresh_database(site.server, folder) as url:
-            result = asyncio.run(run(site.place(url, folder), plan))
+        with DIALECTS[here.server.dialect].fresh_database(here.server, folder) as url:
+            result = asyncio.run(run(here.place(url, folder), plan))
     except BaseException:
-        print(f"The run itself failed. {_repeat(site.database, plan, folder)}", file=sys.stderr)
+        print(f"The run itself failed. {_repeat(here.database, plan, folder)}", file=sys.stderr)
         raise
-    result.database = site.database
+    result.database = here.database
     if not result.violations and not keep:
         shutil.rmtree(folder)
     return result
@@ -119,7 +84,7 @@ def _repeat(database: str, plan: Plan, folder: str | Path) -> str:
     faults = "" if plan.faults == tuple(FAULTS) else f" --faults '{','.join(plan.faults)}'"
     return (
         f"Repeat it: python -m tests.chaos --database {database} --seed {plan.seed} --seconds {plan.seconds:g}"
-        f" --workers {plan.workers}{faults}\nThe histories: {folder}"
+        f" --workers {plan.workers}{faults}{' --older' * plan.older}\nThe histories: {folder}"
     )
 
 
@@ -155,6 +120,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--database", default="postgres", help=f"{', '.join(SCHEMES)}, several with commas, or all")
     parser.add_argument("--faults", type=_faults, default=tuple(FAULTS), help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--workers", type=int, default=2, help="instances with all handlers")
+    parser.add_argument("--older", action="store_true", help="begin beside a process without partitions (PostgreSQL)")
     parser.add_argument("--quiet-within", type=float, default=120, help="seconds in which all must be done afterwards")
     parser.add_argument("--keep", action="store_true", help="keep the histories of runs in which all went well, too")
     parser.add_argument("--json", type=Path, help="where to write everything that was counted")

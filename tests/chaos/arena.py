@@ -1,4 +1,4 @@
-"""Where a chaos run takes place: a database, processes that work on it, and a proxy before each of them."""
+"""The place of a chaos run: a database, processes that work on it, and a proxy before each process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -19,12 +19,13 @@ import asyncpg
 from msgspec import Struct
 
 from outboxio import Outbox
-from tests.app import Look, eventually, opened
-from tests.chaos.checker import TERMINAL, Final, Owed, Stored
+from tests.chaos.case import TERMINAL, Final, Owed, Stored
 from tests.chaos.history import History
-from tests.flow.processes import Worker
-from tests.flow.proxy import Proxy, proxy_to
-from tests.server_acts import ServerActs, acts_on
+from tests.kit.app import Look, eventually, opened
+from tests.kit.inside import database_of
+from tests.kit.processes import Worker
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.server_acts import ServerActs, acts_on
 
 HEARTBEAT = 0.5
 HANDLER_TIMEOUT = 3.0
@@ -35,6 +36,8 @@ SETTINGS = {
 STARTING_TAKES_AT_MOST = 30.0
 LEAVING_TAKES_AT_MOST = 30.0
 KEYS = 6
+OLDER_RUNS = "shared"
+"""The handler that a process of an older version runs."""
 
 TABLES = (
     "CREATE TABLE chaos_actions (id VARCHAR(36) PRIMARY KEY)",
@@ -51,7 +54,8 @@ _IS_REFUSED = (
 #: What makes a database say that its disk is full, while the switch is on.
 REFUSING = {
     "postgres": (
-        "CREATE FUNCTION chaos_refuse() RETURNS trigger LANGUAGE plpgsql AS $body$ BEGIN IF " + _IS_REFUSED.format("")
+        "CREATE FUNCTION chaos_refuse() RETURNS trigger LANGUAGE plpgsql AS $body$ BEGIN IF "
+        + _IS_REFUSED.format("public.")
         + " THEN RAISE EXCEPTION 'No space left on device' USING ERRCODE = '53100'; END IF; RETURN NEW; END $body$",
         "CREATE TRIGGER chaos_refuse BEFORE UPDATE ON {event_notifications} FOR EACH ROW EXECUTE FUNCTION "
         "chaos_refuse()",
@@ -76,7 +80,7 @@ class RestartableServer(Protocol):
 
 
 class Place(Struct, frozen=True):
-    """A database, and the ways to it."""
+    """A database, and the addresses that lead to it."""
 
     url: str
     folder: Path
@@ -87,7 +91,7 @@ class Place(Struct, frozen=True):
 
 
 class Network:
-    """All ways of one process to the database; what befalls its network befalls each of them."""
+    """All connections of a process to the database; a network fault affects all of them."""
 
     def __init__(self, proxies: Sequence[Proxy]) -> None:
         self._proxies = proxies
@@ -124,7 +128,7 @@ class Actor(Worker):
         self._process.stdin.write(json.dumps({"do": what, **details}).encode() + b"\n")
 
     async def ended(self) -> int:
-        """Wait until the process has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         return await self._process.wait()
 
     async def is_gone_within(self, seconds: float) -> bool:
@@ -135,24 +139,27 @@ class Actor(Worker):
 
 
 class Arena:
-    """Starts processes, does things to them, and looks at what is left."""
+    """Starts processes, injects faults, and inspects the remaining state."""
 
     heartbeat = HEARTBEAT
     handler_timeout = HANDLER_TIMEOUT
 
-    def __init__(self, place: Place, seed: int, rate: float) -> None:
+    def __init__(
+        self, place: Place, seed: int, rate: float, handlers: str = "all", settings: Mapping[str, Any] = SETTINGS
+    ) -> None:
         self.server = place.server
         self.folder = place.folder
         self.look = Look(place.url)
         self.dialect = self.look.dialect
         self.workers: list[Actor] = []
         self.producers: list[Actor] = []
+        self.older: list[Actor] = []
         self.history = History(place.folder, "arena")
         self.left: list[str] = []
         self._url = place.url
         self._through = place.through
         self._seed = seed
-        self._rate = rate
+        self._told = {"rate": rate, "handlers": handlers, "tasks": 4, "settings": settings}
         self._numbers = count(1)
         self._busy: set[Actor] = set()
         self._ends = AsyncExitStack()
@@ -173,12 +180,24 @@ class Arena:
     # --- before ----------------------------------------------------------------------------------
 
     async def prepare(self, *, refuses: bool) -> None:
-        """Make the tables; ``refuses``: those also that let the database refuse outcomes."""
+        """Create the tables; with ``refuses``, also the switches that let the database refuse outcomes."""
         async with opened(Outbox(self._url, namespace="app")):
             pass
         database = urlsplit(self._url).path[1:]
         for statement in (*TABLES, *(REFUSING[self.dialect] if refuses else ())):
             await self.look.fetch(statement.replace("DATABASE.", f"{database}."))
+
+    async def begin_with_older(self) -> None:
+        """Start a process of an older version, which holds partition 0 of a handler that has several partitions."""
+        assert self.dialect == "postgres", "the older version is for PostgreSQL only"
+        await self.look.fetch(
+            "INSERT INTO {handler_partitions} VALUES ('app', $1, 8, 8, 8, now() AT TIME ZONE 'UTC')", OLDER_RUNS
+        )
+        await self._start("older", self.older, handler=OLDER_RUNS)
+
+    async def older_leaves(self) -> None:
+        for older in self.older:
+            await self.leave(older)
 
     async def begin(self, workers: int, producers: int) -> None:
         """Start the instances, and, when all handlers are announced, the producers."""
@@ -186,7 +205,7 @@ class Arena:
         await asyncio.gather(*(self._start("producer", self.producers) for _ in range(producers)))
 
     async def _start(self, program: str, among: list[Actor], **told: Any) -> Actor:
-        """Start a process until it runs: while the database is down, it cannot."""
+        """Start a process until it runs: while the database is down, the start fails."""
         async with asyncio.timeout(STARTING_TAKES_AT_MOST):
             while True:
                 actor = await self._start_once(program, **told)
@@ -203,8 +222,8 @@ class Arena:
         proxies = [await self._ends.enter_async_context(proxy_to(url)) for url in urls if not self.look.is_file]
         ways = [proxy.url for proxy in proxies] or urls
         told = {
-            "name": name, "folder": str(self.folder), "seed": self._seed * 1000 + number, "settings": SETTINGS,
-            "database": ways[0], "direct": ways[-1] if self._through else None, "rate": self._rate, "tasks": 4, **more,
+            "name": name, "folder": str(self.folder), "seed": self._seed * 1000 + number,
+            "database": ways[0], "direct": ways[-1] if self._through else None, **self._told, **more,
         }  # fmt: skip
         actor = await Actor.start_program(f"tests.chaos.{program}", **told)
         assert isinstance(actor, Actor)
@@ -221,7 +240,7 @@ class Arena:
 
     @asynccontextmanager
     async def victim(self, chance: Random) -> AsyncIterator[Actor]:
-        """An instance that nothing else is done to meanwhile."""
+        """An instance without a fault at present."""
         actor = chance.choice(self.workers)
         while actor in self._busy:
             await asyncio.sleep(0.05)
@@ -237,20 +256,38 @@ class Arena:
         return chance.choice([*self.workers, *self.producers])
 
     async def order(self, chance: Random, what: str, seconds: float) -> str:
-        """Have an instance do something."""
+        """Send an order to an instance."""
         async with self.victim(chance) as actor:
             actor.send(what, seconds=seconds)
             return f"{actor.name} for {seconds:.1f} s"
 
     async def replace(self, actor: Actor, **told: Any) -> None:
-        """Wait for its end, and start another in its place."""
+        """Wait for the end of an instance, and start a successor in its place."""
         await actor.ended()
         among = self.workers if actor.program == "worker" else self.producers
         await self._start(actor.program, among, **told)
         among.remove(actor)
 
+    async def join(self) -> Actor:
+        """Start one more instance."""
+        return await self._start("worker", self.workers)
+
+    async def leave_for_good(self, actor: Actor, *, killed: bool) -> None:
+        """Let an instance leave, or kill it, without a successor."""
+        if killed:
+            actor.kill()
+            await actor.ended()
+        else:
+            await self.leave(actor)
+        self.workers.remove(actor)
+
+    async def repartition(self, handler: str, number: int) -> None:
+        """Change the number of partitions of a handler, as an operator would."""
+        async with Outbox(self._url, namespace="app") as outbox:
+            await outbox.admin.partitions(handler, number)
+
     async def leave(self, actor: Actor) -> None:
-        """Have it leave, well or not: the database may be down meanwhile."""
+        """Let an instance leave, well or not: the database may be down meanwhile."""
         actor.terminate()
         await self._until_left(actor)
         actor.send("bye")
@@ -268,9 +305,9 @@ class Arena:
         return [int(session.get("pid") or session["Id"]) for session in sessions]
 
     async def hold_snapshot(self, seconds: float) -> None:
-        """Read something in a transaction that stays open."""
+        """Read a row in a transaction that stays open."""
         async with Outbox(self._url, namespace="somebody") as outbox:
-            database: Any = outbox._shards["default"].database
+            database = database_of(outbox)
             async with database.session() as session:
                 await session.begin()
                 await session.fetch(f"SELECT count(*) FROM {self.look.table('events')}", ())
@@ -278,7 +315,7 @@ class Arena:
                 await session.rollback()
 
     async def switch(self, name: str, value: str) -> None:
-        """Turn a switch in the database, as soon as that is up and lets somebody write."""
+        """Turn a switch in the database as soon as the database is up and accepts writes."""
 
         async def is_turned() -> bool:
             with suppress(*self.acts.cut, sqlite3.OperationalError):
@@ -298,7 +335,7 @@ class Arena:
             await producer.ended()
 
     async def is_quiet(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if no work is left."""
         undelivered = "SELECT count(*) FROM {events} WHERE delivered = FALSE AND event_type IS NOT NULL"
         try:
             states = await self.look.states()
@@ -307,7 +344,7 @@ class Arena:
             return False  # the server is so busy, or so new, that it hangs up; the next look knows more
 
     async def end(self) -> None:
-        """Have every instance leave, look at what they leave behind, and let them go."""
+        """Let every instance leave, inspect the remaining state, and release the instances."""
         for worker in self.workers:
             with suppress(ProcessLookupError):  # it has ended by itself, which its exit code says below
                 worker.terminate()
@@ -330,7 +367,7 @@ class Arena:
         return not await self.acts.sessions() and not await self.acts.locks()
 
     async def final(self) -> Final:
-        """What the database holds, and what else is left."""
+        """The rows of the database at the end, and other remains."""
         return Final(
             events=[
                 Stored(

@@ -1,161 +1,35 @@
-"""Does what happened keep what outboxio promises? Pure functions over the history of a run and what it left behind.
+"""Does the history of a run keep outboxio's promises? Pure functions over the history and the tables.
 
-Each invariant is a function of a `Case`, and yields a sentence for each time that it does not hold.
+Each invariant is a function of a `Case`, and yields a sentence per violation.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 from msgspec import Struct
 
+from tests.chaos.case import NEVER, TERMINAL, Case, Final, Run, Violation, lock_of
 from tests.chaos.handlers import HANDLERS, Kind
 from tests.chaos.history import Line
+from tests.chaos.ownership import left_to_others, owned_again
 
-TERMINAL = frozenset({"SUCCEEDED", "EXPIRED", "DEAD", "SKIPPED"})
-NEVER = 2**63
 SAME_MOMENT = 50_000_000  # nanoseconds for which a proof of the locks may be over before a run is decided on
 
 INVARIANTS = {
     1: "a committed event has an effect in each of its handlers, or an end with a reason",
-    2: "an action that was rolled back leaves nothing, and one whose end is unknown all or nothing",
+    2: "a rolled-back action leaves no row, and an action whose end is unknown leaves all of its rows or none",
     3: "a transactional handler has exactly one effect in the database, and a success emits exactly once",
     4: "an outcome is written only under the newest term, and an end only once",
-    5: "runs of one notification overlap only across a change of term, and none starts unproven or after its end",
-    6: "events of one ordering key start in order, and do not overlap",
-    7: "afterwards nothing is left, and what was counted is what happened",
-    8: "what may run at most once never starts twice",
+    5: "runs of a notification overlap only across a change of term, and no run starts unproven or after its end",
+    6: "events of an ordering key start in order, and do not overlap",
+    7: "afterwards no row is left over, and the counters agree with the history",
+    8: "a handler that may run at most once never starts twice",
+    9: "a partition with due rows is owned again within 2 s, as long as a process can own it",
+    10: "a process leaves a partition that it gave back to the others",
 }
-
-
-class Stored(Struct):
-    """A row of ``events``."""
-
-    id: str
-    action: str
-    type: str
-    cause: str = ""
-    delivered: bool = True
-
-
-class Owed(Struct):
-    """A row of ``event_notifications``."""
-
-    id: str
-    event: str
-    handler: str
-    state: str = "SUCCEEDED"
-    has_reason: bool = False
-
-
-class Final(Struct):
-    """What the database holds afterwards, and what else is left."""
-
-    events: list[Stored] = []
-    notifications: list[Owed] = []
-    effects: list[tuple[str, str]] = []
-    """Handler and event of each effect that a transactional handler has left in the database."""
-    actions: list[str] = []
-    """The actions whose own row is there."""
-    left: list[str] = []
-    """Sessions, locks and processes that ought to be gone."""
-
-
-class Violation(NamedTuple):
-    invariant: int
-    what: str
-
-
-class Run(Struct):
-    """One call of a handler for one event."""
-
-    line: Line
-    end: int
-    how: str
-
-    def __str__(self) -> str:
-        line = self.line
-        return f"run {line.run} of {line.process} ({line.handler} for {line.event}, term {line.term}, {self.how})"
-
-
-class Case(Struct, dict=True):
-    """What is judged."""
-
-    history: Sequence[Line]
-    final: Final
-    handlers: Mapping[str, Kind]
-
-    def lines(self, *what: str) -> list[Line]:
-        return [line for line in self.history if line.what in what]
-
-    @cached_property
-    def ends(self) -> dict[str, int]:
-        """When each process ended."""
-        return {line.how: line.at for line in self.lines("exit")}
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        finishes = {(line.process, line.run): line for line in self.lines("finish")}
-        for_ever = max((line.at for line in self.history), default=0) + 1
-        found: list[Run] = []
-        for line in self.lines("start"):
-            finish = finishes.get((line.process, line.run))
-            end = self.ends.get(line.process, for_ever) if finish is None else finish.at
-            found.append(Run(line, end, "cut short" if finish is None else finish.how))
-        return found
-
-    @cached_property
-    def kinds(self) -> dict[str, list[str]]:
-        """The handlers of each event type."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name, kind in self.handlers.items():
-            found[kind.event.__name__].append(name)
-        return found
-
-    @cached_property
-    def owed(self) -> dict[tuple[str, str], Owed]:
-        return {(owed.event, owed.handler): owed for owed in self.final.notifications}
-
-    @cached_property
-    def newest(self) -> dict[str, list[Line]]:
-        """How each lock was taken, in the order of time."""
-        found: dict[str, list[Line]] = defaultdict(list)
-        for line in self.lines("taken"):
-            found[line.lock].append(line)
-        return found
-
-    @cached_property
-    def proofs(self) -> dict[str, list[Line]]:
-        """The proofs of each process's locks, in the order of time."""
-        found: dict[str, list[Line]] = defaultdict(list)
-        for line in self.lines("proven"):
-            found[line.process].append(line)
-        return found
-
-    @cached_property
-    def first_ends(self) -> dict[str, int]:
-        """When each notification was brought to its end, as early as that can have been."""
-        ends: dict[str, int] = {}
-        for line in self.lines("settling"):
-            if line.state in TERMINAL and self.outcomes.get((line.process, line.run)) != 0:
-                for notification, _, _ in line.rows:
-                    ends.setdefault(notification, line.at)
-        return ends
-
-    @cached_property
-    def answers(self) -> dict[tuple[str, int], Line]:
-        """What the database said of each statement that writes outcomes, of those whose answer came."""
-        return {(line.process, line.run): line for line in self.lines("settled")}
-
-    @cached_property
-    def outcomes(self) -> dict[tuple[str, int], int]:
-        """How many rows each of these statements wrote."""
-        return {statement: line.number for statement, line in self.answers.items()}
 
 
 def check(history: Sequence[Line], final: Final, handlers: Mapping[str, Kind] = HANDLERS) -> list[Violation]:
@@ -190,7 +64,7 @@ def _nothing_is_lost(case: Case) -> Iterator[str]:
 
 
 class Done(Struct):
-    """One action, with the events of its last attempt and those of earlier ones."""
+    """An action, with the events of its last attempt and of earlier attempts."""
 
     id: str
     end: str
@@ -255,8 +129,8 @@ def _exactly_one_effect(case: Case) -> Iterator[str]:
 
 def _only_under_newest_term(case: Case) -> Iterator[str]:
     for lock, taken in case.newest.items():
-        # Who was frozen in the middle of writing down what it took writes the rest when others have taken it since.
-        in_time = [line for line in taken if line.at <= _proven_until(case, line.process, line.at, NEVER) + SAME_MOMENT]
+        # A process that was frozen while it wrote down its locks writes the rest after other processes have taken them.
+        in_time = [line for line in taken if line.at <= case.proven_until(line.process, line.at, NEVER) + SAME_MOMENT]
         for before, after in pairwise(in_time):
             if after.term <= before.term:
                 yield (
@@ -265,7 +139,7 @@ def _only_under_newest_term(case: Case) -> Iterator[str]:
     ended = Counter[str]()
     for line in case.lines("settling"):
         written = case.outcomes.get((line.process, line.run), 0)
-        valid = [row for row in line.rows if not row[2] or not _superseded(case, row[1], row[2], line.at)]
+        valid = [row for row in line.rows if not row[2] or not case.superseded(row[1], row[2], line.at)]
         if written > len(valid):
             old = ", ".join(sorted({f"{row[1]} under term {row[2]}" for row in line.rows if row not in valid}))
             yield f"{line.process} wrote {written - len(valid)} outcomes ({line.state}) of {old}, which was over"
@@ -276,16 +150,6 @@ def _only_under_newest_term(case: Case) -> Iterator[str]:
             yield f"notification {notification} was brought to an end {number} times"
 
 
-def _superseded(case: Case, handler: str, term: int, at: int) -> bool:
-    """Whether a newer term of a handler's lock was given to somebody before a moment."""
-    taken = case.newest.get(_lock_of(handler), ())
-    return any(line.term > term and line.at < at for line in taken)
-
-
-def _lock_of(handler: str) -> str:
-    return f"app/dispatch/{handler}"
-
-
 # --- 5: one at a time ----------------------------------------------------------------------------
 
 
@@ -294,57 +158,62 @@ def _one_at_a_time(case: Case) -> Iterator[str]:
     for run in case.runs:
         runs[run.line.notification].append(run)
     for some in runs.values():
-        yield from _overlaps(some, "the same event")
+        yield from _overlaps(case, some, "the same event")
     yield from _unproven(case)
     yield from _after_the_end(case)
     yield from _released_too_early(case)
 
 
-def _overlaps(runs: Sequence[Run], what: str) -> Iterator[str]:
+def _overlaps(case: Case, runs: Sequence[Run], what: str) -> Iterator[str]:
+    """The runs that overlap, although no other process had taken the lock of the earlier run."""
     open_runs: list[Run] = []
     for run in sorted(runs, key=lambda run: run.line.at):
         open_runs = [other for other in open_runs if other.end > run.line.at]
         for other in open_runs:
-            if other.line.term == run.line.term:
+            if other.slot == run.slot:
+                is_wrong = other.line.term == run.line.term
+            else:
+                is_wrong = not case.superseded(other.slot, other.line.term, run.line.at)
+            if is_wrong:
                 yield f"{other} was not over when {run} started, for {what}"
         open_runs.append(run)
 
 
 def _unproven(case: Case) -> Iterator[str]:
     for run in case.runs:
-        until = _proven_until(case, run.line.process, run.line.decided, 0)
+        until = case.proven_until(run.line.process, run.line.decided, 0)
         if run.line.decided > until + SAME_MOMENT:
             late = (run.line.decided - until) / 1e9
             yield f"{run} was decided on {late:.3f} s after the last proof of its locks was over"
 
 
-def _proven_until(case: Case, process: str, at: int, unknown: int) -> int:
-    """Until when the locks of a process were proven, as it knew at a moment."""
-    proofs = case.proofs.get(process, [])
-    last = bisect_right(proofs, at, key=lambda line: line.at)
-    return proofs[last - 1].until if last else unknown
-
-
 def _after_the_end(case: Case) -> Iterator[str]:
-    """A former holder may not know of an end yet; whoever wrote it does, and so does every later one."""
-    ends: dict[str, tuple[int, int]] = {}
+    """A former holder may not know of an end yet; the process that wrote the end and every later holder do."""
+    ends: dict[str, tuple[int, str, int]] = {}
     for line in case.lines("settling"):
         answer = case.answers.get((line.process, line.run))
         if line.state in TERMINAL and answer is not None and answer.number == len(line.rows):
-            for notification, _, term in line.rows:
-                ends.setdefault(notification, (answer.at, term))
+            for notification, slot, term in line.rows:
+                ends.setdefault(notification, (answer.at, slot, term))
     for run in case.runs:
-        at, term = ends.get(run.line.notification, (NEVER, 0))
-        if run.line.decided > at and run.line.term >= term > 0:
+        at, slot, term = ends.get(run.line.notification, (NEVER, "", 0))
+        if run.line.decided <= at or not term:
+            continue
+        knows = run.line.term >= term
+        if run.slot != slot:  # the row has moved to a different partition in between
+            knows = not case.superseded(run.slot, run.line.term, run.line.decided)
+        if knows:
             yield f"{run} was decided on {(run.line.decided - at) / 1e9:.3f} s after the notification's end was written"
 
 
 def _released_too_early(case: Case) -> Iterator[str]:
+    runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in case.runs:
+        runs[run.line.process, lock_of(run.slot)].append(run)
     for line in case.lines("released"):
-        for run in case.runs:
-            is_open = run.line.process == line.process and run.line.at < line.at < run.end
-            if is_open and _lock_of(run.line.handler) in line.locks and run.line.how != "ignore":
-                yield f"{line.process} gave back the lock of {run.line.handler} while {run} went on"
+        for run in (run for lock in line.locks for run in runs.get((line.process, lock), ())):
+            if run.line.at < line.at < run.end and run.line.how != "ignore":
+                yield f"{line.process} gave back the lock of {run.slot} while {run} went on"
 
 
 # --- 6: in order ---------------------------------------------------------------------------------
@@ -356,7 +225,7 @@ def _in_order(case: Case) -> Iterator[str]:
         if case.handlers[run.line.handler].is_ordered and run.line.key:
             keys[run.line.handler, run.line.key].append(run)
     for (_, key), runs in keys.items():
-        yield from _overlaps(runs, f"key {key}")
+        yield from _overlaps(case, runs, f"key {key}")
         yield from _overtakings(runs, case.first_ends, key)
 
 
@@ -420,4 +289,6 @@ _CHECKS: Mapping[int, Callable[[Case], Iterator[str]]] = {
     6: _in_order,
     7: _nothing_is_left,
     8: _at_most_once,
+    9: owned_again,
+    10: left_to_others,
 }

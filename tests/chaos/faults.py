@@ -1,4 +1,4 @@
-"""What can go wrong, each as one class: ``inject`` does it, waits as long as it lasts, and undoes it.
+"""The faults, each as a class: ``inject`` starts the fault, waits as long as the fault lasts, and undoes the fault.
 
 A fault picks its victim and its strength by the random numbers of the run, so that a seed repeats the schedule.
 """
@@ -10,15 +10,18 @@ from abc import ABC, abstractmethod
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
+from tests.chaos.handlers import HANDLERS
+
 if TYPE_CHECKING:
     from tests.chaos.arena import Arena
 
 SERVERS = frozenset({"postgres", "mysql", "mariadb"})
 ALL = SERVERS | {"sqlite"}
+PARTITIONED = [name for name, kind in HANDLERS.items() if kind.partitions > 1]
 
 
 class Fault(ABC):
-    """One thing that goes wrong."""
+    """A single kind of fault."""
 
     name: ClassVar[str]
     dialects: ClassVar[frozenset[str]] = ALL
@@ -28,7 +31,7 @@ class Fault(ABC):
 
     @abstractmethod
     async def inject(self, arena: Arena, chance: Random) -> str:
-        """Do it, and undo it; to whom, and how much."""
+        """Cause the fault, undo it, and return the victim and the strength."""
 
 
 def around_heartbeats(arena: Arena, chance: Random) -> float:
@@ -40,7 +43,7 @@ def around_heartbeats(arena: Arena, chance: Random) -> float:
 
 
 class Kill(Fault):
-    """``kill -9`` of an instance, and another in its place."""
+    """``kill -9`` of an instance, and a successor in its place."""
 
     name = "kill"
 
@@ -52,7 +55,7 @@ class Kill(Fault):
 
 
 class KillProducer(Fault):
-    """``kill -9`` of a producer: nobody knows what became of the actions that were under way."""
+    """``kill -9`` of a producer: the end of the actions under way is unknown."""
 
     name = "kill-producer"
 
@@ -78,7 +81,7 @@ class Freeze(Fault):
 
 
 class Terminate(Fault):
-    """SIGTERM, and another in its place: a deploy."""
+    """SIGTERM, and a successor in its place: a deploy."""
 
     name = "terminate"
 
@@ -87,6 +90,35 @@ class Terminate(Fault):
             await arena.leave(instance)
             await arena.replace(instance)
             return instance.name
+
+
+class Join(Fault):
+    """One more instance comes, and after a while an instance goes without a successor: it leaves, or is killed."""
+
+    name = "join"
+
+    async def inject(self, arena: Arena, chance: Random) -> str:
+        joined = await arena.join()
+        await asyncio.sleep(chance.uniform(1, 4))
+        killed = chance.random() < 0.5
+        async with arena.victim(chance) as instance:
+            await arena.leave_for_good(instance, killed=killed)
+            return f"{joined.name}, and {instance.name} {'is killed' if killed else 'leaves'}"
+
+
+# --- what operators do ---------------------------------------------------------------------------
+
+
+class Repartition(Fault):
+    """The number of partitions of a handler is raised or lowered."""
+
+    name = "repartition"
+    dialects = SERVERS
+
+    async def inject(self, arena: Arena, chance: Random) -> str:
+        handler, number = chance.choice(PARTITIONED), chance.choice((1, 2, 4, 8, 16))
+        await arena.repartition(handler, number)
+        return f"{handler} to {number}"
 
 
 # --- what handlers do ----------------------------------------------------------------------------
@@ -120,7 +152,7 @@ class Exit(Fault):
         async with arena.victim(chance) as instance:
             instance.send("exit")
             if not await instance.is_gone_within(10):
-                instance.kill()  # it called no handler in that time, and shall not do so when nobody expects it
+                instance.kill()  # the instance called no handler in that time, and must not block unexpectedly later
             await arena.replace(instance)
             return instance.name
 
@@ -197,7 +229,7 @@ class Refuse(Fault):
 
 
 class Cut(Fault):
-    """All connections of one process are cut."""
+    """All connections of a process are cut."""
 
     name = "cut"
     dialects = SERVERS
@@ -208,7 +240,7 @@ class Cut(Fault):
 
 
 class BlackHole(Fault):
-    """A host goes silent: its connections stay open, and nothing gets through."""
+    """A host falls silent: its connections stay open, and no packet gets through."""
 
     name = "black-hole"
     dialects = SERVERS
@@ -240,7 +272,7 @@ class Delay(Fault):
 
 
 class CutAtCommit(Fault):
-    """A connection is cut as COMMIT is sent, before the server hears of it or after."""
+    """A connection is cut as COMMIT is sent, before or after the server receives COMMIT."""
 
     name = "cut-at-commit"
     dialects = SERVERS
@@ -272,7 +304,7 @@ class Clocks(Fault):
 FAULTS = {
     fault.name: fault
     for fault in (
-        Kill(), KillProducer(), Freeze(), Terminate(), Block(), Ignore(), Exit(), Exhaust(), Restart(), EndSessions(),
-        Snapshot(), Refuse(), Cut(), BlackHole(), Delay(), CutAtCommit(), Clocks(),
+        Kill(), KillProducer(), Freeze(), Terminate(), Join(), Repartition(), Block(), Ignore(), Exit(), Exhaust(),
+        Restart(), EndSessions(), Snapshot(), Refuse(), Cut(), BlackHole(), Delay(), CutAtCommit(), Clocks(),
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The events and handlers of the chaos runs: one handler for each promise that outboxio makes."""
+"""The events and handlers of the chaos runs: one handler for each promise of outboxio."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ SOON = RetryPolicy(base="50ms", factor=1)
 
 
 class Happened(Event):
-    """What producers say."""
+    """The event of producers."""
 
     number: int
 
 
 class Followed(Event):
-    """What a handler says of what happened."""
+    """The event that a handler emits."""
 
     number: int
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What one handler is, and how it behaves."""
+    """The kind of a handler, and its behaviour."""
 
     event: type[Event] = Happened
     options: Mapping[str, Any] = MappingProxyType({"retry": SOON})
     sleeps: float = 0.02
     """Seconds that it takes at most; one in twenty takes thirty times as long, which is longer than a heartbeat."""
+    at_least: float = 0.0
+    """Seconds that it takes at least."""
+    is_steady: bool = False
+    """True if none takes thirty times as long."""
     fails: float = 0.0
     """How often it fails."""
     dies: float = 0.0
@@ -49,6 +53,10 @@ class Kind(Struct, frozen=True, kw_only=True):
     @property
     def is_ordered(self) -> bool:
         return bool(self.options.get("ordered"))
+
+    @property
+    def partitions(self) -> int:
+        return int(self.options.get("partitions", 1))
 
     @property
     def in_batches(self) -> bool:
@@ -71,4 +79,14 @@ HANDLERS: Mapping[str, Kind] = {
     "batch-counts": Kind(options=_TRANSACTIONAL | {"batch": _BATCH}, fails=0.05),
     "emits": Kind(emits=True, fails=0.1),
     "follows": Kind(event=Followed, sleeps=0.0),
+    "shared": Kind(options={"retry": SOON, "partitions": 8}, fails=0.05),
+    "shared-ordered": Kind(options=_ORDERED | {"partitions": 4}, fails=0.05, dies=0.01),
+    "shared-counts": Kind(options=_ORDERED | _TRANSACTIONAL | {"partitions": 4, "total_concurrency": 16}, fails=0.05),
 }
+
+LINES: Mapping[str, Kind] = {
+    "lines": Kind(options={"ordered": True, "partitions": 4}, at_least=0.003, sleeps=0.008, is_steady=True),
+}
+"""The handler of the long run of ``tests/chaos/partitions.py``."""
+
+SETS = {"all": HANDLERS, "lines": LINES}

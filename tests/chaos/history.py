@@ -1,7 +1,7 @@
-"""The history of a chaos run: what each process did, as lines in a file of its own.
+"""The history of a chaos run: the steps of each process, as lines in a file per process.
 
-A line is written with one system call, so that it is kept when the process is killed in the next moment. ``at`` is
-CLOCK_MONOTONIC, which all processes of a machine share, so the lines of a run have one order.
+A line is written with a single system call, so that the line survives a kill in the next moment. ``at`` is
+CLOCK_MONOTONIC, which all processes of a machine share, so the lines of a run have a common order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ WHAT = {
     "attempt": "an action is about to end, with these events",
     "commit": "it is committed", "rollback": "it is not", "commit_unknown": "nobody knows",
     # of an instance
-    "running": "running() is entered", "left": "running() is left, and the outbox is closed",
+    "running": "running() is entered", "leaving": "it was asked to leave",
+    "left": "running() is left, and the outbox is closed",
     "taken": "a cluster lock, with its term", "lost": "a cluster lock", "released": "cluster locks, by order",
     "proven": "the locks are proven until then",
     "start": "a handler is called for an event", "effect": "it did its work", "finish": "it ended",
@@ -33,7 +34,7 @@ WHAT = {
 
 
 class Line(Struct, omit_defaults=True):
-    """One thing that happened; which of the details there are depends on what it was."""
+    """A step; its details depend on its kind."""
 
     what: str
     at: int = 0
@@ -45,6 +46,7 @@ class Line(Struct, omit_defaults=True):
     event: str = ""
     notification: str = ""
     handler: str = ""
+    partition: int = 0
     key: str = ""
     sequence: int = 0
     attempt: int = 0
@@ -56,7 +58,7 @@ class Line(Struct, omit_defaults=True):
     locks: list[str] = []
     state: str = ""
     rows: list[tuple[str, str, int]] = []
-    """Of outcomes: notification, handler name, term; the term is 0 where the transaction is what fences."""
+    """Of outcomes: notification, slot, term; the term is 0 where the transaction is what fences."""
     number: int = 0
     counters: dict[str, int] = {}
     how: str = ""
@@ -67,7 +69,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class History:
-    """Appends the lines of one process."""
+    """Appends the lines of a process."""
 
     def __init__(self, folder: Path, process: str) -> None:
         self._process = process
@@ -82,7 +84,7 @@ class History:
 
 
 def keep_log(folder: Path, process: str) -> None:
-    """What this process logs and complains of goes into a file beside its history."""
+    """Write the log and the warnings of this process into a file beside its history."""
     os.dup2(os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

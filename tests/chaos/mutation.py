@@ -1,8 +1,8 @@
-"""``python -m tests.chaos.mutation``: would it be noticed if a promise were broken?
+"""``python -m tests.chaos.mutation``: would a chaos run notice a broken promise?
 
-Each patch in ``mutants/`` breaks one on purpose, and says in its header which invariant that is, and under which faults
-it shows. It is applied to a copy of the tree, and chaos runs there must find that invariant broken; in an unbroken copy
-the same runs must find nothing.
+Each patch in ``mutants/`` breaks a promise on purpose, and names in its header the invariant, and the faults that show
+the break. The patch is applied to a copy of the tree, and chaos runs there must find that invariant broken; in an
+unbroken copy the same runs must find no violation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class Stage(Struct, frozen=True):
     database: str
     seconds: str
     faults: str
+    options: str = ""
+    """Further options of ``python -m tests.chaos``."""
 
 
 class Mutant(Struct, frozen=True):
-    """One deliberate break."""
+    """A deliberate break."""
 
     patch: Path
     what: str
@@ -49,7 +51,7 @@ class Mutant(Struct, frozen=True):
     def read(cls, patch: Path) -> Mutant:
         header = patch.read_text().partition("diff --git")[0].strip().splitlines()
         told = dict(line.split(":", 1) for line in header[1:] if ":" in line)
-        stage = Stage(*(told[name].strip() for name in ("Database", "Seconds", "Faults")))
+        stage = Stage(*(told.get(name, "").strip() for name in ("Database", "Seconds", "Faults", "Options")))
         return cls(patch, header[0], int(told["Invariant"]), stage)
 
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in dict.fromkeys(mutant.stage for mutant in mutants if not options.no_control):
         found = _found_in_unbroken(stage, options.seed)
         bad += bool(found)
-        where = f"{stage.database}, {stage.faults or 'no faults'}"
+        where = f"{stage.database}, {stage.faults or 'no faults'} {stage.options}".rstrip()
         print(f"unbroken, {where}: {f'finds {found} broken' if found else 'finds nothing'}", flush=True)
     for mutant in mutants:
         verdict, is_caught = _judge(mutant, options.seed)
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judge(mutant: Mutant, seed: int) -> tuple[str, bool]:
-    """What became of a mutant, and whether that is what ought to."""
+    """The verdict on a mutant, and True if the verdict is as it should be."""
     try:
         with _copy(mutant.patch) as tree:
             for number in range(TRIES):
@@ -97,7 +99,17 @@ def _broken(tree: Path, stage: Stage, seed: int) -> set[int]:
     figures = tree / "figures.json"
     figures.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.chaos", "--database", stage.database, "--seconds", stage.seconds]
-    command += ["--faults", stage.faults, "--seed", str(seed), "--quiet-within", "45", "--json", str(figures)]
+    command += [
+        *stage.options.split(),
+        "--faults",
+        stage.faults,
+        "--seed",
+        str(seed),
+        "--quiet-within",
+        "45",
+        "--json",
+        str(figures),
+    ]
     # Histories of mutants are of no interest afterwards, so they are made below the tree.
     environ = os.environ | {"TMPDIR": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
@@ -109,7 +121,7 @@ def _broken(tree: Path, stage: Stage, seed: int) -> set[int]:
 
 @contextmanager
 def _copy(patch: Path | None) -> Iterator[Path]:
-    """A copy of what a run needs, broken by a patch."""
+    """A copy of the files that a run needs, broken by a patch."""
     with tempfile.TemporaryDirectory(prefix="outboxio-mutant-") as folder:
         tree = Path(folder)
         for name in COPIED:

@@ -1,7 +1,7 @@
-"""A producer in a chaos run: executes actions, several at once, until SIGTERM, and writes down how each ended.
+"""A producer in a chaos run: executes concurrent actions until SIGTERM, and writes down how each action ended.
 
-``python -m tests.chaos.producer '{...}'``. Some actions roll back, some are cancelled half-way. An action locks the
-row of its key before it emits, as whoever wants order among transactions must.
+``python -m tests.chaos.producer '{...}'``. Some actions roll back, some are cancelled half-way. An action locks the row
+of its key before it emits, as every action must that wants order among transactions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.chaos.handlers import Happened
 from tests.chaos.history import History, keep_log
 from tests.chaos.worker import source_of
 from tests.flow.worker import report, stop_when_told
-from tests.sql import sql
+from tests.kit.sql import sql
 
 KEYS = 6
 ROLLED_BACK, CANCELLED = 0.15, 0.03
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 class Act(Action):
-    """Writes a row of its own, and says what happened, once or several times."""
+    """Writes a row, and emits one or several events."""
 
     number: int
     key: str | None
@@ -70,7 +70,7 @@ async def produce(outbox: Outbox, history: History, stop: asyncio.Event, seed: i
 
 
 async def execute(outbox: Outbox, history: History, act: Act) -> None:
-    """Execute one action to its end, and write down which that was."""
+    """Execute an action to its end, and write down how the action ended."""
     task = asyncio.current_task()
     try:
         await outbox.executor.execute(act)

@@ -1,4 +1,4 @@
-"""One chaos run: processes work, a seeded schedule of faults befalls them, and then it is judged what happened."""
+"""A chaos run: processes work under a seeded schedule of faults, and then the checker judges the history."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from random import Random
 
 from msgspec import Struct
 
-from tests.app import eventually
 from tests.chaos import history
 from tests.chaos.arena import Arena, Place
-from tests.chaos.checker import Final, Violation, check
+from tests.chaos.case import Final, Violation
+from tests.chaos.checker import check
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.history import Line
+from tests.kit.app import eventually
 
 PAUSES = (0.2, 1.2)  # seconds between two faults, at least and at most
 
 
 class Plan(Struct, frozen=True):
-    """What is to happen."""
+    """The plan of a run."""
 
     seed: int
     seconds: float
@@ -29,14 +30,16 @@ class Plan(Struct, frozen=True):
     """Their names; those that are not possible here are left out."""
     workers: int = 2
     producers: int = 1
-    rate: float = 40
+    rate: float = 30
     """Actions that each producer executes in a second."""
     quiet_within: float = 120
     """Seconds in which everything must be done after the last fault; far more than it takes."""
+    older: bool = False
+    """True if a process of an older version, without partitions, is there at the beginning."""
 
 
 class Result(Struct):
-    """What happened, in numbers, and what was wrong with it."""
+    """The figures of a run, and its violations."""
 
     plan: Plan
     database: str
@@ -47,7 +50,7 @@ class Result(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """One fault of a schedule, and how long after the one before it."""
+    """A fault of a schedule, and the pause since the fault before."""
 
     pause: float
     fault: Fault
@@ -55,7 +58,7 @@ class Moment(Struct, frozen=True):
 
 
 def schedule(plan: Plan, possible: Sequence[Fault]) -> list[Moment]:
-    """The faults of a run, in order: the same for the same seed, and each as often as another."""
+    """The faults of a run, in order: the same for the same seed, and each kind equally often."""
     chance, moments, at, bag = Random(plan.seed), list[Moment](), 0.0, list[Fault]()
     while possible and at < plan.seconds:
         bag = bag or chance.sample(possible, len(possible))
@@ -66,10 +69,12 @@ def schedule(plan: Plan, possible: Sequence[Fault]) -> list[Moment]:
 
 
 async def run(place: Place, plan: Plan) -> Result:
-    """Let it happen, and judge it."""
+    """Execute the plan, and judge the run."""
     async with Arena(place, plan.seed, plan.rate) as arena:
         possible = [FAULTS[name] for name in plan.faults if FAULTS[name].is_possible(arena)]
         await arena.prepare(refuses=any(fault.name == "refuse" for fault in possible))
+        if plan.older:
+            await arena.begin_with_older()
         await arena.begin(plan.workers, plan.producers)
         injected = await inject(arena, plan, possible)
         await arena.stop_producers()
@@ -85,7 +90,7 @@ async def run(place: Place, plan: Plan) -> Result:
 
 
 async def inject(arena: Arena, plan: Plan, possible: Sequence[Fault]) -> dict[str, int]:
-    """Everything of the schedule, one kind of fault once at a time; how often each was."""
+    """Inject the schedule, each kind of fault once at a time; returns the count of each kind."""
     injected, under_way = Counter[str](), set[str]()
 
     async def one(moment: Moment) -> None:
@@ -103,6 +108,8 @@ async def inject(arena: Arena, plan: Plan, possible: Sequence[Fault]) -> dict[st
     loop = asyncio.get_running_loop()
     ends = loop.time() + plan.seconds
     async with asyncio.TaskGroup() as group:
+        if plan.older:
+            group.create_task(_older_leaves(arena, plan.seconds / 2))
         for moment in schedule(plan, possible):
             await asyncio.sleep(moment.pause)
             if moment.fault.name not in under_way:
@@ -112,8 +119,16 @@ async def inject(arena: Arena, plan: Plan, possible: Sequence[Fault]) -> dict[st
     return dict(injected)
 
 
+async def _older_leaves(arena: Arena, after: float) -> None:
+    """While the older version is there, the others may not take the partitions of its handler."""
+    arena.history.write("fault", state="begins", how="older")
+    await asyncio.sleep(after)
+    await arena.older_leaves()
+    arena.history.write("fault", state="is over", how="older")
+
+
 def counts(lines: Sequence[Line], final: Final) -> dict[str, int]:
-    """How much of everything there was."""
+    """The count of each kind of line."""
     what = Counter(line.what for line in lines)
     effects = Counter((line.handler, line.event) for line in lines if line.what == "effect")
     return {

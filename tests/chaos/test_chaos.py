@@ -1,27 +1,35 @@
-"""A short chaos run on every database: ``make chaos`` runs longer ones, and says how to repeat what goes wrong."""
+"""A short chaos run on every database: ``make chaos`` runs longer, and says how to repeat a bad run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tests.app import Look
+from tests.chaos import partitions
 from tests.chaos.arena import Place
 from tests.chaos.faults import FAULTS
 from tests.chaos.run import Plan, run, schedule
-from tests.servers import DIALECTS
+from tests.kit.app import Look
+from tests.kit.servers import DIALECTS
 
 SECONDS = float(os.environ.get("OUTBOXIO_CHAOS_SECONDS", "4"))
-RATE = 20  # actions in a second: what piles up while nobody works has to be worked off
+RATE = 15  # actions per second: the backlog of an outage has to be worked off
 SEED = int(os.environ.get("OUTBOXIO_CHAOS_SEED", "1"))
 
 
 async def test_whatever_goes_wrong_the_history_keeps_what_is_promised(database_url: str, tmp_path: Path) -> None:
-    # Each database begins with other faults, for there is no time for all.
+    # Each database begins with different faults, because there is no time for all.
     seed = SEED + list(DIALECTS).index(Look(database_url).dialect)
     result = await run(Place(database_url, tmp_path), Plan(seed, SECONDS, tuple(FAULTS), rate=RATE))
     assert result.violations == [], f"seed {seed}; the histories are in {tmp_path}"
     assert result.counts["effects"], "nothing happened"
+
+
+async def test_the_long_run_of_ordered_rows_works_in_small(postgres_url: str, tmp_path: Path) -> None:
+    plan = partitions.Plan(rows=600, rate=150, keys=20, steps=("join", "16 partitions", "kill -9"))
+    report = await partitions.run(Place(postgres_url, tmp_path), plan)
+    assert (report.violations, report.repeated_in_vain) == ([], [])
+    assert len(report.waits[0].seconds) == 600
 
 
 def test_a_seed_repeats_the_schedule() -> None:

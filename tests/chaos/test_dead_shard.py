@@ -1,6 +1,6 @@
-"""One shard of three goes silent: the others do not notice, and it is back soon after its network is.
+"""A shard of three falls silent: the healthy shards do not notice, and the third is back soon after its network.
 
-``OUTBOXIO_FULL_SIZE=1`` holds it to what is promised in figures, under a load that lasts; they are printed with ``-s``.
+``OUTBOXIO_FULL_SIZE=1`` checks the promised figures under a lasting load; the figures are printed with ``-s``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from uuid import uuid4
 import pytest
 
 from outboxio import EventEnvelope, Outbox, Settings
-from tests.app import Look, MoneyDeposited, eventually
-from tests.flow.proxy import Proxy, proxy_to
-from tests.servers import DIALECTS, Server
-from tests.size import FULL
+from tests.kit.app import Look, MoneyDeposited, eventually
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.servers import DIALECTS, Server
+from tests.kit.size import FULL
 
 SHARDS = ("first", "second", "third")
 BEFORE = 10.0 if FULL else 1.0  # seconds of load

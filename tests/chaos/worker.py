@@ -1,8 +1,8 @@
-"""One instance of the application in a chaos run: all handlers, until SIGTERM, and a history of what it did.
+"""An instance of the application in a chaos run: all handlers, until SIGTERM, and a history of its steps.
 
-``python -m tests.chaos.worker '{...}'``. What the library has no hook for is recorded by wrapping its inside, here and
-not there. A line of JSON on standard input orders mischief: ``{"do": "block", "seconds": 2}``; its end means that
-nobody looks on any more.
+``python -m tests.chaos.worker '{...}'``. Where the library has no hook, this module wraps private functions. A line of
+JSON on standard input orders mischief: ``{"do": "block", "seconds": 2}``; the end of the input means that the test has
+gone.
 """
 
 from __future__ import annotations
@@ -15,27 +15,33 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
-from outboxio.calling import Caller
-from outboxio.dispatcher import Dispatcher
-from outboxio.keeper import LockKeeper
-from outboxio.names import LockName
-from outboxio.outcome import Bucket, Lease
-from outboxio.queues import Run
-from outboxio.shard import ShardWork
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.workers import WorkerPool
+from outboxio.invocation.claim import RowClaim
+from outboxio.invocation.endings import EndUnknown
+from outboxio.invocation.handler_transactions import HandlerTransactions
+from outboxio.model.lock_name import LockName
+from outboxio.model.outcome import Bucket, Lease
+from outboxio.runs.run import Run
+from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage import Shard
-from outboxio.waiting import to_the_end
-from tests.app import eventually
-from tests.chaos.handlers import HANDLERS, Followed, Kind
+from outboxio.support.aio import to_the_end
+from tests.chaos.case import slot_name
+from tests.chaos.handlers import SETS, Followed, Kind
 from tests.chaos.history import History, keep_log
 from tests.flow.worker import report
-from tests.sql import sql
+from tests.kit.app import eventually
+from tests.kit.inside import database_of, run_of
+from tests.kit.sql import sql
 
 EFFECT = "INSERT INTO chaos_effects (handler, event) VALUES ($1, $2)"
 RARELY, LONG = 0.05, 30  # how often a handler takes so many times as long
@@ -43,8 +49,12 @@ RARELY, LONG = 0.05, 30  # how often a handler takes so many times as long
 Envelope = EventEnvelope[Any]
 
 
+def slot_of(lease: Lease) -> str:
+    return slot_name(lease.handler_name, lease.partition)
+
+
 class Instance:
-    """What handlers do, and what is written down of it."""
+    """The handlers' behaviour, and their history."""
 
     def __init__(self, history: History, seed: int) -> None:
         self.history = history
@@ -74,7 +84,8 @@ class Instance:
         try:
             await self._misbehave(orders)
             chance = self.random.random()
-            await asyncio.sleep(chance * kind.sleeps * (LONG if self.random.random() < RARELY else 1))
+            long = LONG if self.random.random() < RARELY and not kind.is_steady else 1
+            await asyncio.sleep(max(kind.at_least, chance * kind.sleeps * long))
             if chance < kind.fails:
                 raise ValueError(f"{name} fails now and then")
             if chance > 1 - kind.dies:
@@ -96,8 +107,8 @@ class Instance:
         [row] = [row for row in run.undone if row.notification.id == envelope.notification_id]
         self.history.write(
             "start", run=number, event=str(envelope.event_id), notification=str(row.notification.id), handler=name,
-            key=envelope.ordering_key or "", sequence=row.notification.sequence, attempt=envelope.attempt,
-            term=row.lease.term, decided=int(decided * 1e9), how=how,
+            partition=row.lease.partition, key=envelope.ordering_key or "", sequence=row.notification.sequence,
+            attempt=envelope.attempt, term=row.lease.term, decided=int(decided * 1e9), how=how,
         )  # fmt: skip
         return number
 
@@ -125,53 +136,62 @@ class Instance:
 # --- what the library does -----------------------------------------------------------------------
 
 
-def watch_locks(history: History) -> None:
-    taken, lost, proven, release = (
-        ShardWork.lock_taken, ShardWork.lock_lost, ShardWork.locks_proven_until, LockKeeper.release,
-    )  # fmt: skip
+def watch_locks(history: History, stop: asyncio.Event) -> None:
+    taken, lost, proven = ShardRun.lock_taken, ShardRun.lock_lost, ShardRun.locks_proven_until
+    release, give_back = LockManager.release, LockManager._give_back
 
-    def lock_taken(self: ShardWork, name: LockName, lease: Lease) -> None:
+    def lock_taken(self: ShardRun, name: LockName, lease: Lease) -> None:
         history.write("taken", lock=name.lease, term=lease.term)
         taken(self, name, lease)
 
-    def lock_lost(self: ShardWork, name: LockName) -> None:
+    def lock_lost(self: ShardRun, name: LockName) -> None:
         history.write("lost", lock=name.lease)
         lost(self, name)
 
-    def locks_proven_until(self: ShardWork, moment: float) -> None:
+    def locks_proven_until(self: ShardRun, moment: float) -> None:
         history.write("proven", until=max(0, int(moment * 1e9)) if moment > 0 else 0)
         proven(self, moment)
 
-    async def release_all(self: LockKeeper) -> None:
-        history.write("released", locks=[name.lease for name in self._leases if self.holds(name)])
+    async def release_all(self: LockManager) -> None:
+        history.write("released", locks=[name.lease for name in self._leases if self.holds(name)], how="leaving")
         await release(self)
 
-    ShardWork.lock_taken, ShardWork.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
-    ShardWork.locks_proven_until = locks_proven_until  # type: ignore[method-assign]
-    LockKeeper.release = release_all  # type: ignore[method-assign]
+    async def give(self: LockManager, names: Sequence[LockName]) -> None:
+        history.write("released", locks=[name.lease for name in names], how="leaving" if stop.is_set() else "given")
+        await give_back(self, names)
+
+    ShardRun.lock_taken, ShardRun.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
+    ShardRun.locks_proven_until = locks_proven_until  # type: ignore[method-assign]
+    # mypy takes no new method for a class; the history needs the moment before the lock is given back.
+    LockManager.release, LockManager._give_back = release_all, give  # type: ignore[method-assign]
 
 
 def watch_runs(instance: Instance) -> None:
-    run_one = Dispatcher._run
+    """What each worker has decided to run, and when."""
+    has_time, next_run, moment = WorkerPool._has_time, Scheduler.next_run, 0.0
 
-    async def run(self: Dispatcher, run: Run, task: asyncio.Task[None], now: float) -> bool:
-        instance.decided[task] = run, now
-        try:
-            return await run_one(self, run, task, now)
-        finally:
-            del instance.decided[task]
+    def has_time_now(self: WorkerPool, now: float, loop: asyncio.AbstractEventLoop) -> bool:
+        nonlocal moment
+        moment = now
+        return has_time(self, now, loop)
 
-    Dispatcher._run = run  # type: ignore[method-assign]
+    def decide(self: Scheduler) -> Run | None:
+        run, task = next_run(self), asyncio.current_task()
+        if run is not None and task is not None:
+            instance.decided[task] = run, moment
+        return run
+
+    WorkerPool._has_time, Scheduler.next_run = has_time_now, decide  # type: ignore[method-assign]
 
 
 def watch_outcomes(instance: Instance, outbox: Outbox) -> None:
     """Outcomes that are written afterwards, and how many of each bucket the database took."""
-    notifications: Any = outbox._shards["default"].database.notifications
+    notifications = database_of(outbox).notifications
 
     def watched(settle: Callable[[Bucket, datetime], Awaitable[int]]) -> Callable[[Bucket, datetime], Awaitable[int]]:
         async def recorded(bucket: Bucket, now: datetime) -> int:
             number = instance.number()
-            rows = [(str(o.notification_id), o.lease.handler_name, o.lease.term) for o in bucket.outcomes]
+            rows = [(str(o.notification_id), slot_of(o.lease), o.lease.term) for o in bucket.outcomes]
             instance.history.write("settling", run=number, state=bucket.state, rows=rows)
             written = await settle(bucket, now)
             instance.history.write("settled", run=number, number=written)
@@ -184,11 +204,11 @@ def watch_outcomes(instance: Instance, outbox: Outbox) -> None:
 
 
 def watch_transactions(instance: Instance) -> None:
-    """Outcomes that are committed together with what the handler wrote."""
-    finish, in_transaction = Caller._finish, Caller._in_transaction
+    """Outcomes that are committed together with the handler's writes."""
+    finish, in_transaction = RowClaim.finish, HandlerTransactions.run
     settling: dict[asyncio.Task[Any] | None, tuple[int, list[Run]]] = {}
 
-    async def finish_them(self: Caller, session: Any, claimed: Any, ended: Any) -> None:
+    async def finish_them(self: RowClaim, session: Any, claimed: Any, ended: Any) -> None:
         await finish(self, session, claimed, ended)
         rows = [row for row in claimed if row not in ended.failed]
         number = instance.number()
@@ -196,32 +216,32 @@ def watch_transactions(instance: Instance) -> None:
         told = [(str(row.notification.id), row.notification.handler_name, 0) for row in rows]
         instance.history.write("settling", run=number, state=ended.state, rows=told)
 
-    async def work_in_transaction(self: Caller, *args: Any) -> Any:
+    async def work_in_transaction(self: HandlerTransactions, *args: Any) -> Any:
         try:
             return await in_transaction(self, *args)
         except BaseException as error:
-            if "NobodyKnows" in type(error).__name__:
+            if type(error) is EndUnknown:
                 settling.pop(asyncio.current_task(), None)
             raise
         finally:
             if (mine := settling.pop(asyncio.current_task(), None)) is not None:
                 instance.history.write("settled", run=mine[0], number=sum(row.is_settled for row in mine[1]))
 
-    Caller._finish, Caller._in_transaction = finish_them, work_in_transaction  # type: ignore[method-assign]
+    RowClaim.finish, HandlerTransactions.run = finish_them, work_in_transaction  # type: ignore[method-assign]
 
 
 def watch_refusals(history: History) -> None:
-    refused = Dispatcher._refused
+    refuse = Settler._refuse
 
-    def write_down(self: Dispatcher, bucket: Bucket, number: int) -> None:
+    def write_down(self: Settler, bucket: Bucket, number: int, **options: bool) -> None:
         history.write("refusal", number=number, state=bucket.state)
-        refused(self, bucket, number)
+        refuse(self, bucket, number, **options)
 
-    Dispatcher._refused = write_down  # type: ignore[method-assign]
+    Settler._refuse = write_down  # type: ignore[method-assign]
 
 
 def shift_clock(by: timedelta) -> None:
-    """Everything here that asks what time it is gets another answer."""
+    """Every module that reads the wall clock gets a shifted time."""
     for module in [module for name, module in sys.modules.items() if name.startswith("outboxio.")]:
         if (utc_now := getattr(module, "utc_now", None)) is not None:
             module.utc_now = lambda utc_now=utc_now: utc_now() + by
@@ -229,7 +249,7 @@ def shift_clock(by: timedelta) -> None:
 
 async def exhaust(outbox: Outbox, seconds: float) -> None:
     """Take all connections that actions and transactional handlers could have."""
-    database = outbox._shards["default"].database
+    database = database_of(outbox)
     async with AsyncExitStack() as stack, asyncio.timeout(seconds):
         while True:
             await stack.enter_async_context(database.session())
@@ -265,25 +285,25 @@ async def main(told: dict[str, Any]) -> None:
 
     loop.add_reader(0, read)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    watch_locks(history)
+    watch_locks(history, stop)
     watch_runs(instance)
     watch_transactions(instance)
     watch_refusals(history)
     watch_outcomes(instance, outbox)
     if told.get("minutes"):
         shift_clock(timedelta(minutes=told["minutes"]))
-    for name, kind in HANDLERS.items():
+    for name, kind in SETS[told["handlers"]].items():
         instance.add_handler(outbox, name, kind)
     async with outbox:
         async with outbox.running() as running:
-            work = running._shards["default"].work
-            assert work is not None
+            work = run_of(running)
             history.write("running")
             report("running")
             await stop.wait()
+            history.write("leaving")
         history.write("counters", counters=_counted(work))
         await asyncio.gather(*helpers)
-    await eventually(lambda: not instance.ignoring)  # nobody could wait for these, and they end at last
+    await eventually(lambda: not instance.ignoring)  # no task could wait for such handlers, and they end at last
     helpers.add(asyncio.current_task())  # type: ignore[arg-type]
     for task in asyncio.all_tasks() - helpers:
         history.write("tasks", how=repr(task))
@@ -292,13 +312,13 @@ async def main(told: dict[str, Any]) -> None:
     await bye.wait()
 
 
-def _counted(work: ShardWork) -> dict[str, int]:
+def _counted(work: ShardRun) -> dict[str, int]:
     counters = work.counters
     return {name: getattr(counters, name) for name in counters.__struct_fields__}
 
 
 async def _quietly(work: Awaitable[None]) -> None:
-    """It ends by its own time limit, or with the database."""
+    """The work ends by its own time limit, or with the database."""
     try:
         await work
     except Exception as error:

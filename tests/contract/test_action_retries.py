@@ -1,4 +1,4 @@
-"""Which failures run an action again, how often, and what is never run again blindly."""
+"""Failures that run an action again, how often, and failures after which an action is never run again blindly."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from sqlalchemy.orm.exc import StaleDataError
 
 from outboxio import Action, CommitUnknown, Outbox, OutboxError, Retry, SettingsError, StaleRecord, Transaction
-from tests.app import Emit, Look, WalletOpened, eventually
-from tests.probes import (
+from tests.kit.app import Emit, Look, WalletOpened, eventually
+from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
     balances,
@@ -26,8 +26,8 @@ from tests.probes import (
     open_transactions,
     written,
 )
-from tests.server_acts import acts_on
-from tests.sql import sql
+from tests.kit.server_acts import acts_on
+from tests.kit.sql import sql
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ class Unlucky(Exception):
 
 
 class Failing:
-    """Runs of an action that fail with these errors, one after the other, and succeed at last."""
+    """Runs of an action that fail with these errors in turn, and succeed in the end."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -85,7 +85,7 @@ async def test_a_stale_record_runs_the_whole_action_again(outbox: Outbox, look: 
 
     assert await outbox.executor.execute(doing(script)) == 2
 
-    # Of the first run nothing is left: neither its rows nor its events.
+    # The first run leaves neither rows nor events.
     assert await balances(look) == [2]
     assert [row["model_id"] for row in await written(look)] == ["2"]
     first, second = script.transactions
@@ -116,7 +116,7 @@ async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look
     async def withdraw(tx: Transaction) -> None:
         row = await tx.fetchrow("SELECT balance, version FROM wallets WHERE id = 'w1'")
         assert row is not None
-        # A version that another instance has changed meanwhile, the first time.
+        # A version that a second instance has changed meanwhile, the first time.
         version = row["version"] - (1 if not versions else 0)
         versions.append(version)
         await tx.expect_one(
@@ -242,7 +242,7 @@ async def test_a_serialization_failure_is_retried(postgres_url: str, level: str)
 
 
 async def test_a_serialization_failure_that_only_commit_finds_is_retried(postgres_url: str) -> None:
-    """Two serializable transactions, each of which reads what the other writes: write skew."""
+    """Two serializable transactions, each of which reads rows that its partner writes: write skew."""
     look = Look(postgres_url)
     runs: list[int] = []
     both_have_read = asyncio.Barrier(2)
@@ -286,7 +286,7 @@ async def test_a_busy_file_is_tried_again_until_it_is_free(sqlite_url: str) -> N
             async with outbox.transaction("DoNotWait") as tx:
                 await tx.execute("PRAGMA busy_timeout = 0")
             other.execute("BEGIN IMMEDIATE")
-            with log_lines("outboxio.executor", free_it):
+            with log_lines("outboxio.actions.executor", free_it):
                 await outbox.executor.execute(Emit((1,)))
     finally:
         other.close()
@@ -385,7 +385,7 @@ async def test_what_is_no_exception_is_never_retried(outbox: Outbox) -> None:
 async def test_a_cancellation_ends_the_wait_for_the_next_run(outbox: Outbox, look: Look, database_url: str) -> None:
     script = Failing(Taken(), Taken())
     waits = asyncio.Event()
-    with log_lines("outboxio.executor", lambda _: waits.set()):
+    with log_lines("outboxio.actions.executor", lambda _: waits.set()):
         task = asyncio.create_task(
             outbox.executor.execute(doing(script, retry=Retry(on=Taken, attempts=3, delay="1h")))
         )
@@ -433,7 +433,7 @@ async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgr
                 "CREATE CONSTRAINT TRIGGER vanish AFTER INSERT ON own DEFERRABLE INITIALLY DEFERRED "
                 "FOR EACH ROW EXECUTE FUNCTION vanish()"
             )
-        # Asking for a retry of everything does not help.
+        # Asking for a retry of all errors does not help.
         retry = Retry(on=(OutboxError, asyncpg.PostgresError, OSError), attempts=5, delay=0)
         with pytest.raises(CommitUnknown, match="the connection was lost during COMMIT of Scripted") as caught:
             await outbox.executor.execute(doing(run, retry=retry))
@@ -508,7 +508,7 @@ async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(serv
 
 
 async def test_a_connection_that_cannot_be_reset_after_commit_is_nobodys_failure(postgres_url: str) -> None:
-    """The action is committed: an error now would invite the caller to run it again."""
+    """The action is committed: an error now would invite the application to run the action again."""
     resets = 0
 
     async def fail(connection: Any) -> None:

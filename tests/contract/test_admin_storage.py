@@ -1,4 +1,4 @@
-"""What storage does on an operator's order, on every database."""
+"""An operator's orders in storage, on every database."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Outbox
+from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols import Pause
 from outboxio.testing import MovableClock
-from tests.app import Look
-from tests.storage import LONG_AGO, NOW, Store
+from tests.kit.app import Look
+from tests.kit.storage import LONG_AGO, NOW, Store
+
+pytestmark = pytest.mark.every_version
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -30,10 +33,36 @@ async def store(outbox: Outbox, look: Look) -> Store:
 
 @pytest.fixture
 async def stranger(make_outbox: MakeOutbox, look: Look) -> Store:
-    """Another service in the same database."""
+    """A second service in the same database."""
     stranger = Store(await make_outbox("stranger", clock=MovableClock(NOW)), look, "stranger")
     await stranger.subscribe("ledger", ordered=True)
     return stranger
+
+
+# --- the holders of locks ------------------------------------------------------------------------
+
+
+async def test_the_last_holder_of_a_lock_is_known_and_whether_the_lock_was_given_back(store: Store) -> None:
+    database, subscriptions = store.database, store.database.subscriptions
+    first, second, never = (LockName("app", "dispatch", "ledger", number) for number in range(3))
+    await subscriptions.begin({LockName("app", "since", "ledger"): None}, "me")
+    lock = database.cluster_lock("me", None, 5.0)
+    await lock.listen(lambda payload: None)
+    try:
+        await lock.acquire([first, second])
+        await lock.release([second])
+
+        held = await subscriptions.holders([first, second, never, LockName("app", "since", "ledger")])
+    finally:
+        await lock.close()
+
+    assert {name: (holder.owner, holder.has_given_back) for name, holder in held.items()} == {
+        first: ("me", False),
+        second: ("me", True),
+    }
+    now = await database.now()
+    assert all(abs(holder.since - now) < timedelta(minutes=1) for holder in held.values())
+    assert await subscriptions.holders([]) == {}
 
 
 # --- looking -------------------------------------------------------------------------------------
@@ -41,8 +70,8 @@ async def stranger(make_outbox: MakeOutbox, look: Look) -> Store:
 
 async def test_notifications_are_found_by_their_id_and_by_that_of_their_event(store: Store, stranger: Store) -> None:
     await store.subscribe("beside")
-    await store.owe("a", "b", "c")
-    await stranger.owe("a")
+    await store.insert_notifications("a", "b", "c")
+    await stranger.insert_notifications("a")
     [one, other] = await store.some(1)
     third = await store.row(3, "ledger")
     theirs = (await stranger.rows())[0]
@@ -98,12 +127,12 @@ async def test_services_pause_their_own_handlers(store: Store, stranger: Store) 
 
 
 async def test_resuming_a_key_skips_what_parks_it_and_nothing_else(store: Store, stranger: Store) -> None:
-    await store.owe("a", "a", "b", "a")
+    await store.insert_notifications("a", "a", "b", "a")
     await store.subscribe("accounts", ordered=True, aliases=("ledger",))
-    await store.owe("a", "a")
+    await store.insert_notifications("a", "a")
     await store.subscribe("other", ordered=True)
-    await store.owe("a", "")
-    await stranger.owe("a")
+    await store.insert_notifications("a", "")
+    await stranger.insert_notifications("a")
     for of in (store, stranger):
         await of.put("DEAD", 1, 3, 6, 7, 8)
     await store.put("EXPIRED", 2)
@@ -130,7 +159,7 @@ async def test_resuming_a_key_skips_what_parks_it_and_nothing_else(store: Store,
 
 
 async def test_finished_rows_are_replayed_as_if_they_were_new_and_keep_their_errors(store: Store) -> None:
-    await store.owe("a", "a", now=NOW - timedelta(days=1))
+    await store.insert_notifications("a", "a", now=NOW - timedelta(days=1))
     await store.put("DEAD", 1, attempts=3)
     await store.look.fetch("UPDATE {event_notifications} SET errors = '[{\"message\": \"no\"}]' WHERE model_id = '1'")
 
@@ -152,7 +181,7 @@ async def test_a_replay_is_narrowed_down_by_names_dates_types_and_states(
     for of in (store, stranger):
         for day in range(4):
             clock.set(NOW + timedelta(days=day))
-            await of.owe("a", now=clock.now())
+            await of.insert_notifications("a", now=clock.now())
         await of.put("SUCCEEDED", 1, 2, 3, 4)
     await store.put("DEAD", 2, name="accounts")
     replay = store.database.notifications.replay
@@ -174,7 +203,7 @@ async def test_a_replay_is_narrowed_down_by_names_dates_types_and_states(
 
 async def test_unfinished_rows_are_not_replayed_whatever_states_are_asked_for(store: Store) -> None:
     unfinished = ("PENDING", "FAILED", "BLOCKED", "DYING")
-    await store.owe(*"abcd")
+    await store.insert_notifications(*"abcd")
     for number, state in enumerate(unfinished, 1):
         await store.put(state, number, attempts=1)
     before = await store.rows()
@@ -184,7 +213,7 @@ async def test_unfinished_rows_are_not_replayed_whatever_states_are_asked_for(st
 
 
 async def test_a_long_replay_reaches_every_row_once(store: Store) -> None:
-    await store.owe(*["a"] * 2300)
+    await store.insert_notifications(*["a"] * 2300)
     await store.look.fetch("UPDATE {event_notifications} SET state = 'SUCCEEDED'")
     replay = store.database.notifications.replay
     assert await replay("app", ["ledger"], LONG_AGO, FOREVER, [], TERMINAL, LATER) == 2300

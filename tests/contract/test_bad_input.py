@@ -1,4 +1,4 @@
-"""What cannot be is refused where it is given, in words that name the value and the remedy; nothing is written."""
+"""Impossible input is refused where it is given, with the value and the remedy; no row is written."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from outboxio import (
     Transaction,
 )
 from outboxio.testing import emitted
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
-from tests.probes import add_wallet, balances, doing, open_transactions, written
-from tests.server_acts import acts_on, with_password
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
+from tests.kit.probes import add_wallet, balances, doing, open_transactions, written
+from tests.kit.server_acts import acts_on, with_password
 
 LONG = "x" * 300
 
@@ -71,7 +71,7 @@ async def nothing(envelope: EventEnvelope[Any]) -> None:
 
 
 async def refused(outbox: Outbox, look: Look, emit: Callable[[Transaction], None], message: str) -> None:
-    """``emit`` is refused, the action fails with it, and neither its rows nor its events are there."""
+    """``emit`` is refused, the action fails with the error, and leaves neither rows nor events."""
 
     async def run(tx: Transaction) -> None:
         await add_wallet(tx)
@@ -112,7 +112,7 @@ async def test_an_event_that_contains_itself_is_refused(outbox: Outbox, look: Lo
 
 
 async def test_nan_and_infinities_are_refused_wherever_they_hide(outbox: Outbox, look: Look) -> None:
-    """msgspec would write them as null, and nobody would know."""
+    """msgspec would silently write such numbers as null."""
     hidden = {
         "value": math.nan,
         "value.inner": Holder(math.inf),
@@ -124,7 +124,7 @@ async def test_nan_and_infinities_are_refused_wherever_they_hide(outbox: Outbox,
         where = path.replace("[", r"\[").replace("]", r"\]")
         says = rf"^event Anything: {where} is (nan|inf|-inf), which JSON cannot hold; use None, or a string"
         await refused(outbox, look, lambda tx, value=value: tx.emit(Anything(value)), says)
-    # A null that is one is no such thing.
+    # A real null is allowed.
     async with outbox.transaction("Fine") as tx:
         tx.emit(Anything({"a": None, "b": [1.5]}))
     assert len(await written(look)) == 1
@@ -365,7 +365,7 @@ def test_handler_names_and_aliases_are_unique() -> None:
         outbox.handler(MoneyDeposited, **first)(nothing)
         with pytest.raises(RegistrationError, match=f"{says}: by .*nothing.* must be unique"):
             outbox.handler(MoneyDeposited, **second)(nothing)
-        # What was refused has left nothing behind.
+        # Refused input has left no rows behind.
         outbox.handler(MoneyDeposited, name="free", aliases={"also free"})(nothing)
     with pytest.raises(
         RegistrationError, match=r"handler 'a' has its own name as an alias \(.*nothing\); leave it out"
@@ -383,7 +383,11 @@ def blocking(envelope: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "types", "options", "message"),
     [
-        (blocking, [MoneyDeposited], {"name": "a"}, "handler 'a' must be an async function, .*blocking is not"),
+        (5, [MoneyDeposited], {"name": "a"}, "handler 'a' must be a function, async or plain: .* is no function"),
+        (
+            blocking, [MoneyDeposited], {"name": "a", "delivery": "transactional"},
+            r"handler 'a' has delivery='transactional' and is a plain function \(.*blocking\)",
+        ),
         (nothing, [MoneyDeposited], {"name": LONG}, r"handler name: 'x+'\.\.\. has 300 characters"),
         (nothing, [MoneyDeposited], {"name": ""}, "handler name: '' is blank"),
         (nothing, [MoneyDeposited], {"name": "a\0"}, r"handler name: 'a\\x00' contains NUL"),
@@ -416,14 +420,15 @@ def test_a_handler_object_that_cannot_be_is_refused_in_the_same_words() -> None:
 
     class Blocking(EventHandler[MoneyDeposited]):
         name = "blocking"
+        delivery = "transactional"
 
-        def handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:  # type: ignore[override]
+        def handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:
             pass
 
     outbox = Outbox("sqlite://", namespace="app")
     with pytest.raises(RegistrationError, match=r'Nameless has no name; write `name = "\.\.\."` in the class'):
         outbox.add_handler(Nameless())
-    with pytest.raises(RegistrationError, match=r"handler 'blocking' must be an async function, .*Blocking is not"):
+    with pytest.raises(RegistrationError, match=r"handler 'blocking' has delivery='transactional' .*Blocking\)"):
         outbox.add_handler(Blocking())
     with pytest.raises(RegistrationError, match=r"add_handler\(\) takes an EventHandler object, not <function nothing"):
         outbox.add_handler(nothing)  # type: ignore[arg-type]
@@ -602,7 +607,7 @@ async def test_a_database_without_the_tables_is_refused_with_the_way_to_get_them
             with pytest.raises(SchemaMissing, match=says):
                 await way()
 
-        # And nothing of all this stands in the way afterwards.
+        # And none of the refusals stands in the way afterwards.
         await outbox.migrate()
         await outbox.executor.execute(doing(fill))
         await outbox.check()

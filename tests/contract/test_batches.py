@@ -1,4 +1,4 @@
-"""Batch handlers: many events in a call, split where it fails, gathered for a while or until a moment comes."""
+"""Batch handlers: many events per call, split after a failure, gathered for a while or until a moment."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.probes import add_wallet, balances
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import database_of
+from tests.kit.probes import add_wallet, balances
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelopes = list[EventEnvelope[MoneyDeposited]]
@@ -90,7 +91,7 @@ async def test_a_poisoned_row_is_found_in_few_calls(make_outbox: MakeOutbox, clo
     assert len(calls.calls) <= 4 + 2 * log2(100) * 3
     (dead,) = await outbox.admin.list(state="DEAD")
     assert (dead.attempts, len(dead.errors)) == (3, 3)
-    # A call that was split used up no attempt of those that did not end alone.
+    # A call that was split used up no attempt of rows that did not end alone.
     rows = await look.fetch("SELECT attempts FROM {event_notifications} WHERE state = 'SUCCEEDED'")
     assert {row["attempts"] for row in rows} == {1}
 
@@ -202,7 +203,7 @@ async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, l
     await emit(outbox, 8)
     await outbox.drain()
 
-    # What the handler says has failed is not what it has written: that is its own to leave out.
+    # The handler names failed events; it must itself leave out their writes.
     assert sorted(await balances(look)) == [0, 1, 2, 3, 4, 6, 7]
     assert await look.states() == {"SUCCEEDED": 6, "DEAD": 1, "FAILED": 1}
     emitted = [row for row in await look.events() if row["event_type"] == "WalletOpened"]
@@ -214,7 +215,7 @@ async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, l
 async def test_the_parts_of_a_call_wait_for_the_transactions_of_others_outside_their_own_time(
     outbox: Outbox, look: Look
 ) -> None:
-    """There are fewer transactions than calls, and all parts together take longer than one may."""
+    """There are fewer transactions than calls, and all parts together take longer than the time limit of a call."""
     alone = 0
 
     @outbox.handler(
@@ -314,7 +315,7 @@ async def test_what_has_gathered_is_called_although_another_handler_cannot_be_li
     calls, journal = Calls(), Journal()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=2, max_wait="10ms"))(calls)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal)
-    lines: Any = outbox._shards["default"].database.lines
+    lines = database_of(outbox).ordering
     find_heads = lines.find_heads
 
     async def fail_once(*args: Any, **options: Any) -> Any:

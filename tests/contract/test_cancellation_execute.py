@@ -1,7 +1,7 @@
-"""Cancelling an execution, at every moment at which it waits: all of it is committed or nothing, and nothing is left.
+"""Cancelling an execution at every moment at which it waits: all or no rows are committed, and no task is left.
 
-The moments are counted, not timed: the first run is cancelled at its first wait, the next at its second, and so on
-until one is through before its turn comes.
+The moments are counted, not timed: the first run is cancelled at its first wait, the next run at its second wait, and
+so on until a run ends before its turn comes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from uuid import UUID, uuid4
 import pytest
 
 from outboxio import Action, Outbox, Settings, Transaction
-from tests.app import WALLETS, Look, WalletOpened
-from tests.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
-from tests.server_acts import acts_on
-from tests.sql import sql
+from tests.kit.app import WALLETS, Look, WalletOpened
+from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
+from tests.kit.server_acts import acts_on
+from tests.kit.sql import sql
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
 
@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, bool]] = {
 
 @pytest.fixture
 async def outbox(make_outbox: MakeOutbox, look: Look) -> Outbox:
-    """Without wake-ups for other processes: they are sent by a task of their own, which nobody waits for."""
+    """Without wake-ups for other processes, which a separate task sends and no task awaits."""
     outbox = await make_outbox(settings=Settings(notify=False))
     await look.fetch(WALLETS)
     return outbox
@@ -56,7 +56,7 @@ async def cancelled_at_every_wait(work: Work, look: Look, url: str, outbox: Outb
     """Run ``work`` once for each of its waits and in each way, cancelled there."""
     for way, options in WAYS.items():
         waits = await _cancelled_at_every_wait(work, look, url, outbox, way, options)
-        assert waits >= 3  # for its statements, and for the last of them, COMMIT
+        assert waits >= 3  # for its statements, and for COMMIT
 
 
 async def _cancelled_at_every_wait(
@@ -86,7 +86,7 @@ async def _cancelled_at_every_wait(
 
 
 async def transactions_left(url: str) -> list[str]:
-    """What stays open: a connection that was closed here takes its server a moment to notice."""
+    """The open transactions. The server notices a connection that was closed here only after a moment."""
     for _ in range(100):
         left = await open_transactions(url)
         if not left:
@@ -96,7 +96,7 @@ async def transactions_left(url: str) -> list[str]:
 
 
 def tasks_of_ours() -> set[asyncio.Task[Any]]:
-    """Every task but that of an asyncpg pool which opens a connection in place of one that was discarded."""
+    """Every task except that of an asyncpg pool that replaces a discarded connection."""
     return {task for task in asyncio.all_tasks() if "Pool._maintain_min_size" not in repr(task.get_coro())}
 
 
@@ -141,7 +141,7 @@ async def test_a_pool_has_its_connections_back(server_url: str) -> None:
             try:
                 await outbox.executor.execute(Open(wallet_id))
             finally:
-                # Those that were discarded are opened again when they are needed.
+                # Discarded connections are opened again on demand.
                 assert acts.is_at_rest(pool), "a connection was not given back"
 
         await cancelled_at_every_wait(work, look, server_url, outbox)
@@ -207,7 +207,7 @@ async def test_a_time_limit_that_ends_an_action_leaves_nothing(outbox: Outbox, l
 
 
 async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outbox: Outbox, look: Look) -> None:
-    """The cancellation falls into COMMIT, which runs to its end: no wake-up is lost with it."""
+    """The cancellation falls into COMMIT, which runs to its end: no wake-up is lost."""
     woken = 0
     shard = outbox.executor.shard(None)
     committed = shard.committed
@@ -220,7 +220,7 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
     shard.committed = count_it  # type: ignore[method-assign]
     await outbox.executor.execute(Happen())  # from here on a connection is open
     expected = unstruck = 0
-    # An answer that is there already is not waited for, so some runs have fewer waits, and it takes several.
+    # An answer that is already there causes no wait, so some runs have fewer waits, and several runs are necessary.
     while unstruck < 5 or (expected == 1 + unstruck and unstruck < 50):
         for moment in count(1):
             cancelling = Cancelling(outbox.executor.execute(Happen()), moment)

@@ -11,8 +11,8 @@ import pytest
 
 from outboxio import Action, Event, EventEnvelope, InvalidEvent, Outbox, Settings, TooManyHops, Transaction
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited
-from tests.spies import deposits, watch
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.spies import deposits, watch
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

@@ -1,4 +1,4 @@
-"""How many handlers run at once, for how long, and what becomes of those that do not stop, on every database."""
+"""The number of concurrent handlers, their time limits, and handlers that do not stop, on every database."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from outboxio import Batch, EventEnvelope, Outbox, RetryPolicy, Settings
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
-from tests.spies import Gate, counters, deposits
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.inside import dispatcher_of, locks_of, queues_of, run_of
+from tests.kit.spies import Gate, counters, deposits
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -64,7 +65,7 @@ async def test_a_handler_that_comes_back_after_its_timeout_has_failed_all_the_sa
 
 
 class Stubborn(Journal):
-    """A handler that ignores its cancellation until it is let go; it is stubborn about its first event only."""
+    """A handler that ignores its cancellation until the test lets it go; only for its first event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,10 +244,8 @@ async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(mak
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await journal.calls(1)
-        work = outbox._shards["default"].work
-        assert work is not None
-        work.keeper._trusted_until = float("-inf")
-        work.locks_proven_until(float("-inf"))
+        locks_of(outbox)._trusted_until = float("-inf")
+        run_of(outbox).locks_proven_until(float("-inf"))
         await outbox.executor.execute(Emit((2,)))
         await journal.calls(2, timeout=10)
 
@@ -256,7 +255,7 @@ async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(mak
 
 @pytest.mark.parametrize("handler", ["waits", "waits-in-batches"])
 async def test_what_a_stay_had_in_memory_is_gone_with_it(make_outbox: MakeOutbox, handler: str) -> None:
-    """Runs, which the garbage collector does not see, and their queues know each other."""
+    """Runs, which the garbage collector does not track, and their queues refer to each other."""
     outbox, started = await make_outbox(settings=Settings(concurrency=2, shutdown_timeout=0)), asyncio.Event()
 
     async def wait(_: object) -> None:
@@ -271,8 +270,8 @@ async def test_what_a_stay_had_in_memory_is_gone_with_it(make_outbox: MakeOutbox
     async def stay() -> None:
         async with outbox.running():
             await started.wait()
-            dispatcher: Any = outbox._shards["default"].work.dispatcher  # type: ignore[union-attr]
-            (queue,) = dispatcher._queues.values()
+            dispatcher = dispatcher_of(outbox)
+            (queue,) = queues_of(outbox).values()
             await eventually(lambda: queue.running and queue.ready)
             remembered.extend(map(weakref.ref, (dispatcher, queue)))
 

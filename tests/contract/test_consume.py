@@ -1,4 +1,4 @@
-"""Consuming: handlers run for a message at once, each once and by itself; what fails is raised or kept."""
+"""Consuming: handlers run for a message at once, each once and independently; a failure is raised or stored."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.probes import add_wallet, balances
-from tests.spies import Gate
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.probes import add_wallet, balances
+from tests.kit.spies import Gate
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -261,7 +261,7 @@ async def test_an_event_that_only_a_relay_wants_is_refused_as_well(outbox: Outbo
     ("given", "error", "text"),
     [
         ({"on_error": "ignore"}, ConfigurationError, "on_error is 'ignore'; expected 'raise' or 'store'"),
-        ({"external_id": ""}, InvalidEvent, "external_id of billing"),
+        ({"external_id": ""}, InvalidEvent, "external_id of 'billing'"),
         ({"type": "X"}, InvalidEvent, "give either event="),
     ],
 )

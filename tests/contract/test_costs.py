@@ -1,7 +1,7 @@
-"""What an event costs, to the statement: a change that makes it dearer fails here, whatever the clock says.
+"""The cost of an event in statements: a change that costs more fails here, whatever the clock says.
 
-Everything is read off the wire (``tests/wire.py``), so that what a driver does by itself counts as well. Which rows a
-statement reads is in ``test_plans.py`` and ``test_mysql_plans.py``.
+All messages are read off the wire (``tests/kit/wire.py``), so that the driver's own messages count as well. The rows
+that a statement reads are in ``test_plans.py`` and ``test_mysql_plans.py``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ import asyncpg
 import pytest
 
 from outboxio import Event, Outbox, Settings, Transaction
-from outboxio.names import LockName
-from outboxio.notification import State, Wanted
-from outboxio.outcome import Bucket, Lease, Outcome
+from outboxio.model.lock_name import LockName
+from outboxio.model.notification import DueQuery, State
+from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.postgres import events
-from outboxio.storage.postgres.connection import LOOP_SETTINGS
+from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT, UNLESS_MADE, id_head
 from outboxio.storage.postgres.notifications import SETTLE
 from outboxio.storage.postgres.session import INSERT_EVENTS
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.probes import MakeOutbox, add_wallet, doing
-from tests.spies import counters, deposits
-from tests.storage import LONG_AGO, NOW, Store
-from tests.wire import Wire, watched
+from outboxio.storage.protocols import FanoutRequest
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import database_of
+from tests.kit.probes import MakeOutbox, add_wallet, doing
+from tests.kit.spies import counters, deposits
+from tests.kit.storage import LONG_AGO, NOW, Store
+from tests.kit.wire import Wire, watched
+
+pytestmark = pytest.mark.every_version
 
 BATCH = 1000
 OUTCOMES = 500
@@ -42,13 +46,13 @@ ALONE = Settings(notify=False)  # wake-ups for other processes go out when nobod
 
 @pytest.fixture
 def wire(database_url: str) -> Iterator[Wire]:
-    """Sees everything that the test sends; made before any connection is."""
+    """Sees every message of the test; made before any connection is."""
     with watched(keeps_texts=True) as wire:
         yield wire
 
 
 class Spent:
-    """What was sent within a block."""
+    """The messages within a block."""
 
     statements = round_trips = 0
     texts: Sequence[str] = ()
@@ -68,7 +72,7 @@ def counted(wire: Wire) -> Iterator[Spent]:
 # (statements, round trips) of a batch, however large it is. SQLite has no wire.
 PER_BATCH: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "fan-out": {"postgres": (1, 1), "mysql": (8, 3), "mariadb": (8, 3), "sqlite": (9, 0)},
-    "finding": {"postgres": (1, 1), "mysql": (1, 1), "mariadb": (1, 1), "sqlite": (2, 0)},
+    "finding": {"postgres": (1, 1), "mysql": (1, 1), "mariadb": (1, 1), "sqlite": (1, 0)},
     "settling": {"postgres": (1, 1), "mysql": (1, 1), "mariadb": (1, 1), "sqlite": (1, 0)},
 }
 
@@ -81,8 +85,8 @@ async def test_a_batch_costs_a_fixed_number_of_statements_and_round_trips(
     await store.subscribe("h")
     lease = await lease_of(store, "h")
     stages: dict[str, Callable[[], Awaitable[Any]]] = {
-        "fan-out": lambda: store.database.events.fan_out("app", NOW, LONG_AGO, {}, BATCH),
-        "finding": lambda: store.database.notifications.find_due("app", NOW, [Wanted("h", BATCH)]),
+        "fan-out": lambda: store.database.events.fan_out(FanoutRequest("app", NOW, LONG_AGO, {}, BATCH)),
+        "finding": lambda: store.database.notifications.find_due("app", NOW, [DueQuery("h", BATCH)]),
         "settling": lambda: store.database.notifications.settle(succeeded(found, lease), NOW),
     }
     for warm in (True, False):  # connections are opened, and statements prepared, when they are first used
@@ -106,7 +110,7 @@ async def test_events_that_are_expected_cost_a_look_less(wire: Wire, make_outbox
     store = Store(await make_outbox(settings=ALONE), look)
     await store.subscribe("h")
     for _ in range(2):
-        await store.owe("a")
+        await store.insert_notifications("a")
     await deposits(store.outbox, 3)
 
     with counted(wire) as spent:
@@ -148,7 +152,7 @@ async def test_a_batch_of_many_types_costs_no_more_than_one_of_a_single_type(
                 tx.emit(kind())
                 tx.emit(kind())
         with counted(wire) as spent:
-            done = await outbox._shards["default"].database.events.fan_out("app", NOW, LONG_AGO, {}, BATCH)
+            done = await database_of(outbox).events.fan_out(FanoutRequest("app", NOW, LONG_AGO, {}, BATCH))
         assert (len(done.events), done.notifications) == (number, 2 * number)
         costs.append((spent.statements, spent.round_trips))
 
@@ -168,10 +172,10 @@ def succeeded(rows: Sequence[Any], lease: Lease) -> Bucket:
 
 
 async def test_a_drain_takes_few_batches(wire: Wire, make_outbox: MakeOutbox) -> None:
-    """Outcomes wait for others here, not for a clock; how often something is looked for is a matter of time, a bit.
+    """Outcomes wait for further outcomes here, not for a clock; the number of looks depends a little on time.
 
-    On PostgreSQL it is the same statement that looks for events and makes notifications, and behind the last of them
-    fan-out looks a few times for more: ever more rarely, and not for long.
+    On PostgreSQL the same statement looks for events and creates notifications, and behind the last such statement
+    fan-out looks a few more times: ever more rarely, and not for long.
     """
     events = 5 * BATCH
     outbox = await make_outbox(settings=Settings(outcome_delay="20s", notify=False))
@@ -199,7 +203,7 @@ KINDS = {
 
 
 def kind_of(text: str) -> str:
-    """What a statement is for, in a word."""
+    """The purpose of a statement, in a word."""
     flat = " ".join(text.split())
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, flat)), flat[:60])
 
@@ -210,7 +214,7 @@ TALLY = "CREATE TABLE tally (what VARCHAR(40) NOT NULL)"
 NOTE = {
     "postgres": """
 CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $f$
-BEGIN INSERT INTO tally VALUES (lower(TG_OP) || ' ' || TG_TABLE_NAME); RETURN NULL; END $f$
+BEGIN INSERT INTO public.tally VALUES (lower(TG_OP) || ' ' || TG_TABLE_NAME); RETURN NULL; END $f$
 """,
 }
 TRIGGER = {
@@ -223,7 +227,7 @@ CREATE TRIGGER eventlog.{name} AFTER {act} ON {on} FOR EACH ROW INSERT INTO {db}
 
 
 async def test_an_event_is_written_twice_and_a_notification_twice(outbox: Outbox, look: Look) -> None:
-    """Each as a row, and once more when it is delivered, or settled; nothing is claimed, nothing is marked."""
+    """Each as a row, and once more at delivery or settlement; no row is claimed, and no row is marked."""
     for name in ("first", "second"):
         outbox.handler(MoneyDeposited, name=name)(Journal())
     await tally(look)
@@ -268,19 +272,18 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
     await store.subscribe("h")
     lease = await lease_of(store, "h")
     connection = await asyncpg.connect(postgres_url)
-    for name, value in LOOP_SETTINGS.items():
-        await connection.execute(f"SET {name} = '{value}'")
+    await connection.execute(applying(LOOP_SETTINGS))
     ids, nothing = [str(uuid4()) for _ in range(BATCH)], [None] * BATCH
     shared = ("app", uuid4(), "Deposit", "{}", NOW, NOW, None, None, None, None, 0)
     models, payloads = [str(i) for i in range(BATCH)], ['{"amount": 1}'] * BATCH
     each = (ids, models, ["Wallet"] * BATCH, ["MoneyDeposited"] * BATCH, payloads, nothing, nothing, nothing)
     try:
         found = {"an event": await wal_records(connection, INSERT_EVENTS, *shared, *each) / BATCH}
-        fan_out = ("app", NOW, LONG_AGO, [], [], BATCH, id_head(), [])
+        fan_out = ("app", NOW, LONG_AGO, [], [], BATCH, id_head(), [], None, None)
         found["fanning out"] = await wal_records(connection, FAN_OUT, *fan_out) / BATCH
         rows = [row["id"] for row in await connection.fetch("SELECT id FROM eventlog.event_notifications ORDER BY id")]
         assert len(rows) == BATCH
-        leases = ([lease.name], [lease.handler_name], [lease.term])
+        leases = ([lease.name], [f"{lease.handler_name}/{lease.partition}"], [lease.term])
         settle = (rows[:OUTCOMES], "SUCCEEDED", 1, *leases, NOW)
         found["settling"] = await wal_records(connection, SETTLE, *settle) / OUTCOMES
     finally:
@@ -292,14 +295,14 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
 
 @contextmanager
 def fan_outs() -> Iterator[list[bool]]:
-    """Each statement of fan-out that is sent within: whether it is ready for rows that are there already."""
+    """The statements of fan-out that are sent within: True for a statement that passes over existing rows."""
     found = list[bool]()
     with watched(keeps_texts=True) as wire:
         yield found
-    found += [UNLESS_MADE in text for text in wire.texts if "rooms AS MATERIALIZED" in text]
+    found += [UNLESS_MADE in text for text in wire.texts if "limits AS MATERIALIZED" in text]
 
 
-async def test_what_is_fanned_out_once_more_costs_one_statement_a_minute(
+async def test_events_that_are_fanned_out_once_more_cost_one_failed_statement_a_minute_and_make_no_row(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, look = Settings(fanout_batch_size=2, handling_enabled=False), Look(postgres_url)
@@ -317,9 +320,8 @@ async def test_what_is_fanned_out_once_more_costs_one_statement_a_minute(
         with fan_outs() as again:
             await set_back(4)
             await set_back(4)
-        monkeypatch.setattr(events, "MADE_BEFORE_FOR", 0.0)
-        database: Any = outbox._shards["default"].database
-        database.events._made_before_until = 0.0
+        monkeypatch.setattr(events, "CONFLICTS_LAST", 0.0)
+        database_of(outbox).events._conflicts_until = 0.0
         with fan_outs() as later:
             await set_back(4)
         assert len(await look.notifications()) == 4
@@ -354,7 +356,9 @@ async def test_fan_out_waits_for_no_disk_and_whoever_comes_next_on_its_connectio
             async with connection.transaction():
                 await connection.execute(EMIT_ONE, uuid4(), NOW)
                 assert await connection.fetchval("SHOW synchronous_commit") == "on"
-                [taken] = await connection.fetch(FAN_OUT, "app", NOW, LONG_AGO, [], [], BATCH, id_head(), [])
+                [taken] = await connection.fetch(
+                    FAN_OUT, "app", NOW, LONG_AGO, [], [], BATCH, id_head(), [], None, None
+                )
                 assert taken["notifications"] == 1
                 assert await connection.fetchval("SHOW synchronous_commit") == "off"
             assert await connection.fetchval("SHOW synchronous_commit") == "on"
@@ -370,7 +374,7 @@ VALUES ($1, 'app', $1, 'Deposit', '{}', $2, $2, '1', 'Wallet', 'MoneyDeposited',
 
 
 async def wal_records(connection: Any, sql: str, *args: Any) -> int:
-    """Run a statement, and have the server say what it wrote for it."""
+    """Run a statement, and return the WAL that the server reports for it."""
     text = await connection.fetchval(f"EXPLAIN (ANALYZE, WAL, FORMAT JSON) {sql}", *args)
     plan = json.loads(text)[0]["Plan"]
     parts = list(nodes(plan))
@@ -391,9 +395,9 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # --- an action -------------------------------------------------------------------------------------
 
 # One statement of the action's own, and its events: (statements, round trips). On PostgreSQL COMMIT takes along what
-# resets a connection, four statements; on MySQL BEGIN goes with the action's first statement and COMMIT with
+# resets a connection, seven statements; on MySQL BEGIN goes with the action's first statement and COMMIT with
 # the events, so that nothing is sent besides.
-PER_ACTION = {"postgres": (8, 4), "mysql": (4, 2), "mariadb": (4, 2), "sqlite": (4, 0)}
+PER_ACTION = {"postgres": (11, 4), "mysql": (4, 2), "mariadb": (4, 2), "sqlite": (4, 0)}
 
 
 @pytest.mark.parametrize("events", [1, 10, 100])
@@ -417,7 +421,7 @@ async def test_the_events_of_an_action_cost_one_round_trip_in_all_or_none(
 
 
 # Where nothing of the action's own is written, MySQL needs one message for all.
-PER_EMISSION = {"postgres": (7, 3), "mysql": (3, 1), "mariadb": (3, 1), "sqlite": (3, 0)}
+PER_EMISSION = {"postgres": (10, 3), "mysql": (3, 1), "mariadb": (3, 1), "sqlite": (3, 0)}
 
 
 async def test_an_action_that_only_emits_costs_what_its_events_do(
@@ -438,7 +442,7 @@ IDLE = 2.0  # seconds
 
 
 async def test_an_idle_second_costs_a_look_at_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
-    """Fan-out and finding look once a second, as does whoever asks for pauses; the locks are proved every 5 s."""
+    """Fan-out and finding look once a second, as does the loop that reads pauses; the locks are proved every 5 s."""
     outbox = await make_outbox()
     outbox.handler(MoneyDeposited, name="h")(Journal())
     async with outbox.running():

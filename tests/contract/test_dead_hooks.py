@@ -1,4 +1,4 @@
-"""What hears of notifications that end DEAD: it commits with that end, and failing it changes nothing about it."""
+"""Hooks for notifications that end DEAD: a hook commits with the end, and its failure does not change the end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited
-from tests.probes import add_wallet, balances
+from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
+from tests.kit.probes import add_wallet, balances
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -135,7 +135,7 @@ async def test_a_hook_that_fails_is_tried_again_alone(outbox: Outbox, look: Look
 async def test_every_dying_notification_has_its_follow_up_once(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
-    """A hundred die; three of ten hooks fail at first, and one for ever, which stays visible."""
+    """A hundred notifications die; three of ten hooks fail at first, and a single hook fails for ever, visibly."""
     outbox = await make_outbox(clock=clock)
     journal = Journal(lambda envelope: ValueError("no"))
     calls: dict[int, int] = {}
@@ -277,7 +277,7 @@ async def test_shutdown_leaves_an_owed_hook_owed(make_outbox: MakeOutbox, look: 
 
 
 async def test_a_hook_that_fails_for_long_is_still_told_why(outbox: Outbox, clock: MovableClock) -> None:
-    """A row keeps ten errors; those of the hook do not push out what it is about."""
+    """A row keeps ten errors; the errors of the hook do not push out the error that the hook is about."""
     told: list[tuple[str, str, int | None]] = []
 
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:

@@ -1,4 +1,4 @@
-"""What a handler may count on: its writes commit with its delivery, or it never runs a second time."""
+"""The promises of delivery modes: a handler's writes commit with its delivery, or it never runs a second time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.probes import add_wallet, balances, doing, open_transactions
-from tests.spies import breaks, counters, watch
-from tests.sql import sql
+from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.probes import add_wallet, balances, doing, open_transactions
+from tests.kit.spies import breaks, counters, watch
+from tests.kit.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -433,7 +433,7 @@ async def _deposit(tx: Transaction) -> None:
 
 
 async def test_waiting_for_the_transactions_of_others_is_not_the_handlers_time(outbox: Outbox, look: Look) -> None:
-    """There are fewer transactions than runs, and all runs together take longer than one may."""
+    """There are fewer transactions than runs, and all runs together take longer than the time limit of a run."""
     calls = 0
 
     @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="1s")

@@ -1,4 +1,4 @@
-"""From notifications to handlers, and what becomes of them, on every database."""
+"""From notifications to handlers and outcomes, on every database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.hostile import changed
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -360,7 +361,7 @@ async def test_retry_after_says_exactly_when(outbox: Outbox, clock: MovableClock
         "at": RetryAfter(at=at),
         "for-free": RetryAfter(90, count_attempt=False),
         "too-late": RetryAfter("8d"),
-        "broken": RetryAfter("tomorrow"),
+        "broken": changed(delay="tomorrow"),
     }
     for name, wish in wishes.items():
         outbox.handler(MoneyDeposited, name=name)(Journal(lambda envelope, wish=wish: wish))

@@ -1,11 +1,10 @@
-"""``drain()``: alone, beside ``running()``, and beside other processes, on every database."""
+"""``drain()``: alone, beside ``running()``, and beside further processes, on every database."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import datetime
 from decimal import Decimal
 from typing import Any
 from uuid import uuid4
@@ -13,8 +12,12 @@ from uuid import uuid4
 import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.spies import Gate, breaks, watch, work
+from outboxio.storage.connections.proof import Proof
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import locks_of, run_of
+from tests.kit.spies import Gate, breaks, watch
+
+pytestmark = pytest.mark.every_version
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -23,13 +26,13 @@ QUICK = Settings(fanout_poll_delay="30ms", handling_poll_delay="30ms")
 
 @asynccontextmanager
 async def begun(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
-    """The coroutine as a task that has come to its end when the block has."""
+    """The coroutine as a task that has ended when the block has."""
     async with asyncio.TaskGroup() as group:
         yield group.create_task(coroutine)
 
 
 async def still_goes_on(task: asyncio.Task[Any]) -> bool:
-    """Whether a task that nothing holds up would not have ended by now."""
+    """True if a task would have ended by now unless it were held up."""
     done, _ = await asyncio.wait([task], timeout=0.2)
     return not done
 
@@ -200,7 +203,7 @@ async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_t
     async with asyncio.timeout(20), AsyncExitStack() as stack:
         holding = await stack.enter_async_context(AsyncExitStack())
         await holding.enter_async_context(holder.running())
-        await eventually(lambda: work(holder).fans_out)
+        await eventually(lambda: run_of(holder).fans_out)
         await waiter.executor.execute(Emit((1,)))
         await stack.enter_async_context(waiter.running())
         async with begun(waiter.drain()) as drain:
@@ -220,16 +223,18 @@ async def test_drain_waits_until_locks_that_nobody_can_prove_are_proven_again(
     outbox.handler(MoneyDeposited, name="first")(Journal())
     goes_on = asyncio.Event()
     async with asyncio.timeout(20), outbox.running():
-        await eventually(lambda: work(outbox).fans_out)
-        lock = work(outbox).keeper._lock
+        await eventually(lambda: run_of(outbox).fans_out)
+        lock: Any = locks_of(outbox)._lock
+        lock = getattr(lock, "_inner", lock)  # of a lock that lives in a thread, the one at the driver
         beat = lock.heartbeat
 
-        async def late() -> datetime:
-            await goes_on.wait()
+        async def late() -> Proof:
+            while not goes_on.is_set():  # noqa: ASYNC110  # an event of another event loop wakes nobody here
+                await asyncio.sleep(0.01)
             return await beat()
 
         lock.heartbeat = late
-        await eventually(lambda: not work(outbox).fans_out)
+        await eventually(lambda: not run_of(outbox).fans_out)
         await outbox.executor.execute(Emit((1,)))
         async with begun(outbox.drain()) as drain:
             assert await still_goes_on(drain)

@@ -1,4 +1,4 @@
-"""One execution is one transaction: own rows and events together, or neither; and each row tells the whole story."""
+"""An execution is a single transaction: rows and events together, or neither; each row has the whole context."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from outboxio import (
     Transaction,
 )
 from outboxio.testing import MovableClock, emitted, expect_event
-from tests.app import Deposit, Emit, Look, MoneyDeposited, OpenWallet, WalletOpened, opened
-from tests.probes import MakeOutbox, add_wallet, balances, doing, written
-from tests.sql import sql
+from tests.kit.app import Deposit, Emit, Look, MoneyDeposited, OpenWallet, WalletOpened, opened
+from tests.kit.probes import MakeOutbox, add_wallet, balances, doing, written
+from tests.kit.sql import sql
+
+pytestmark = pytest.mark.every_version
 
 NOON = datetime(2030, 1, 1, 12)
 
@@ -57,7 +59,7 @@ class InsufficientFunds(Exception):
 
 
 class Transfer(Action):
-    """Takes money from one wallet and gives it to another; finds out late that there was not enough."""
+    """Moves money from one wallet to a second wallet, and finds out late that there was not enough."""
 
     source: str
     target: str
@@ -153,7 +155,7 @@ async def test_a_failed_statement_fails_the_action_with_the_drivers_own_error(ou
     with pytest.raises(Exception, match=r"(?i)unique|duplicate") as caught:
         await outbox.executor.execute(doing(twice))
 
-    assert type(caught.value).__module__.partition(".")[0] in ("asyncpg", "pymysql", "asyncmy", "sqlite3")
+    assert type(caught.value).__module__.partition(".")[0] in ("asyncpg", "pymysql", "sqlite3")
     assert await balances(look) == []
 
 
@@ -301,7 +303,7 @@ async def test_without_a_clock_rows_are_dated_now(make_outbox: MakeOutbox, look:
     before = datetime.now(UTC).replace(tzinfo=None)
     await outbox.executor.execute(Emit((1,)))
     (row,) = await written(look)
-    # Generous: a server's clock may be another than ours.
+    # Generous: a server's clock may differ from ours.
     assert abs(row["started_date"] - before) < timedelta(minutes=10)
     assert timedelta(0) <= row["completion_date"] - row["started_date"] < timedelta(minutes=1)
 

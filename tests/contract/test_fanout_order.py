@@ -1,6 +1,6 @@
-"""Event types and topics that an ordered handler wants advance together, on every database.
+"""Event types and topics of an ordered handler advance together, on every database.
 
-So after every round its notifications are of the first events there are, and none of a later event of another type.
+After every round its notifications belong to the first events, and none to a later event of a different type.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from random import Random
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.quota import Quotas
-from tests.app import Look
-from tests.storage import LONG_AGO, NOW, Store
+from outboxio.storage.protocols import FanoutRequest
+from outboxio.support.fair_share import FairShare
+from tests.kit.app import Look
+from tests.kit.storage import LONG_AGO, NOW, Store
+
+pytestmark = pytest.mark.every_version
 
 
 class Many(Event):
@@ -46,7 +49,7 @@ async def emit(store: Store, events: Sequence[type[Event]], topic: str | None = 
 
 
 async def sequences(store: Store, *, topic: str | None = None) -> list[int]:
-    """The sequences of all events, or of those on a topic, in order."""
+    """The sequences of all events, or of the events on a topic, in order."""
     rows = await store.look.events()
     return [row["sequence"] for row in rows if row["event_type"] and topic in (None, row["topic"])]
 
@@ -57,7 +60,7 @@ async def notified(store: Store, name: str) -> list[int]:
 
 
 def unequal(seed: int = 0, length: int = 120) -> list[type[Event]]:
-    """Events of three types, of which one is nearly all, and another rare."""
+    """Events of three types: one type has nearly all events, and one type is rare."""
     return Random(seed).choices(EVENTS, weights=(20, 4, 1), k=length)
 
 
@@ -82,14 +85,14 @@ async def test_what_was_cut_off_is_full_so_that_another_round_follows(store: Sto
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await emit(store, [Many, Few, Many, Many, Few, Few, Many, Few])
 
-    done = await store.fan_out(rooms={"Many": 2, "Few": 100})
+    done = await store.fan_out(limits={"Many": 2, "Few": 100})
     assert (done.events, done.full) == ({"Many": 2, "Few": 1}, {"Many", "Few"})
     assert done.notifications == 3
 
-    done = await store.fan_out(rooms={"Many": 100, "Few": 2})
+    done = await store.fan_out(limits={"Many": 100, "Few": 2})
     assert (done.events, done.full) == ({"Many": 1, "Few": 2}, {"Many", "Few"})
 
-    done = await store.fan_out(rooms={"Many": 100, "Few": 100})
+    done = await store.fan_out(limits={"Many": 100, "Few": 100})
     assert (done.events, done.full) == ({"Many": 1, "Few": 1}, frozenset())
     assert await notified(store, "ledger") == await sequences(store)
 
@@ -98,25 +101,25 @@ async def test_a_type_whose_next_event_is_beyond_the_others_is_left_for_a_later_
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await emit(store, [Many, Many, Many, Few])
 
-    done = await store.fan_out(rooms={"Many": 2, "Few": 1})
+    done = await store.fan_out(limits={"Many": 2, "Few": 1})
 
     assert done.events == {"Many": 2}
     assert "Many" in done.full
-    assert (await store.fan_out(rooms={"Many": 2, "Few": 1})).events == {"Many": 1, "Few": 1}
+    assert (await store.fan_out(limits={"Many": 2, "Few": 1})).events == {"Many": 1, "Few": 1}
 
 
 async def test_types_that_come_one_after_another_still_fill_a_batch(store: Store) -> None:
-    """A type that has to wait takes nothing of the room of those that do not."""
+    """A type that has to wait takes no room from the remaining types."""
     kinds = [type(f"Kind{i}", (Event,), {"__annotations__": {"number": int}}) for i in range(8)]
     await store.subscribe("ledger", ordered=True, types=[cls.__name__ for cls in kinds])
     await emit(store, [cls for cls in kinds for _ in range(50)])
     expected = await sequences(store)
 
-    quotas, rounds = Quotas(40), 0
+    quotas, rounds = FairShare(40), 0
     while True:
-        rooms = quotas.rooms()
-        done = await store.database.events.fan_out("app", NOW, LONG_AGO, rooms, quotas.batch_size)
-        quotas.learn(rooms, done.events, done.full)
+        limits = quotas.limits()
+        done = await store.database.events.fan_out(FanoutRequest("app", NOW, LONG_AGO, limits, quotas.batch_size))
+        quotas.learn(limits, done.events, done.full)
         found = await notified(store, "ledger")
         assert found == expected[: len(found)]
         if not done.full:
@@ -132,7 +135,7 @@ async def test_types_that_no_ordered_handler_wants_go_on_by_themselves(store: St
     await store.subscribe("plain", types=("Rare",))
     await emit(store, [Many, Many, Many, Rare, Rare, Rare, Few, Few])
 
-    done = await store.fan_out(rooms={"Many": 1, "Few": 5, "Rare": 2})
+    done = await store.fan_out(limits={"Many": 1, "Few": 5, "Rare": 2})
 
     assert done.events == {"Many": 1, "Rare": 2}
     assert {"Many", "Rare"} <= done.full
@@ -142,7 +145,7 @@ async def test_types_that_no_ordered_handler_wants_go_on_by_themselves(store: St
 async def test_without_ordered_handlers_every_type_fills_its_room(store: Store) -> None:
     await store.subscribe("plain", types=NAMES)
     await emit(store, [Many, Many, Many, Rare, Rare, Few, Few, Few])
-    done = await store.fan_out(rooms={"Many": 1, "Rare": 2, "Few": 5})
+    done = await store.fan_out(limits={"Many": 1, "Rare": 2, "Few": 5})
     assert done.events == {"Many": 1, "Rare": 2, "Few": 3}
     assert done.full == {"Many", "Rare"}
 
@@ -151,7 +154,7 @@ async def test_other_handlers_of_these_types_get_the_same_events(store: Store) -
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await store.subscribe("plain", types=("Few",))
     await emit(store, [Many, Many, Few, Few])
-    assert (await store.fan_out(rooms={"Many": 1, "Few": 9})).events == {"Many": 1}
+    assert (await store.fan_out(limits={"Many": 1, "Few": 9})).events == {"Many": 1}
     assert await notified(store, "plain") == []
     await store.fan_out()
     assert await notified(store, "plain") == (await sequences(store))[2:]
@@ -165,7 +168,7 @@ async def test_topics_that_an_ordered_handler_wants_advance_with_its_types(store
     expected = await sequences(store)
 
     for _ in range(8):
-        await store.fan_out(rooms={"Many": 2, "#audit": 1})
+        await store.fan_out(limits={"Many": 2, "#audit": 1})
         found = await notified(store, "ledger")
         assert found == expected[: len(found)]
         assert len(found) > 0
@@ -173,14 +176,14 @@ async def test_topics_that_an_ordered_handler_wants_advance_with_its_types(store
 
 
 async def test_events_of_a_topic_that_are_taken_by_their_type_keep_their_order_too(store: Store) -> None:
-    """Another handler wants some of the types that are on the topic, so these are not taken by the topic."""
+    """A second handler wants some of the topic's types, so the events of such types are not taken by the topic."""
     await store.subscribe("ledger", ordered=True, types=(), topics=("audit",))
     await store.subscribe("plain", types=("Few", "Rare"))
     await emit(store, [Many, Few, Many, Many, Rare, Few, Few, Many, Few, Rare, Many], topic="audit")
     expected = await sequences(store, topic="audit")
 
-    for rooms in ({"#audit": 2, "Few": 9, "Rare": 9}, {"#audit": 9, "Few": 1, "Rare": 9}, *[{}] * 9):
-        await store.fan_out(rooms=rooms, batch_size=3)
+    for limits in ({"#audit": 2, "Few": 9, "Rare": 9}, {"#audit": 9, "Few": 1, "Rare": 9}, *[{}] * 9):
+        await store.fan_out(limits=limits, batch_size=3)
         found = await notified(store, "ledger")
         assert found == expected[: len(found)]
     assert found == expected
@@ -190,7 +193,7 @@ async def test_a_handler_that_is_ordered_no_more_holds_nothing_back(store: Store
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await store.subscribe("ledger", types=("Many", "Few"))
     await emit(store, [Many, Many, Few])
-    assert (await store.fan_out(rooms={"Many": 1, "Few": 1})).events == {"Many": 1, "Few": 1}
+    assert (await store.fan_out(limits={"Many": 1, "Few": 1})).events == {"Many": 1, "Few": 1}
 
 
 async def test_notifications_have_ids_that_sort_by_the_time_of_their_fan_out(store: Store) -> None:

@@ -12,15 +12,19 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, Outbox, Settings
-from outboxio.clock import utc_now
-from outboxio.notification import Wanted
-from outboxio.notifier import LONGEST_GAP
-from outboxio.queues import FIRST_WINDOW, SWEEP_IN_FLIGHT
-from outboxio.trail import FEW
-from tests import mysql
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
-from tests.probes import MakeOutbox, open_transaction
-from tests.spies import watch
+from outboxio.loops.signals import Signals
+from outboxio.model.notification import DueQuery
+from outboxio.runs.cursor import SWEEP_IN_FLIGHT
+from outboxio.runs.handler_spec import FIRST_WINDOW
+from outboxio.runtime.wakeups import LONGEST_GAP
+from outboxio.storage.protocols import FanoutRequest
+from outboxio.support.clock import utc_now
+from outboxio.support.scan_position import FEW
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
+from tests.kit.probes import MakeOutbox, open_transaction
+from tests.kit.spies import watch
 
 
 class Numbered(Event):
@@ -31,8 +35,8 @@ QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h", notify=False)
 
 
 def counted_finds(outbox: Outbox) -> list[int]:
-    """The sizes of what is found from now on."""
-    notifications: Any = outbox._shards["default"].database.notifications
+    """The sizes of all later finds."""
+    notifications = database_of(outbox).notifications
     find_due, sizes = notifications.find_due, list[int]()
 
     async def counted(*args: Any) -> Any:
@@ -45,7 +49,7 @@ def counted_finds(outbox: Outbox) -> list[int]:
 
 
 async def test_what_was_read_to_its_end_is_not_looked_for_again_when_half_of_it_has_run(postgres_url: str) -> None:
-    """Where nobody polls: on the others a busy loop looks every 20 ms."""
+    """Where no loop polls: on the remaining databases a busy loop looks every 20 ms."""
     number = FIRST_WINDOW - 10
     async with opened(Outbox(postgres_url, namespace="app", settings=QUIET)) as outbox:
         outbox.handler(MoneyDeposited, name="h")(Journal())
@@ -68,15 +72,16 @@ async def test_however_often_rows_are_read_one_sweep_is_due(make_outbox: MakeOut
     outbox = await make_outbox(settings=QUIET)
     outbox.handler(MoneyDeposited, name="h")(Journal())
     async with outbox.running():
-        work: Any = outbox._shards["default"].work
-        await eventually(lambda: work.dispatcher._sources)
+        await eventually(lambda: cursors_of(outbox))
         await asyncio.sleep(0.1)  # the first looks are over
-        [source] = work.dispatcher._sources.values()
+        [source] = cursors_of(outbox).values()
         source.sweeps = False
         woken: list[bool] = []
-        work.dispatcher.wake_finding = lambda: woken.append(True)
+        signals: Any = Signals()  # in place of those that other parts of the shard set
+        signals.find.set = lambda: woken.append(True)
+        dispatcher_of(outbox)._state.signals = signals
         for _ in range(5):
-            work.dispatcher._learn([(source, Wanted("h", 10))], [], 0.0)
+            dispatcher_of(outbox)._finder._learn([(source, DueQuery("h", 10))], [], 0.0, utc_now())
         await asyncio.sleep(1.5 * SWEEP_IN_FLIGHT)
 
         assert woken == [True]
@@ -92,14 +97,14 @@ async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_commit
         pytest.skip("this database has one writer at a time")
     outbox, journal = await make_outbox(settings=SMALL), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    events: Any = outbox._shards["default"].database.events
+    events = database_of(outbox).events
     fan_out, asked = events.fan_out, list[Any]()
     async with open_transaction(look) as (connection, commit):
         await outbox.record(connection, MoneyDeposited(uuid4(), Decimal(1000)), action="Late")
         await outbox.executor.execute(Emit(tuple(range(55))))
 
         async def watched(*args: Any, **options: Any) -> Any:
-            asked.append(args[-1].get("MoneyDeposited"))
+            asked.append(args[-1].after.get("MoneyDeposited"))
             if len(asked) == 3:
                 await commit()
             return await fan_out(*args, **options)
@@ -122,11 +127,11 @@ async def test_under_load_events_are_looked_for_behind_those_of_a_moment_ago_and
         pytest.skip("this database has one writer at a time")
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    events: Any = outbox._shards["default"].database.events
+    events = database_of(outbox).events
     fan_out, bounds = events.fan_out, list[int]()
 
     async def watched(*args: Any, **options: Any) -> Any:
-        bounds.extend(args[-1].values())
+        bounds.extend(args[-1].after.values())
         return await fan_out(*args, **options)
 
     events.fan_out = watched
@@ -172,9 +177,9 @@ async def test_a_backlog_is_read_on_behind_what_was_reached(
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), topic=topic)
     sequences = [row["sequence"] for row in await look.events()]
     key, now = f"#{topic}" if topic else "MoneyDeposited", utc_now()
-    events = outbox._shards["default"].database.events
+    events = database_of(outbox).events
 
-    done = await events.fan_out("app", now, now - timedelta(days=1), {key: 2}, 10, {key: sequences[1]})
+    done = await events.fan_out(FanoutRequest("app", now, now - timedelta(days=1), {key: 2}, 10, {key: sequences[1]}))
 
     expected = sequences[:2] if look.is_file else sequences[2:]  # SQLite has nothing dead to pass over
     assert (done.events, set(done.full)) == ({key: 2}, {key})
@@ -194,8 +199,10 @@ async def test_for_handlers_that_want_order_an_event_that_is_committed_late_is_n
     await outbox.executor.execute(Emit((1, 2, 3)))
 
     now, far_behind = utc_now(), {"MoneyDeposited": 10**9}
-    events = outbox._shards["default"].database.events
-    done = await events.fan_out("app", now, now - timedelta(days=1), {"MoneyDeposited": 10}, 10, far_behind)
+    events = database_of(outbox).events
+    done = await events.fan_out(
+        FanoutRequest("app", now, now - timedelta(days=1), {"MoneyDeposited": 10}, 10, far_behind)
+    )
 
     assert done.events == found
 
@@ -221,10 +228,12 @@ async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: 
     outbox.handler(MoneyDeposited, name="h")(journal)
     await outbox.drain()  # announces it
     await outbox.executor.execute(Emit((1, 2, 3)))
-    events, now = outbox._shards["default"].database.events, utc_now()
+    events, now = database_of(outbox).events, utc_now()
 
     async def fan_out() -> int:
-        done = await asyncio.wait_for(events.fan_out("app", now, now - timedelta(days=1), {}, 10, {}), 0.9)
+        done = await asyncio.wait_for(
+            events.fan_out(FanoutRequest("app", now, now - timedelta(days=1), {}, 10, {})), 0.9
+        )
         return sum(done.events.values())
 
     async with open_transaction(look) as (connection, commit):
@@ -243,9 +252,11 @@ async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: 
 async def test_who_fans_out_does_not_look_for_what_others_have_fanned_out(
     make_outbox: MakeOutbox, fans_out: bool, ordered: bool
 ) -> None:
-    """Unless it may have to wait for what others handle; and where they can wake it, it need not look either."""
+    """Unless a handler may have to wait for handlers of a different process; and where wake-ups exist, no look is
+    necessary either.
+    """
     outbox = await make_outbox(settings=QUIET)
-    wakes = outbox._shards["default"].database.wakes_across_processes
+    wakes = database_of(outbox).wakes_across_processes
     notifications = watch(outbox, "notifications")
     outbox.handler(MoneyDeposited, name="h", ordered=ordered)(Journal())
 
@@ -263,14 +274,14 @@ async def test_who_wakes_nobody_is_looked_for_quickly_once_he_was_found(make_out
     outbox.handler(MoneyDeposited, name="h")(journal)
 
     async with outbox.running():
-        work: Any = outbox._shards["default"].work
+        work = run_of(outbox)
         await asyncio.sleep(2 * LONGEST_GAP)  # until fan-out has given up looking for what it was woken for
-        work.fanout_loop._poll_delay = lambda: 0.05
-        work.fanout_loop.wake()
+        work.loops.fanout._schedule._delay = lambda: 0.05
+        work.loops.fanout.wake()
         await asyncio.sleep(2 * LONGEST_GAP)
         await silent.executor.execute(Emit((1,)))
         await eventually(lambda: journal.amounts == [1])
-        work.fanout_loop._poll_delay = lambda: 3600.0
+        work.loops.fanout._schedule._delay = lambda: 3600.0
         await asyncio.sleep(2 * LONGEST_GAP)
         await silent.executor.execute(Emit((2,)))
         await eventually(lambda: journal.amounts == [1, 2])

@@ -1,4 +1,4 @@
-"""What brokers and webhooks deliver is stored once, whatever they deliver again."""
+"""Messages of brokers and webhooks are stored once, however often they are delivered."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from uuid import UUID, uuid4
 import pytest
 
 from outboxio import Event, EventEnvelope, InvalidEvent, Outbox, Received
-from tests.app import Journal, Look, MoneyDeposited
-from tests.probes import add_wallet, doing, written
+from tests.kit.app import Journal, Look, MoneyDeposited
+from tests.kit.probes import add_wallet, doing, written
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -124,7 +124,7 @@ async def test_many_deliveries_from_two_sources_have_one_effect_each(outbox: Out
 
 
 async def test_it_is_stored_in_the_transaction_of_a_callers_connection(outbox: Outbox, look: Look) -> None:
-    """Whatever else commits there commits with it; here it is that of another action."""
+    """The message commits with all writes of that transaction; here with those of an action."""
 
     async def receive_and_fail(tx: Any) -> None:
         await receive(outbox, connection=tx.connection)
@@ -144,7 +144,7 @@ async def test_it_is_stored_in_the_transaction_of_a_callers_connection(outbox: O
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"external_id": " "}, "external_id of billing: ' ' is blank"),
+        ({"external_id": " "}, "external_id of 'billing': ' ' is blank"),
         ({"source": ""}, "source: '' is blank"),
         ({"external_id": "x" * 256}, "has 256 characters; the column holds 255"),
         ({"payload": "{"}, "is no JSON"),

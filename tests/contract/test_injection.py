@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Event, EventEnvelope, InvalidEvent, Outbox
-from tests.app import Journal, Look, MoneyDeposited
+from tests.kit.app import Journal, Look, MoneyDeposited
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -101,7 +101,7 @@ async def test_an_id_may_come_as_text(outbox: Outbox) -> None:
 
 #: A module that nobody has imported yet, and a class, a function and a variable of it.
 UNUSED = "this"
-ASSERTED = [UNUSED, f"{UNUSED}:s", "os.system", "tests.app.MoneyDeposited"]
+ASSERTED = [UNUSED, f"{UNUSED}:s", "os.system", "tests.kit.app.MoneyDeposited"]
 
 
 @pytest.mark.parametrize("type", ASSERTED)
@@ -127,13 +127,13 @@ async def test_a_type_that_names_code_is_never_imported_and_never_made(
 
 
 async def test_a_row_whose_type_somebody_changed_is_an_ordinary_failure(outbox: Outbox, look: Look) -> None:
-    """Whoever may write into the table can choose among the registered types, and nothing else."""
+    """A writer of the table can choose among the registered types, and has no further power."""
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with outbox.transaction("Deposit") as tx:
         tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
     await outbox.drain()
-    await look.fetch("UPDATE {event_notifications} SET event_type = 'tests.app.WalletOpened', state = 'PENDING'")
+    await look.fetch("UPDATE {event_notifications} SET event_type = 'tests.kit.app.WalletOpened', state = 'PENDING'")
 
     assert (await outbox.drain()).failed == 1
 

@@ -1,7 +1,7 @@
-"""Fan-out of events that this process has just committed, and therefore knows, to handlers that take them at once.
+"""Fan-out of events that this process has just committed, to handlers that take the rows at once.
 
-MySQL and MariaDB claim them by their ids, and do all the rest in the same message; the others take them as any. What
-comes of it is the same.
+MySQL and MariaDB claim the events by their ids, and do the rest in the same message; PostgreSQL and SQLite treat them
+like any event. The results are the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, Settings
-from outboxio.event import EventRecord
-from outboxio.handover import Handover
-from outboxio.notification import Notification, Wanted
-from outboxio.storage.mysql import events as mysql_events
-from outboxio.storage.protocols import FannedOut
-from tests import mysql
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
-from tests.probes import MakeOutbox, open_transaction
-from tests.storage import NOW, Store
-from tests.wire import watched
+from outboxio.model.event import EventRecord
+from outboxio.model.handoff import Handoff
+from outboxio.model.notification import DueQuery, Notification
+from outboxio.storage.mysql import connection as mysql_connection
+from outboxio.storage.mysql import fast_path, handoff
+from outboxio.storage.protocols import FanoutResult
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.probes import MakeOutbox, open_transaction
+from tests.kit.storage import NOW, Store
+from tests.kit.wire import watched
 
 
 class Other(Event):
@@ -37,16 +38,16 @@ class Taker:
 
     def __init__(self, *names: str) -> None:
         self.rows: list[Notification] = []
-        self.offer = Handover(names, 1000, self._take, lambda _: None)
+        self.offer = Handoff(names, 1000, self._take, lambda _: None)
 
-    def _take(self, _: Handover, rows: Sequence[Notification]) -> int:
+    def _take(self, _: Handoff, rows: Sequence[Notification]) -> int:
         self.rows += rows
         return len(rows)
 
 
 @pytest.fixture
 async def store(make_outbox: MakeOutbox, look: Look) -> Store:
-    """Events of one type were found already, for one handler."""
+    """Events of one type were found already, for a single handler."""
     store = Store(await make_outbox(settings=Settings(notify=False)), look)
     await store.subscribe("h")
     await emit(store)
@@ -55,7 +56,7 @@ async def store(make_outbox: MakeOutbox, look: Look) -> Store:
 
 
 async def emit(store: Store, number: int = 1, kind: type[Event] = MoneyDeposited, **options: Any) -> list[EventRecord]:
-    """Commit so many events; as they were written."""
+    """Commit so many events, and return the written records."""
     async with store.outbox.transaction("Emit") as tx:
         for amount in range(number):
             event = MoneyDeposited(uuid4(), Decimal(amount)) if kind is MoneyDeposited else kind(amount)
@@ -63,9 +64,9 @@ async def emit(store: Store, number: int = 1, kind: type[Event] = MoneyDeposited
     return tx.events
 
 
-async def fan_out(store: Store, committed: Sequence[EventRecord], *names: str) -> tuple[FannedOut, Taker]:
+async def fan_out(store: Store, committed: Sequence[EventRecord], *names: str) -> tuple[FanoutResult, Taker]:
     taker = Taker(*(names or ("h",)))
-    done = await store.fan_out(expected=True, committed=committed, handover=taker.offer)
+    done = await store.fan_out(expected=True, committed=committed, handoff=taker.offer)
     return done, taker
 
 
@@ -76,16 +77,16 @@ async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: M
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
         for _ in range(2):
-            await store.owe("a")
+            await store.insert_notifications("a")
         committed, before = await emit(store, 3), 0
 
         class Counting(Taker):
-            def _take(self, offer: Handover, rows: Sequence[Notification]) -> int:
+            def _take(self, offer: Handoff, rows: Sequence[Notification]) -> int:
                 self.round_trips = wire.round_trips - before
                 return super()._take(offer, rows)
 
         taker, before = Counting("h"), wire.round_trips
-        done = await store.fan_out(expected=True, committed=committed, handover=taker.offer)
+        done = await store.fan_out(expected=True, committed=committed, handoff=taker.offer)
 
         assert (done.events, done.notifications, len(taker.rows)) == ({"MoneyDeposited": 3}, 3, 3)
         assert (taker.round_trips, wire.round_trips - before) == (1, 1)
@@ -99,7 +100,7 @@ async def test_each_is_taken_so_where_somebody_has_looked_for_others_in_between(
     with watched() as wire:
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
-        await store.owe("a")
+        await store.insert_notifications("a")
         await store.fan_out()
         trips = list[int]()
         for _ in range(3):
@@ -124,7 +125,9 @@ async def test_what_is_made_is_what_fan_out_makes_of_any_event(store: Store, loo
     ]  # fmt: skip
     if not look.is_file:
         assert {row.id for row in taker.rows} == {row.id for row in rows[-4:]}
-        found = await store.database.notifications.find_due("app", NOW, [Wanted(name, 100) for name in ("h", "second")])
+        found = await store.database.notifications.find_due(
+            "app", NOW, [DueQuery(name, 100) for name in ("h", "second")]
+        )
         assert {row.id: row for row in taker.rows}.items() <= {row.id: row for row in found}.items()
     assert (await store.fan_out()).events == {}
 
@@ -253,7 +256,7 @@ async def test_if_the_commit_fails_they_are_fanned_out_and_handled_again(
         pytest.skip("elsewhere what is handed over is committed")
     outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    execute, failed = mysql_events.execute_handing_over, list[str]()
+    execute, failed = handoff.execute_handing_over, list[str]()
 
     async def failing_once(connection: Any, message: str, *args: Any, **options: Any) -> Any:
         if failed or "NOWAIT" not in message:
@@ -261,13 +264,13 @@ async def test_if_the_commit_fails_they_are_fanned_out_and_handled_again(
         before, commit, rest = message.rpartition("COMMIT")
         counts, looks = await execute(connection, before, *args, **options)
         if not counts[0]:  # a poll that was under way has taken it
-            await mysql_events.execute(connection, f"{commit}{rest}")
+            await mysql_connection.execute(connection, f"{commit}{rest}")
             return counts, looks
         failed.append(message)
         await journal.calls(amounts)
         raise ConnectionError("lost in COMMIT")
 
-    monkeypatch.setattr(mysql_events, "execute_handing_over", failing_once)
+    monkeypatch.setattr(fast_path, "execute_handing_over", failing_once)
     amounts = 0
     async with outbox.running():
         while not failed:

@@ -1,8 +1,8 @@
-"""Whatever an application, its operator and the clock do, in whatever order: the database says what the model says.
+"""Steps of an application, its operator and the clock in any order: the database agrees with the model.
 
-Hypothesis makes up the steps; after each of them every notification is compared, its state, attempts, errors and next
-due time, and which handlers were called. What fails is shortened to the fewest steps, printed as a list of calls, and
-comes back when the test is run again (see ``properties.py`` for trying more than the usual number).
+Hypothesis generates the steps; after each step every notification is compared, its state, attempts, errors and next due
+time, and the handlers that were called. A failure is shortened to the fewest steps, printed as a list of calls, and
+comes back when the test runs again (see ``properties.py`` for more examples than usual).
 """
 
 from __future__ import annotations
@@ -21,13 +21,23 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from outboxio import Batch, Event, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
+from outboxio import (
+    Batch,
+    Event,
+    EventEnvelope,
+    Outbox,
+    RetryAfter,
+    RetryPolicy,
+    Settings,
+    UnknownHandler,
+    Unprocessable,
+)
 from outboxio.testing import MovableClock
-from tests import model
-from tests.app import Look
-from tests.model import ROLES, Deployed, Fact, Model, Owed, Role
-from tests.properties import EXAMPLES
-from tests.server_acts import acts_on
+from tests.kit import model
+from tests.kit.app import Look
+from tests.kit.model import ROLES, Deployed, Fact, Model, Owed, Role
+from tests.kit.properties import EXAMPLES
+from tests.kit.server_acts import acts_on
 
 START = datetime(2030, 1, 1, 12)
 SETTINGS = Settings(
@@ -57,7 +67,7 @@ Step = tuple[str, dict[str, Any]]
 
 
 def steps() -> st.SearchStrategy[Step]:
-    """One step and its arguments. What makes something happen comes more often than the rest."""
+    """A step and its arguments. Steps with an effect come more often than the rest."""
     name, ago = st.sampled_from(NAMES), st.sampled_from([0, 600, 10**7])
     some = st.sets(st.integers(0, 40), min_size=1, max_size=6)
     arguments: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
@@ -94,7 +104,7 @@ def steps() -> st.SearchStrategy[Step]:
 
 
 class Bench:
-    """One database for all examples of a test, emptied for each."""
+    """A database for all examples of a test, emptied for each example."""
 
     def __init__(self, url: str, runner: asyncio.Runner) -> None:
         self.url = url
@@ -189,7 +199,7 @@ class Steps(RuleBasedStateMachine):
         self._deploy({*self.model.deployed, role})
 
     def _deploy(self, roles: set[str]) -> None:
-        """A new version of the application takes the place of the one before."""
+        """A new version of the application replaces the version before."""
         if self.outbox is not None:
             self.wait_for(self.outbox.close())
         self.model.deployed = {role: self.called[role] for role in sorted(roles)}
@@ -257,6 +267,14 @@ class Steps(RuleBasedStateMachine):
         answer = self.wait_for(work)
         assert answer == expected
 
+    def _operate_on(self, name: str, work: Any, expected: object, *, among_rows: bool = False) -> None:
+        """An order that matches no row is refused if the name is unknown."""
+        if expected or self.model.knows(name, among_rows=among_rows):
+            self._operate(work, expected)
+        else:
+            with pytest.raises(UnknownHandler):
+                self.wait_for(work)
+
     @property
     def admin(self) -> Any:
         assert self.outbox is not None
@@ -271,25 +289,27 @@ class Steps(RuleBasedStateMachine):
         self._operate(self.admin.skip([self._id(row) for row in rows]), self.model.skip(rows))
 
     def resume(self, name: str, key: str) -> None:
-        self._operate(self.admin.resume(name, key), self.model.resume(name, key))
+        self._operate_on(name, self.admin.resume(name, key), self.model.resume(name, key))
 
     def replay(self, name: str, states: set[str], ago: int) -> None:
         since = self.model.now - timedelta(seconds=ago)
-        self._operate(self.admin.replay(name, since, states=states), self.model.replay(name, since, states))
+        replayed = self.model.replay(name, since, states)
+        self._operate_on(name, self.admin.replay(name, since, states=states), replayed, among_rows=True)
 
     def backfill(self, name: str, ago: int) -> None:
         since = self.model.now - timedelta(seconds=ago)
-        self._operate(self.admin.backfill(name, since), self.model.backfill(name, since))
+        self._operate_on(name, self.admin.backfill(name, since), self.model.backfill(name, since))
 
     def pause(self, name: str) -> None:
-        self.model.pause(name)
-        self._operate(self.admin.pause(name), None)
+        self._operate_on(name, self.admin.pause(name), None)
+        if self.model.knows(name):
+            self.model.pause(name)
 
     def unpause(self, name: str) -> None:
-        self._operate(self.admin.unpause(name), self.model.unpause(name))
+        self._operate_on(name, self.admin.unpause(name), self.model.unpause(name))
 
     def unsubscribe(self, name: str) -> None:
-        self._operate(self.admin.unsubscribe(name), self.model.unsubscribe(name))
+        self._operate_on(name, self.admin.unsubscribe(name), self.model.unsubscribe(name))
 
     def purge(self) -> None:
         removed = self.wait_for(self.admin.purge())

@@ -1,7 +1,4 @@
-"""Order where MySQL and MariaDB need more than one statement for it, and lines and removal on connections of any kind.
-
-What every database does in the same way is tested with all of them.
-"""
+"""Order where MySQL and MariaDB need several statements, and key queues and retention on connections of any kind."""
 
 from __future__ import annotations
 
@@ -17,14 +14,15 @@ import aiomysql
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.quota import Quotas
+from outboxio.handlers.subscription import Subscription
+from outboxio.storage.mysql import fanout as mysql_fanout
+from outboxio.storage.mysql.claim_plan import MOST_AT_ONCE
 from outboxio.storage.mysql.database import MysqlDatabase
-from outboxio.storage.mysql.events import MOST_AT_ONCE
-from outboxio.storage.protocols import FannedOut, Owed, TransactionLost
-from outboxio.subscription import Subscription
-from tests import mysql
-from tests.app import WALLETS, Look, opened
-from tests.probes import open_transaction
+from outboxio.storage.protocols import FanoutRequest, FanoutResult, NewNotification, TransactionLost
+from outboxio.support.fair_share import FairShare
+from tests.kit import inside, mysql
+from tests.kit.app import WALLETS, Look, opened
+from tests.kit.probes import open_transaction
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
@@ -59,7 +57,7 @@ async def outbox(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
 
 
 def database_of(outbox: Outbox) -> MysqlDatabase:
-    database = outbox._shards["default"].database
+    database = inside.database_of(outbox)
     assert isinstance(database, MysqlDatabase)
     return database
 
@@ -77,8 +75,8 @@ async def emit(outbox: Outbox, cls: type[Event], key: str = "k", topic: str | No
         tx.emit(cls(0), ordering_key=key, topic=topic)
 
 
-async def fan_out(outbox: Outbox, rooms: dict[str, int] | None = None) -> FannedOut:
-    return await database_of(outbox).events.fan_out("app", NOW, LONG_AGO, rooms or {}, 1000)
+async def fan_out(outbox: Outbox, limits: dict[str, int] | None = None) -> FanoutResult:
+    return await database_of(outbox).events.fan_out(FanoutRequest("app", NOW, LONG_AGO, limits or {}, 1000))
 
 
 async def overtaken(look: Look) -> list[dict[str, Any]]:
@@ -101,7 +99,7 @@ SELECT UUID(), 'app', UUID(), 'Emit', '{}', NOW(), NOW(), 'First', '{}', NOW(), 
 
 
 async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Look) -> None:
-    """One statement does not claim from all of them: the last one's only event waits for three rounds at the most."""
+    """A statement does not claim from all types: the only event of the last type waits for at most three rounds."""
     names, rounds = [f"Type{number:03}" for number in range(150)], 3
     kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
     await subscribe(outbox, "h", types=tuple(names))
@@ -109,10 +107,10 @@ async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Loo
         for kind in kinds:
             for _ in range(1 if kind is kinds[-1] else 8):
                 tx.emit(kind())
-    quotas, found = Quotas(300), list[FannedOut]()
+    quotas, found = FairShare(300), list[FanoutResult]()
     while not found or found[-1].full:
-        asked = quotas.rooms()
-        found.append(done := await database_of(outbox).events.fan_out("app", NOW, LONG_AGO, asked, 300))
+        asked = quotas.limits()
+        found.append(done := await database_of(outbox).events.fan_out(FanoutRequest("app", NOW, LONG_AGO, asked, 300)))
         quotas.learn(asked if done.looked_at is None else done.looked_at, done.events, done.full)
 
     assert max(len(done.events) for done in found) <= MOST_AT_ONCE
@@ -122,7 +120,7 @@ async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Loo
     assert await database_of(outbox).events.count_undelivered("app") == 0
 
 
-async def test_types_whose_turn_it_is_and_that_are_locked_keep_nobody_busy(outbox: Outbox, look: Look) -> None:
+async def test_locked_types_whose_turn_it_is_cause_no_busy_loop(outbox: Outbox, look: Look) -> None:
     names = [f"Type{number:03}" for number in range(150)]
     kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
     await subscribe(outbox, "h", types=tuple(names))
@@ -142,7 +140,7 @@ async def test_types_whose_turn_it_is_and_that_are_locked_keep_nobody_busy(outbo
 
 
 class Between:
-    """Makes the statement that looks for batches wait, before it is sent (0) or before one of its parts."""
+    """Delays the statement that claims, before the driver sends the statement (0), or before a branch (1, 2, ...)."""
 
     def __init__(self, connection: Any, part: int) -> None:
         self.began = asyncio.Event()
@@ -156,7 +154,7 @@ class Between:
         if parts[0].startswith("START") and "events_undelivered" in parts[0]:
             self.began.set()
             if self._part:
-                # Each row of some table takes its time: what depends on no row would be done before all parts.
+                # A SLEEP for each row of a table: an expression without rows would be evaluated before all branches.
                 parts.insert(self._part, "(SELECT 0, '', 0, 0 FROM eventlog.schema_versions WHERE SLEEP(0.15) > 0)")
                 statement = " UNION ALL ".join(parts).encode()
             else:
@@ -216,7 +214,7 @@ async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothin
 
 
 async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outbox: Outbox, look: Look) -> None:
-    """What is waiting is asked for first: between that and the batches, the first event of a type can be committed."""
+    """Between the question which keys wait and the claim, the first event of a type can be committed."""
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     await emit(outbox, Second, "another")
     await fan_out_with_commits_between(outbox, 0, (First, None), (Second, None))
@@ -235,21 +233,20 @@ async def test_events_that_are_not_committed_are_not_waited_for(outbox: Outbox, 
     assert (await fan_out(outbox)).events == {"First": 1}
 
 
-async def test_whoever_subscribes_before_an_event_is_committed_gets_it_however_late_that_is(
+async def test_a_handler_announced_before_an_event_is_committed_gets_the_event(
     outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await subscribe(outbox, "early", types=NAMES)
     await emit(outbox, First)
-    events = database_of(outbox).events
-    look_for_work = events._wanted
+    find_wanted = mysql_fanout.find_wanted
 
-    async def then_somebody_subscribes(*args: Any) -> Any:
-        wanted = await look_for_work(*args)
+    async def then_a_late_handler_subscribes(*args: Any) -> Any:
+        wanted = await find_wanted(*args)
         await subscribe(outbox, "late", types=NAMES)
         await emit(outbox, First)
         return wanted
 
-    monkeypatch.setattr(events, "_wanted", then_somebody_subscribes)
+    monkeypatch.setattr(mysql_fanout, "find_wanted", then_a_late_handler_subscribes)
     await fan_out(outbox)
 
     handlers = await look.fetch(
@@ -259,8 +256,8 @@ async def test_whoever_subscribes_before_an_event_is_committed_gets_it_however_l
     assert [row["handler_name"] for row in handlers] == ["early", "late"]
 
 
-async def test_no_event_of_a_key_overtakes_whoever_commits_meanwhile(outbox: Outbox, look: Look) -> None:
-    """Each producer holds its key's row until it commits, so that sequences of a key are in the order of commits."""
+async def test_no_event_of_a_key_overtakes_an_event_that_commits_meanwhile(outbox: Outbox, look: Look) -> None:
+    """Each producer locks the row of a key until COMMIT, so that sequences of a key are in the order of commits."""
     await subscribe(outbox, "ledger", ordered=True, types=("First",), topics=("audit",))
     await subscribe(outbox, "plain", types=("Second", "Third"), topics=("news",))
     keys = [f"k{i}" for i in range(4)]
@@ -309,16 +306,16 @@ async def test_a_fan_out_that_falls_silent_within_its_transaction_is_ended_by_th
     await emit(outbox, First)
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     assert (await fan_out(outbox)).events == {"First": 1}
-    await asyncio.sleep(1.9)  # between transactions it may be silent
+    await asyncio.sleep(1.9)  # between transactions the session may be silent
     assert (await fan_out(outbox)).events == {}
     assert database._fanout.is_open
 
 
-# --- what is owed --------------------------------------------------------------------------------------
+# --- new notifications ----------------------------------------------------------------------------------
 
 
-def owed(handler_name: str = "ledger") -> Owed:
-    return Owed(
+def owed(handler_name: str = "ledger") -> NewNotification:
+    return NewNotification(
         id=uuid4(), handler_name=handler_name, state="PENDING", attempts=0, next_retry_at=NOW, errors="[]",
         ordering_key="k", priority=0,
     )  # fmt: skip
@@ -338,7 +335,7 @@ async def test_nothing_is_owed_where_the_transaction_has_ended(
         await session.begin()
         await mysql.fetch(session.connection, ending)
         with pytest.raises(TransactionLost):
-            await session.owe(await event_id(look), [owed()] if something else [], NOW)
+            await session.insert_notifications(await event_id(look), [owed()] if something else [], NOW)
     assert await look.notifications() == []
     assert await look.value("SELECT delivered FROM {events} WHERE event_type IS NOT NULL") == 0
 
@@ -354,14 +351,14 @@ async def test_what_is_owed_on_a_callers_connection_is_committed_by_the_caller(
         await mysql.fetch(connection, f"SET SESSION TRANSACTION ISOLATION LEVEL {isolation}")
         session = database_of(outbox).wrap(connection)
         assert session is not None
-        await session.owe(await event_id(look), [owed("q'uo\"te\\"), owed()], NOW)
+        await session.insert_notifications(await event_id(look), [owed("q'uo\"te\\"), owed()], NOW)
         assert await look.notifications() == []
         await connection.commit()
     assert [row["handler_name"] for row in await look.notifications()] == ["ledger", "q'uo\"te\\"]
 
 
 async def test_claiming_many_locks_no_row_beside_them(outbox: Outbox, look: Look, mysql_url: str) -> None:
-    """Whatever the planner believes of the table: under REPEATABLE READ a scan would lock all of it."""
+    """With any statistics of the planner: under REPEATABLE READ a scan would lock the whole table."""
     await subscribe(outbox, "ledger", types=NAMES)
     for _ in range(6):
         await emit(outbox, First)
@@ -380,7 +377,7 @@ async def test_claiming_many_locks_no_row_beside_them(outbox: Outbox, look: Look
 
 
 async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
-    """Lines are walked and changed, and what ended is replayed and removed, with keys that are not simple."""
+    """Walk and change key queues, replay and remove ended notifications, with odd characters in keys."""
     database = database_of(outbox)
     keys = sorted(["", "a", "a'b\\", '"', "%s", "\N{GRINNING FACE}"])
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
@@ -388,7 +385,7 @@ async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
         await emit(outbox, First, key)
     await fan_out(outbox)
     ids = [UUID(row["id"]) for row in await look.notifications()]
-    lines = database.lines
+    lines = database.ordering
 
     heads = await lines.heads_after("app", "ledger", None, 100, parks=True)
     assert list(heads) == keys

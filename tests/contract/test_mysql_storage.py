@@ -1,7 +1,4 @@
-"""What is MySQL's and MariaDB's own: settings of the server, sizes, flavours, pools, sockets, rights, migrations.
-
-That they behave like every other database is tested with all of them.
-"""
+"""Features of MySQL and MariaDB alone: settings of the server, sizes, flavours, pools, sockets, rights, migrations."""
 
 from __future__ import annotations
 
@@ -38,15 +35,15 @@ from outboxio import (
     Transaction,
     TransactionEnded,
 )
-from outboxio.clock import utc_now
-from outboxio.storage.mysql import errors
+from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.connection import drop
 from outboxio.storage.mysql.schema import _statements
 from outboxio.storage.schema import sql_files
-from tests import mysql
-from tests.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.probes import add_wallet, balances, doing, written
-from tests.spies import deposits
+from outboxio.support.clock import utc_now
+from tests.kit import mysql
+from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.kit.probes import add_wallet, balances, doing, written
+from tests.kit.spies import deposits
 
 TRICKY = "back\\slash \\' \\\" 'single' \"double\" `tick` 100% %s \0 \N{GRINNING FACE} \r\n\x1a"
 
@@ -60,7 +57,7 @@ class Numbered(Event):
 
 
 class Note(Action):
-    """An action whose parameters are not simple."""
+    """An action with odd characters in the parameters."""
 
     text: str
 
@@ -82,7 +79,7 @@ async def outbox(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
 
 @asynccontextmanager
 async def server_settings(look: Look, **settings: str | int) -> AsyncIterator[None]:
-    """Settings of the whole server, for whoever connects within the block."""
+    """Settings of the whole server, for connections opened within the block."""
     before = {name: await look.value(f"SELECT @@GLOBAL.{name}") for name in settings}
     try:
         await set_globally(look, settings)
@@ -97,7 +94,7 @@ async def set_globally(look: Look, settings: dict[str, Any]) -> None:
 
 
 async def check_flow(outbox: Outbox, look: Look) -> None:
-    """An outbox does all that it is there for, with texts that are not simple."""
+    """The whole way of an event through an outbox, with odd characters in texts."""
     first, second = Journal(), Journal()
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -178,7 +175,7 @@ PACKET = 2 * 2**20
 
 @asynccontextmanager
 async def small_packets(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
-    """An outbox whose server takes and sends no more than 2 MiB at once."""
+    """An outbox on a server that takes and sends at most 2 MiB at once."""
     async with server_settings(look, max_allowed_packet=PACKET), opened(Outbox(mysql_url, namespace="app")) as outbox:
         yield outbox
 
@@ -216,7 +213,7 @@ async def check_that_it_is_handled(outbox: Outbox, event: Event, params: Any = N
     [
         (Noted("x" * (PACKET - 2000)), None),
         (Noted("\N{GRINNING FACE}" * ((PACKET - 2000) // 4)), None),
-        # MySQL keeps five bytes for each, and spells them with a space after each comma: more than what was sent.
+        # MySQL stores five bytes for each number, and writes a space after each comma: more bytes than were sent.
         (Numbered([1] * 400_000), None),
         (Numbered([1] * 400_000), {"numbers": [1] * 400_000}),
         (Noted("x" * 1_000_000), {"text": "x" * 1_000_000}),
@@ -249,7 +246,7 @@ async def test_an_event_that_is_longer_than_a_packet_is_refused_with_the_limit(
 
 
 async def test_an_event_whose_json_the_server_cannot_spell_is_refused_or_handled(mysql_url: str, look: Look) -> None:
-    """MySQL spells JSON anew, MariaDB keeps it as it is."""
+    """MySQL writes JSON in a spelling of the server; MariaDB keeps JSON unchanged."""
     event = Numbered([1] * 900_000)
     async with small_packets(mysql_url, look) as outbox:
         if look.dialect == "mariadb":
@@ -348,12 +345,12 @@ async def test_a_given_pool_of_any_kind_does_all(mysql_url: str, look: Look, opt
         assert pool.freesize == pool.size
 
 
-#: What an application may have told its connections, all of it other than the defaults and than what the loops want.
+#: Settings that an application may have, all different from the defaults and from the settings of the loops.
 THEIRS = """SET SESSION sql_mode = 'ANSI_QUOTES', innodb_lock_wait_timeout = 33, group_concat_max_len = 2048,
     sql_notes = 1, max_error_count = 13, wait_timeout = 1234, net_write_timeout = 77, collation_connection =
     'utf8mb4_unicode_ci', time_zone = '+03:00'; SET SESSION TRANSACTION ISOLATION LEVEL SERIALIZABLE"""
 
-#: What changes from one moment, or one connection, to the next.
+#: Variables that change from moment to moment, or from connection to connection.
 OF_THE_MOMENT = {
     "timestamp", "pseudo_thread_id", "pseudo_slave_mode", "rand_seed1", "rand_seed2", "last_insert_id", "identity",
     "insert_id", "error_count", "warning_count", "in_transaction", "last_gtid", "gtid_binlog_state", "gtid_next",
@@ -362,7 +359,7 @@ OF_THE_MOMENT = {
 
 
 async def session_variables(connection: Any) -> dict[str, str]:
-    async with mysql.tuples(connection) as cursor:
+    async with connection.cursor(aiomysql.Cursor) as cursor:
         await cursor.execute("SHOW SESSION VARIABLES")
         return {name: value for name, value in await cursor.fetchall() if name not in OF_THE_MOMENT}
 
@@ -375,7 +372,6 @@ async def test_connections_come_back_to_a_given_pool_as_they_were(mysql_url: str
             before = await session_variables(connection)
         async with opened(Outbox(pool, namespace="app")) as outbox:
             await check_flow(outbox, look)
-        # asyncmy's pool takes back no connection with a transaction open, such as the one that was asked above.
         assert pool.size >= 4, "the loops had none of the pool's connections"
         async with AsyncExitStack() as stack:
             for _ in range(pool.size):
@@ -386,17 +382,36 @@ async def test_connections_come_back_to_a_given_pool_as_they_were(mysql_url: str
                 assert not connection.get_transaction_status()
 
 
-# --- drivers ---------------------------------------------------------------------------------------
+# --- the driver ------------------------------------------------------------------------------------
 
 
-async def test_the_url_names_the_driver(mysql_url: str) -> None:
+async def test_a_connection_is_one_of_aiomysqls(mysql_url: str) -> None:
     async with opened(Outbox(mysql_url, namespace="app")) as outbox, outbox.transaction("Ask") as tx:
-        named = "asyncmy" if "+asyncmy" in mysql_url else "aiomysql"
-        assert type(tx.connection).__module__.partition(".")[0] == named
+        assert type(tx.connection).__module__.partition(".")[0] == "aiomysql"
+
+
+async def test_the_private_attributes_of_aiomysql_that_are_used_are_still_there(mysql_url: str) -> None:
+    """A new version of aiomysql may rename private attributes: ``outboxio/storage/mysql/driver.py`` has to follow."""
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        database: Any = outbox.executor.shard(None).database
+        connection = await database._connect()
+        cursor = driver.cursor(connection, driver.Cursor)
+        await cursor.execute("SELECT 1")
+        used = {
+            connection: ("_reader", "_writer", "_result", "_loop", "_echo", "_last_usage", "_next_seq_id", "_connect",
+                         "_ssl_context", "_write_bytes", "_execute_command", "_read_ok_packet",
+                         "_request_authentication"),
+            connection._reader: ("_waiter",),
+            connection._result: ("has_next", "unbuffered_active"),
+            cursor: ("_rows", "_show_warnings"),
+        }  # fmt: skip
+        missing = [name for owner, names in used.items() for name in names if not hasattr(owner, name)]
+        drop(connection)
+    assert not missing
 
 
 async def test_a_row_is_read_whatever_its_length(mysql_url: str, look: Look) -> None:
-    """From 16 MiB on it comes in several packets, and begins like what ends a result."""
+    """From 16 MiB on a row comes in several packets, and begins like the end of a result."""
     async with (
         server_settings(look, max_allowed_packet=2**26),
         opened(Outbox(mysql_url, namespace="app")) as outbox,
@@ -412,7 +427,7 @@ async def test_two_tasks_that_wait_for_one_connection_never_hang(mysql_url: str)
     """Behind the back of ``tx``, which would refuse."""
 
     async def ask(connection: Any) -> Any:
-        async with mysql.tuples(connection) as cursor:
+        async with connection.cursor(aiomysql.Cursor) as cursor:
             await cursor.execute("SELECT SLEEP(0.1)")
             return await cursor.fetchall()
 
@@ -477,7 +492,7 @@ async def test_required_tls_is_there_on_every_connection(mysql_url: str, look: L
 
 
 async def test_no_socket_outlives_an_outbox_that_speaks_tls(mysql_url: str, look: Look) -> None:
-    """TLS says its own goodbye after MySQL's."""
+    """TLS has a goodbye too, after the goodbye of MySQL."""
     if not await has_tls(look):
         pytest.skip("this server has no TLS")
     before = open_sockets()
@@ -491,19 +506,19 @@ async def test_no_socket_outlives_an_outbox_that_speaks_tls(mysql_url: str, look
 def open_sockets() -> int:
     number = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one that lists them
+        with suppress(OSError):  # the descriptor of the listing
             number += os.readlink(descriptor).startswith("socket:")
     return number
 
 
 async def ask_for_cipher(connection: Any) -> Any:
-    async with mysql.tuples(connection) as cursor:
+    async with connection.cursor(aiomysql.Cursor) as cursor:
         await cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
         return await cursor.fetchall()
 
 
 @pytest.mark.parametrize("mode", ["VERIFY_CA", "VERIFY_IDENTITY"])
-async def test_a_certificate_that_nobody_vouches_for_is_refused(mysql_url: str, look: Look, mode: str) -> None:
+async def test_a_certificate_of_an_unknown_authority_is_refused(mysql_url: str, look: Look, mode: str) -> None:
     if not await has_tls(look):
         pytest.skip("this server has no TLS")
     async with Outbox(with_tls(mysql_url, mode), namespace="app") as outbox:
@@ -514,7 +529,7 @@ async def test_a_certificate_that_nobody_vouches_for_is_refused(mysql_url: str, 
 
 
 async def test_a_server_without_tls_is_refused_where_tls_is_required(mysql_url: str, look: Look) -> None:
-    """Whoever asks for TLS must not send passwords and events in the clear."""
+    """A client that requires TLS must not send passwords and events in the clear."""
     if await has_tls(look):
         pytest.skip("this server has TLS")
     async with Outbox(with_tls(mysql_url, "REQUIRED"), namespace="app") as outbox:
@@ -527,7 +542,7 @@ async def test_a_server_without_tls_is_refused_where_tls_is_required(mysql_url: 
 # --- rights ----------------------------------------------------------------------------------------
 
 
-async def test_a_user_with_four_rights_does_all_once_somebody_else_has_migrated(
+async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_administrator(
     outbox: Outbox, mysql_url: str, look: Look
 ) -> None:
     parts = urlsplit(mysql_url)
@@ -552,7 +567,8 @@ async def test_no_database_of_the_applications_own_is_needed(mysql_url: str, loo
 
 # --- migrating -------------------------------------------------------------------------------------
 
-FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql"]
+FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql",
+         "0005_partitions.sql", "0006_partitions_contract.sql"]  # fmt: skip
 
 
 def all_statements(dialect: str) -> Iterator[str]:
@@ -565,6 +581,16 @@ async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:
         assert await first.migrate() == {"default": FILES}
         assert await first.migrate() == {"default": []}
         assert await second.migrate() == {"default": []}
+
+
+async def test_new_tables_have_no_index_for_older_versions(mysql_url: str, look: Look) -> None:
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        await outbox.migrate()
+
+    rows = await look.fetch("SHOW INDEX FROM {event_notifications}")
+    assert {row["Key_name"] for row in rows} == {
+        "PRIMARY", "event_notifications_event", "event_notifications_line", "event_notifications_partition"
+    }  # fmt: skip
 
 
 async def test_processes_that_start_together_migrate_once(mysql_url: str) -> None:
@@ -598,7 +624,9 @@ async def test_an_interrupted_migration_is_taken_up_wherever_it_was_interrupted(
         async with Outbox(mysql_url, namespace="app") as outbox:
             await outbox.migrate()
             await outbox.check()
+            await outbox.migrate(contract=True)
             assert await outbox.migrate() == {"default": []}
+            await outbox.migrate(contract=True)
         versions = await look.fetch("SELECT file FROM {schema_versions} ORDER BY version")
         assert [row["file"] for row in versions] == FILES, f"interrupted after {done} statements"
 
@@ -621,7 +649,7 @@ async def test_a_table_that_is_missing_is_made_again_once_its_version_is_forgott
         ("ALTER TABLE eventlog.events DROP COLUMN hops", "column events.hops"),
         ("ALTER TABLE eventlog.leases DROP COLUMN term", "column leases.term"),
         ("DROP INDEX events_undelivered ON eventlog.events", "index events_undelivered"),
-        ("DROP INDEX event_notifications_due ON eventlog.event_notifications", "index event_notifications_due"),
+        ("DROP INDEX event_notifications_line ON eventlog.event_notifications", "index event_notifications_line"),
     ],
 )
 async def test_incomplete_tables_are_refused_by_what_they_lack(
@@ -639,14 +667,14 @@ async def test_incomplete_tables_are_refused_by_what_they_lack(
 
 
 async def deadlock_here(tx: Transaction, url: str) -> None:
-    """Become the victim of a deadlock: the other transaction has changed more rows."""
+    """Become the victim of a deadlock: the second transaction has changed more rows."""
     async with mysql.connected(url, autocommit=False) as other:
         await mysql.fetch(other, "UPDATE wallets SET balance = balance + 1 WHERE id LIKE 'other%%'")
         await tx.execute("UPDATE wallets SET balance = balance + 100 WHERE id = 'mine'")
         theirs = asyncio.create_task(mysql.fetch(other, "UPDATE wallets SET balance = balance + 1 WHERE id = 'mine'"))
         try:
             await eventually(lambda: waits_for_a_lock(url))
-            with pytest.raises(mysql.OPERATIONAL_ERRORS) as caught:
+            with pytest.raises(aiomysql.OperationalError) as caught:
                 await tx.execute("UPDATE wallets SET balance = balance + 100 WHERE id = 'other1'")
             assert caught.value.args[0] == 1213
         finally:
@@ -719,7 +747,7 @@ class _Behind:
 async def test_after_an_error_that_was_swallowed_the_server_is_asked_whether_the_transaction_is_still_there(
     outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What errors roll back depends on settings of the server, such as innodb_rollback_on_timeout."""
+    """Settings of the server, such as innodb_rollback_on_timeout, decide how much an error rolls back."""
     monkeypatch.setattr(errors, "_ROLLED_BACK", frozenset[int]())
 
     async def swallow(tx: Transaction) -> None:
@@ -798,7 +826,7 @@ async def test_a_task_that_was_left_behind_while_the_server_is_asked_has_its_ans
         with pytest.raises(Exception, match="no_such_column"):
             await tx.execute("UPDATE wallets SET no_such_column = 1")
         left.append(asyncio.create_task(tx.execute("UPDATE wallets SET balance = balance + 1")))
-        await asyncio.sleep(0)  # it asks whether the transaction is still there
+        await asyncio.sleep(0)  # the task asks whether the transaction is still open
 
     with pytest.raises(ConcurrentUse):
         await outbox.executor.execute(doing(leave_one))
@@ -836,7 +864,7 @@ async def test_a_lock_wait_that_ran_out_and_was_swallowed_leaves_the_transaction
         await tx.execute("SET SESSION innodb_lock_wait_timeout = 1")
         async with mysql.connected(mysql_url, autocommit=False) as other:
             await mysql.fetch(other, "UPDATE wallets SET balance = 1 WHERE id = 'other1'")
-            with pytest.raises(mysql.OPERATIONAL_ERRORS, match="1205"):
+            with pytest.raises(aiomysql.OperationalError, match="1205"):
                 await tx.execute("UPDATE wallets SET balance = 9 WHERE id = 'other1'")
             await other.rollback()
         tx.emit(Noted(""))
@@ -875,7 +903,7 @@ async def test_a_procedure_that_ends_the_transaction_ends_the_action(
 
 @pytest.mark.parametrize("kind", ["FUNCTION", "TRIGGER"])
 async def test_what_a_statement_calls_cannot_end_the_transaction(outbox: Outbox, look: Look, kind: str) -> None:
-    """Why single statements that read or change rows need no savepoint before them."""
+    """The reason why single statements that read or change rows need no savepoint."""
     ends = {
         "FUNCTION": "CREATE FUNCTION ends() RETURNS INT DETERMINISTIC BEGIN COMMIT; RETURN 1; END",
         "TRIGGER": "CREATE TRIGGER ends BEFORE INSERT ON wallets FOR EACH ROW BEGIN COMMIT; END",

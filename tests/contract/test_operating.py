@@ -1,4 +1,4 @@
-"""What an operator orders: pause, replay, inspect, purge; and what is removed by itself."""
+"""An operator's orders: pause, replay, inspect, purge; and rows that are removed automatically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from outboxio import ConfigurationError, Outbox, Received, Removed, Settings, Unprocessable
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import cursors_of
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -64,8 +65,7 @@ async def test_a_pause_is_heeded_while_running(outbox: Outbox) -> None:
         await emit(outbox, 1)
         await journal.calls(1)
         await outbox.admin.pause("first")
-        dispatcher = outbox._shards["default"].work.dispatcher  # type: ignore[union-attr]
-        await eventually(lambda: all(source.is_paused for source in dispatcher._sources.values()))
+        await eventually(lambda: all(cursor.is_paused for cursor in cursors_of(outbox).values()))
         await emit(outbox, 2)
         await eventually(lambda: _pending(outbox, 1))
         await outbox.admin.unpause("first")

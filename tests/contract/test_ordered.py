@@ -1,4 +1,4 @@
-"""Ordered handlers: of one key, one event at a time and in order, whatever fails; other keys do not notice."""
+"""Ordered handlers: the events of a key run one at a time and in order, through failures; keys are independent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 
 from outboxio import Action, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.testing import MovableClock
-from tests.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.spies import counters
-from tests.sql import sql
+from tests.kit.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import cursors_of, database_of, locks_of
+from tests.kit.spies import counters
+from tests.kit.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -294,7 +295,7 @@ async def test_an_expired_head_parks_its_key(make_outbox: MakeOutbox, clock: Mov
 
 
 async def leave_a_line_behind(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    """A handler that is gone has a DEAD event, and behind it a BLOCKED one, and another two days younger."""
+    """A handler that is gone has a DEAD event, behind it a BLOCKED event, and a third event two days younger."""
     gone = await make_outbox(clock=clock)
     gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
     await post(gone, ("a", 1), ("a", 2))
@@ -490,7 +491,7 @@ async def test_a_transactional_handler_may_be_ordered(outbox: Outbox, look: Look
 
 
 async def test_a_key_waits_while_another_process_has_its_head_in_a_transaction(outbox: Outbox, look: Look) -> None:
-    """As when a process froze in the midst of it, and this one took over."""
+    """As when a process froze in the middle of the run, and this process took over."""
     if look.is_file:
         pytest.skip("this database has one writer at a time")
     ledger = Ledger()
@@ -518,8 +519,7 @@ async def test_rows_that_were_lining_up_when_the_lock_was_lost_are_handled(make_
     outbox = await make_outbox()
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
-    shard = outbox._shards["default"]
-    lines, asked = shard.database.lines, 0
+    lines, asked = database_of(outbox).ordering, 0
     find_heads = lines.find_heads
 
     async def find_and_lose(*args: Any, **options: Any) -> Any:
@@ -527,8 +527,7 @@ async def test_rows_that_were_lining_up_when_the_lock_was_lost_are_handled(make_
         heads = await find_heads(*args, **options)
         asked += 1
         if asked == 1:
-            assert shard.work is not None
-            shard.work.keeper.doubt(shard.work.dispatcher._sources["ledger"].lease)
+            locks_of(outbox).suspect(cursors_of(outbox)["ledger"].lease)
         return heads
 
     lines.find_heads = find_and_lose  # type: ignore[method-assign]

@@ -16,10 +16,23 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox
-from outboxio.notification import BEGINNING
-from outboxio.storage.postgres.connection import LOOP_SETTINGS
-from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, id_head
-from outboxio.storage.postgres.lines import (
+from outboxio.model.notification import BEGINNING, Position
+from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
+from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, WAITING_BY_TYPE, id_head
+from outboxio.storage.postgres.notifications import (
+    ANY_DUE,
+    COUNT_UNFINISHED,
+    EXPIRE,
+    FIND_DUE,
+    OLDEST_UNFINISHED,
+    REPLAY,
+    RESUME,
+    SELECT_BY_ID,
+    SETTLE,
+    SETTLE_WITH_DETAILS,
+    UNFINISHED_NAMES,
+)
+from outboxio.storage.postgres.ordering import (
     BLOCK,
     FIND_BLOCKED,
     FIND_HEADS,
@@ -30,21 +43,12 @@ from outboxio.storage.postgres.lines import (
     RELEASE,
     UNBLOCK,
 )
-from outboxio.storage.postgres.notifications import (
-    ANY_DUE,
-    COUNT_UNFINISHED,
-    EXPIRE,
-    FIND_DUE,
-    REPLAY,
-    RESUME,
-    SELECT_BY_ID,
-    SETTLE,
-    SETTLE_WITH_DETAILS,
-    UNFINISHED_NAMES,
-)
+from outboxio.storage.postgres.partitions import REHOME
 from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATIONS
 from outboxio.storage.postgres.session import CLAIM, FINISH
-from tests.size import FULL
+from tests.kit.size import FULL
+
+pytestmark = pytest.mark.every_version
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
@@ -94,8 +98,7 @@ async def loop_connection(url: str) -> AsyncIterator[Any]:
     connection = await asyncpg.connect(url)
     for table in ("events", "event_notifications", "subscriptions"):
         await connection.execute(f"ALTER TABLE eventlog.{table} SET (autovacuum_enabled = false)")
-    for name, value in LOOP_SETTINGS.items():
-        await connection.execute(f"SET {name} = '{value}'")
+    await connection.execute(applying(LOOP_SETTINGS))
     try:
         yield connection
     finally:
@@ -103,7 +106,7 @@ async def loop_connection(url: str) -> AsyncIterator[Any]:
 
 
 class Plan:
-    """What one execution of a statement touched."""
+    """The rows and pages that an execution of a statement touched."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.nodes = list(_nodes(root))
@@ -125,7 +128,7 @@ class Plan:
 
 
 def _finds(node: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether it is the part of a statement that finds what the rest of it writes."""
+    """True for the part of a statement that finds the rows for the writing parts."""
     part = node.get("Subplan Name", "")
     return part == "CTE batch" or (root["Node Type"] == "ModifyTable" and part.startswith("InitPlan"))
 
@@ -136,7 +139,7 @@ async def prepare(connection: Any, name: str, statement: str) -> None:
 
 
 async def explain(connection: Any, name: str, *args: Any) -> Plan:
-    """Run a prepared statement, take back what it did, and tell what it touched."""
+    """Run a prepared statement, roll it back, and return its plan."""
     transaction = connection.transaction()
     await transaction.start()
     try:
@@ -163,18 +166,19 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 async def fan_out(connection: Any, prepared: str) -> Plan:
     types = [f"T{i}" for i in range(TYPES)]
-    rooms = types, [BATCH // TYPES] * TYPES
-    return await explain(connection, prepared, "app", NOW, LONG_AGO, *rooms, BATCH, id_head(), [0] * TYPES)
+    limits = types, [BATCH // TYPES] * TYPES
+    return await explain(connection, prepared, "app", NOW, LONG_AGO, *limits, BATCH, id_head(), [0] * TYPES, 0, 0)
 
 
 async def find_due(connection: Any, prepared: str, names: Sequence[str]) -> Plan:
     number = len(names)
     positions = [BEGINNING[0]] * number, [BEGINNING[1]] * number
-    return await explain(connection, prepared, "app", NOW, list(names), [BATCH // number] * number, *positions)
+    limits = [BATCH // number] * number
+    return await explain(connection, prepared, "app", NOW, list(names), [0] * number, limits, *positions)
 
 
 async def in_every_belief(connection: Any, statement: str, fill: Callable[[], Awaitable[None]]) -> AsyncIterator[str]:
-    """The statement as it was planned for empty tables, then for full ones without statistics, then with fresh ones."""
+    """The statement planned for empty tables, then for full tables without statistics, then with fresh statistics."""
     await fill()
     yield "planned_when_empty"
     await prepare(connection, "planned_without_statistics", statement)
@@ -185,7 +189,7 @@ async def in_every_belief(connection: Any, statement: str, fill: Callable[[], Aw
 
 
 def assert_flat(small: Plan, large: Plan, what: str) -> None:
-    """A poll in a large table reads the same rows as in a small one, and no more of the index above them."""
+    """A poll in a large table reads the same rows as in a small table, and no more of the index above them."""
     assert not large.table_scans, f"{what} scans {large.table_scans}"
     assert large.rows_read <= small.rows_read * 1.1 + 10, f"{what} reads {large.rows_read} rows"
     assert large.buffers <= small.buffers * 1.3 + 50, f"{what} touches {large.buffers} buffers"
@@ -195,6 +199,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str) -
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", FAN_OUT)
         await prepare(connection, "any_undelivered", ANY_UNDELIVERED)
+        await prepare(connection, "waiting", WAITING_BY_TYPE)
         await connection.execute(SUBSCRIBE, "h", NOW)
         await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 2 * BATCH, False)
         small = await fan_out(connection, "planned_when_empty")
@@ -216,6 +221,10 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str) -
         waiting = await explain(connection, "any_undelivered", "app", LONG_AGO)
         assert waiting.rows_read <= TYPES
         assert not waiting.table_scans
+        counted = await explain(connection, "waiting", "app", ["T0", "T1"], 100)
+        assert counted.rows_read == 200
+        assert not counted.table_scans
+        assert not counted.sorts
 
 
 async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgres_url: str) -> None:
@@ -236,15 +245,101 @@ async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgr
 
         async for prepared in in_every_belief(connection, FIND_DUE, fill):
             large = await find_due(connection, prepared, ["quick", "other"])
-            assert "event_notifications_due" in large.indexes
+            assert "event_notifications_partition" in large.indexes
             assert not large.sorts, "the index has the rows in order"
             assert_flat(small, large, f"the due query {prepared}")
-        due = await explain(connection, "any_due", "app", NOW, ["quick", "other", "nobody"])
+        due = await explain(connection, "any_due", "app", NOW, ["quick", "other", "nobody"], [0, 0, 0])
         assert due.rows_read <= 3
         assert not due.table_scans
         names = await explain(connection, "unfinished_names", "app")
         assert names.rows_read <= 10
         assert not names.table_scans
+
+
+OLDER_INDEX = """
+CREATE INDEX event_notifications_due ON eventlog.event_notifications (namespace, handler_name, next_retry_at, sequence)
+WHERE state IN ('PENDING', 'FAILED', 'DYING')
+"""
+
+#: Rows with numbers of partitions, in turn.
+SPREAD = """
+INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name, action_params,
+  started_date, completion_date, model_id, model_type, event_type, payload, event_date, state, attempts, next_retry_at,
+  created_date, updated_date, sequence, retention_from, partition_number)
+SELECT gen_random_uuid(), gen_random_uuid(), 'shared', 'app', gen_random_uuid(), 'Deposit', '{"amount": 1}', $1, $1,
+  i::text, 'Wallet', 'T0', '{"amount": 1}', $1, $2, 1, $1, $1, $1, i, $1, i % $3::int
+FROM generate_series(1, $4::int) AS i
+"""
+
+
+class Polls:
+    """The statements that read a handler by its partitions, for a number of partitions."""
+
+    def __init__(self, number: int) -> None:
+        self.size, self.all, self.last = BATCH // number, list(range(number)), number - 1
+
+    def __iter__(self) -> Iterator[tuple[str, str, Sequence[Any], int]]:
+        """A name, the statement, the arguments, and the number of rows to read at most."""
+        yield "all partitions", FIND_DUE, self._find(self.all, BEGINNING), self.size * len(self.all)
+        yield "one partition", FIND_DUE, self._find([self.last], BEGINNING), self.size
+        yield "behind a position", FIND_DUE, self._find([self.last], (LONG_AGO, 200)), self.size
+        yield "whether a row is due", ANY_DUE, ["app", NOW, ["shared"] * len(self.all), self.all], len(self.all)
+        yield "whether none is due", ANY_DUE, ["app", LONG_AGO - timedelta(1), ["shared"], [self.last]], 0
+        yield "the oldest row", OLDEST_UNFINISHED, ["app", "shared"], len(self.all)
+        yield "names", UNFINISHED_NAMES, ["app"], 1
+        yield "expiring", EXPIRE, ["app", ["shared"], NOW, NOW, 10], 20
+        yield "a piece of a backlog", REHOME, self._rehome(), 100
+
+    def _find(self, partitions: list[int], after: Position) -> Sequence[Any]:
+        number = len(partitions)
+        return ["app", NOW, ["shared"] * number, partitions, [self.size] * number, *([part] * number for part in after)]
+
+    def _rehome(self) -> Sequence[Any]:
+        return ["app", "shared", self.last, NOW, str(LONG_AGO), 200, 50, [], "app/dispatch/shared", 1]
+
+
+@pytest.mark.parametrize("has_older_index", [False, True], ids=["contracted", "with-the-older-index"])
+@pytest.mark.parametrize("number", [1, 16, 64])
+async def test_a_partition_costs_the_rows_that_are_read_and_no_row_of_another_partition(
+    postgres_url: str, number: int, has_older_index: bool
+) -> None:
+    """Whatever the planner believes of the table. ANALYZE and TRUNCATE have each statement planned again."""
+    polls, sorting = list(Polls(number)), {"the oldest row", "a piece of a backlog"}  # sorted is what was read
+    async with loop_connection(postgres_url) as connection:
+        if has_older_index:
+            await connection.execute(OLDER_INDEX)
+        counts = "INSERT INTO eventlog.handler_partitions VALUES ('app', 'shared', $1, $1, $1, $2)"
+        await connection.execute(counts, number, NOW)
+
+        async def plan(belief: str) -> None:
+            for place, (_, statement, _, _) in enumerate(polls):
+                await prepare(connection, f"{belief}_{place}", statement)
+
+        async def fill(rows: int) -> None:
+            await connection.execute(SPREAD, LONG_AGO, "PENDING", number, rows)
+            await connection.execute(SPREAD, LONG_AGO, "SUCCEEDED", number, rows)
+
+        async def look(belief: str) -> None:
+            for place, (what, _, arguments, most) in enumerate(polls):
+                found = await explain(connection, f"{belief}_{place}", *arguments)
+                assert found.rows_read <= most, f"{what}, planned {belief}: {found.rows_read} rows of {found.indexes}"
+                assert not found.table_scans, f"{what}, planned {belief}"
+                assert not found.sorts or what in sorting, f"{what}, planned {belief}"
+
+        await plan("when_empty")
+        await fill(100_000 // PARTS)
+        await look("when_empty")
+        await connection.execute("TRUNCATE eventlog.event_notifications")
+        await fill(2 * BATCH)
+        await connection.execute("ANALYZE")
+        await plan("when_small")
+        await look("when_small")
+        await fill(100_000 // PARTS)
+        await look("when_small")
+        await plan("with_stale_statistics")
+        await look("with_stale_statistics")
+        await connection.execute("ANALYZE")
+        await look("when_small")
 
 
 @pytest.mark.parametrize("statement", [SETTLE, SETTLE_WITH_DETAILS], ids=["equal", "with-details"])
@@ -260,7 +355,7 @@ async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, sta
         async for prepared in in_every_belief(connection, statement, fill):
             rows = await connection.fetch("SELECT id FROM eventlog.event_notifications LIMIT 500")
             ids = [str(row["id"]) for row in rows]
-            leases = ["app/dispatch/h"], ["h"], [1]
+            leases = ["app/dispatch/h"], ["h/0"], [1]
             details = [[NOW] * 500, ["{}"] * 500] if statement is SETTLE_WITH_DETAILS else []
             plan = await explain(connection, prepared, ids, "FAILED", 1, *leases, NOW, *details)
             assert plan.rows_read == 500, prepared
@@ -278,19 +373,22 @@ LINES: dict[str, tuple[str, Sequence[Any], str]] = {
     "the keys behind one": (HEADS_AFTER, ["app", "ledger", "blocked1", 3, False], "line"),
     "unblocking": (UNBLOCK, ["app", ["ledger"], ["blocked0", "blocked1", "pending0"], 3, NOW], "line"),
     "blocked rows without a key": (FIND_BLOCKED, ["app", ["plain", "ledger"], 5, 10], "line"),
-    "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [10], [BEGINNING[0]], [BEGINNING[1]]], "due"),
+    "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [0], [10], [BEGINNING[0]], [BEGINNING[1]]], "partition"),
     "resuming": (RESUME, ["app", ["ledger"], "dead1", NOW], "parked"),
     "unfinished names": (UNFINISHED_NAMES, ["app"], "line"),
     "counting what waits of a name beside it": (COUNT_UNFINISHED, ["app", ["old", "nobody"]], "line"),
+    "the oldest that waits": (OLDEST_UNFINISHED, ["app", "ledger"], "partition"),
     "expiring a few": (EXPIRE, ["app", ["ledger"], NOW, NOW, 10], "line"),
     "expiring blocked rows": (EXPIRE, ["app", ["plain"], NOW, NOW, 10], "line"),
-    "expiring due rows": (EXPIRE, ["app", ["ledger"], NOW, NOW, 3], "due"),
+    "expiring due rows": (EXPIRE, ["app", ["ledger"], NOW, NOW, 3], "partition"),
     "expiring nothing": (EXPIRE, ["app", ["old", "nobody"], NOW, NOW, 10], "line"),
 }
 
 
 async def fill_line(connection: Any, blocked: int, others: int, dead: int) -> None:
-    """So many blocked rows of two keys, and others of them and of none; a few due ones; dead ones of other keys."""
+    """So many blocked rows of two keys, and further rows of both keys and of no key; a few due rows; dead rows of
+    further keys.
+    """
     await connection.execute(LINE, "ledger", LONG_AGO, "BLOCKED", "blocked", blocked)
     await connection.execute(LINE, "ledger", LONG_AGO, "SUCCEEDED", "blocked", others)
     await connection.execute(LINE, "ledger", LONG_AGO, "DEAD", "blocked", others)
@@ -350,7 +448,8 @@ async def test_rows_are_reached_by_their_id_and_by_that_of_their_event(postgres_
                 plan = await explain(connection, f"{belief}_{number}", *arguments(ids, event_ids))
                 assert plan.rows_read <= 3 * len(rows), f"{what}, planned {belief}"
                 assert f"event_notifications_{index}" in plan.indexes, f"{what}, planned {belief}"
-                assert plan.indexes <= {"event_notifications_pkey", "event_notifications_event_id_handler_name_key"}
+                rest = plan.indexes - {"event_notifications_pkey", "event_notifications_event_id_handler_name_key"}
+                assert rest <= {"handler_partitions_pkey"}, f"{what}, planned {belief}"
                 assert not plan.table_scans
 
 
@@ -367,12 +466,12 @@ async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(pos
         await prepare(connection, "settle", SETTLE)
         await prepare(connection, "due", FIND_DUE)
         rows = await connection.fetch("SELECT id FROM eventlog.event_notifications WHERE state = 'PENDING'")
-        leases = ["app/dispatch/h"], ["plain"], [1]
+        leases = ["app/dispatch/h"], ["plain/0"], [1]
 
         due = await find_due(connection, "due", ["plain"])
         settle = await explain(connection, "settle", [str(row[0]) for row in rows], "DEAD", 1, *leases, NOW)
 
-        assert due.indexes == {"event_notifications_due"}
+        assert due.indexes == {"event_notifications_partition"}
         assert settle.rows_read == BATCH
         assert "event_notifications_line" not in settle.indexes
         assert await connection.fetchrow(sizes) == empty
@@ -388,7 +487,7 @@ WALKS: dict[str, tuple[str, Sequence[Any]]] = {
 
 
 async def test_a_batch_of_a_walk_reads_its_own_rows_whatever_the_table_holds(postgres_url: str) -> None:
-    """And what waits behind its own rows: one row of each key."""
+    """And a row behind its own rows: one per key."""
     async with loop_connection(postgres_url) as connection:
         for what, (statement, _) in WALKS.items():
             await prepare(connection, f"{what}_when_empty", statement)

@@ -8,7 +8,7 @@ from typing import Any
 
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.testing import MovableClock
-from tests.app import Emit, Look, MoneyDeposited, eventually
+from tests.kit.app import Emit, Look, MoneyDeposited, eventually
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -27,7 +27,7 @@ class Close(Action):
 
 
 class Order:
-    """Handlers that write down in which order they began, by event."""
+    """Handlers that write down the order of their starts, by event."""
 
     def __init__(self) -> None:
         self.began: dict[Any, list[str]] = {}

@@ -23,7 +23,7 @@ from outboxio import (
     Transaction,
     Unprocessable,
 )
-from tests.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -48,7 +48,7 @@ def refused(envelope: EventEnvelope[Any]) -> BaseException:
 
 
 async def everything_stored(look: Look) -> str:
-    """All that is in the notifications, but for what the event itself brought along."""
+    """All texts in the notifications, except for the event's own data."""
     rows = await look.notifications()
     return "\n".join(str(value) for row in rows for column, value in row.items() if column != "payload")
 

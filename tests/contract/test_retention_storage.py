@@ -9,10 +9,12 @@ from uuid import UUID, uuid4
 import pytest
 
 from outboxio import Outbox
-from outboxio.storage.protocols import Consumed, Purged
+from outboxio.storage.protocols import ConsumeResult, PurgeResult
 from outboxio.testing import MovableClock
-from tests.app import Look
-from tests.storage import NOW, Store
+from tests.kit.app import Look
+from tests.kit.storage import NOW, Store
+
+pytestmark = pytest.mark.every_version
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -35,16 +37,16 @@ async def store(outbox: Outbox, look: Look, clock: MovableClock) -> Store:
     return store
 
 
-async def purge_notifications(store: Store, position: UUID = FIRST, limit: int = 1000) -> Purged:
+async def purge_notifications(store: Store, position: UUID = FIRST, limit: int = 1000) -> PurgeResult:
     return await store.database.retention.purge_notifications("app", position, FINISHED_BEFORE, DEAD_BEFORE, limit)
 
 
-async def purge_events(store: Store, position: UUID = FIRST, limit: int = 1000) -> Purged:
+async def purge_events(store: Store, position: UUID = FIRST, limit: int = 1000) -> PurgeResult:
     return await store.database.retention.purge_events("app", position, FINISHED_BEFORE, limit)
 
 
-async def walk(purge: Callable[..., Awaitable[Purged]], store: Store, limit: int) -> list[int]:
-    """Purge from the beginning to the end; what each batch removed."""
+async def walk(purge: Callable[..., Awaitable[PurgeResult]], store: Store, limit: int) -> list[int]:
+    """Purge from the beginning to the end, and return the removals of each batch."""
     removed: list[int] = []
     position: UUID | None = FIRST
     while position is not None:
@@ -71,35 +73,35 @@ async def events_left(store: Store) -> list[str | None]:
 
 @pytest.mark.parametrize("state", FINISHED)
 async def test_finished_rows_are_removed_after_their_time(store: Store, state: str) -> None:
-    await store.owe("a", "a", "a", now=OLD)
+    await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put(state, 1, updated=FINISHED_BEFORE - JUST)
     await store.put(state, 2, updated=FINISHED_BEFORE)
     await store.put(state, 3, updated=NOW)
-    assert await purge_notifications(store) == Purged(1, None)
+    assert await purge_notifications(store) == PurgeResult(1, None)
     assert await left(store) == [2, 3]
 
 
 async def test_dead_rows_are_removed_after_a_time_of_their_own(store: Store) -> None:
-    await store.owe("a", "a", "a", now=OLD)
+    await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put("DEAD", 1, updated=DEAD_BEFORE - JUST)
     await store.put("DEAD", 2, updated=DEAD_BEFORE)
     await store.put("DEAD", 3, updated=FINISHED_BEFORE - JUST)
-    assert await purge_notifications(store) == Purged(1, None)
+    assert await purge_notifications(store) == PurgeResult(1, None)
     assert await left(store) == [2, 3]
 
 
 async def test_unfinished_rows_are_never_removed(store: Store) -> None:
-    await store.owe(*"abcd", now=OLD)
+    await store.insert_notifications(*"abcd", now=OLD)
     for label, state in enumerate(UNFINISHED, 1):
         await store.put(state, label, updated=OLD)
-    assert await purge_notifications(store) == Purged(0, None)
+    assert await purge_notifications(store) == PurgeResult(0, None)
     assert await left(store) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("state", ["DEAD", "EXPIRED"])
 async def test_a_row_that_parks_a_key_in_which_rows_wait_is_never_removed(store: Store, state: str) -> None:
     await store.subscribe("ledger", ordered=True)
-    await store.owe("waits", "waits", "alone", "runs", "runs", now=OLD)
+    await store.insert_notifications("waits", "waits", "alone", "runs", "runs", now=OLD)
     await store.put("SUCCEEDED", *range(1, 6), name="plain", updated=NOW)
     await store.put(state, 1, 3, 4, name="ledger", updated=OLD)
     await store.put("BLOCKED", 2, name="ledger", updated=OLD)
@@ -114,7 +116,7 @@ async def test_a_row_that_parks_a_key_in_which_rows_wait_is_never_removed(store:
 
 async def test_succeeded_and_skipped_rows_of_a_parked_key_are_removed(store: Store) -> None:
     await store.subscribe("ledger", ordered=True)
-    await store.owe("a", "a", "a", "a", now=OLD)
+    await store.insert_notifications("a", "a", "a", "a", now=OLD)
     await store.put("SUCCEEDED", 1, updated=OLD)
     await store.put("SKIPPED", 2, updated=OLD)
     await store.put("DEAD", 3, updated=OLD)
@@ -126,9 +128,9 @@ async def test_succeeded_and_skipped_rows_of_a_parked_key_are_removed(store: Sto
 async def test_a_key_is_parked_by_a_row_of_another_name_of_its_handler(store: Store) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("other", ordered=True)
-    await store.owe("a", now=OLD)
+    await store.insert_notifications("a", now=OLD)
     await store.subscribe("accounts", ordered=True, aliases=("ledger", "books"))
-    await store.owe("a", now=OLD)
+    await store.insert_notifications("a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, name="plain", updated=NOW)
     await store.put("DEAD", 1, name="ledger", updated=OLD)
     await store.put("DEAD", 1, 2, name="other", updated=OLD)
@@ -143,7 +145,7 @@ async def test_rows_that_wait_elsewhere_park_nothing(store: Store, make_outbox: 
     stranger = Store(await make_outbox("stranger"), look, "stranger")
     for of in (store, stranger):
         await of.subscribe("ledger", ordered=True)
-        await of.owe("a", "a", now=OLD)
+        await of.insert_notifications("a", "a", now=OLD)
     await store.put("DEAD", 1, name="ledger", updated=OLD)
     await store.put("SUCCEEDED", 2, name="ledger", updated=NOW)
     await store.put("DEAD", 1, name="plain", updated=OLD)
@@ -157,7 +159,7 @@ async def test_rows_of_another_service_are_passed_by(store: Store, make_outbox: 
     stranger = Store(await make_outbox("stranger"), look, "stranger")
     await stranger.subscribe("plain")
     for of in (stranger, store, stranger, store):
-        await of.owe("a", "a", now=OLD)
+        await of.insert_notifications("a", "a", now=OLD)
         await of.put("SUCCEEDED", *range(1, 5), updated=OLD)
     assert sum(await walk(purge_notifications, store, 3)) == 4
     assert await left(store) == []
@@ -166,35 +168,35 @@ async def test_rows_of_another_service_are_passed_by(store: Store, make_outbox: 
 
 async def test_rows_are_walked_in_batches_to_the_end(store: Store) -> None:
     for _ in range(5):
-        await store.owe("a", "a", now=OLD)
+        await store.insert_notifications("a", "a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, 6, 7, 10, updated=OLD)
     removed = await walk(purge_notifications, store, 3)
     assert len(removed) == 4
     assert sum(removed) == 6
     assert max(removed) <= 3
     assert await left(store) == [4, 5, 8, 9]
-    assert await purge_notifications(store, limit=1000) == Purged(0, None)
+    assert await purge_notifications(store, limit=1000) == PurgeResult(0, None)
 
 
 async def test_a_batch_begins_behind_its_position(store: Store) -> None:
-    await store.owe("a", "a", "a", now=OLD)
+    await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, updated=OLD)
     ids = sorted(row.id for row in await store.rows())
-    assert await purge_notifications(store, ids[0], 1) == Purged(1, ids[1])
+    assert await purge_notifications(store, ids[0], 1) == PurgeResult(1, ids[1])
     assert {row.id for row in await store.rows()} == {ids[0], ids[2]}
 
 
 async def test_the_walk_ends_where_rows_are_too_young(store: Store) -> None:
-    await store.owe("a", "a", "a", now=OLD)
-    await store.owe("a", "a", "a", "a", "a", now=FINISHED_BEFORE)
+    await store.insert_notifications("a", "a", "a", now=OLD)
+    await store.insert_notifications("a", "a", "a", "a", "a", now=FINISHED_BEFORE)
     await store.put("SUCCEEDED", 1, 2, 3, updated=OLD)
     removed = await walk(purge_notifications, store, 2)
     assert removed == [2, 1, 0]
 
 
 async def test_the_walk_does_not_end_at_old_rows_that_ended_lately(store: Store) -> None:
-    await store.owe("a", "a", "a", "a", now=OLD)
-    await store.owe("a", now=OLD)
+    await store.insert_notifications("a", "a", "a", "a", now=OLD)
+    await store.insert_notifications("a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, 4, updated=NOW)
     await store.put("SUCCEEDED", 5, updated=OLD)
     assert sum(await walk(purge_notifications, store, 2)) == 1
@@ -202,8 +204,8 @@ async def test_the_walk_does_not_end_at_old_rows_that_ended_lately(store: Store)
 
 
 async def test_an_empty_table_is_at_its_end(store: Store) -> None:
-    assert await purge_notifications(store) == Purged(0, None)
-    assert await purge_events(store) == Purged(0, None)
+    assert await purge_notifications(store) == PurgeResult(0, None)
+    assert await purge_events(store) == PurgeResult(0, None)
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -212,22 +214,22 @@ async def test_an_empty_table_is_at_its_end(store: Store) -> None:
 async def test_delivered_events_are_removed_once_nothing_of_them_is_unfinished(store: Store) -> None:
     await store.subscribe("beside")
     states = (*UNFINISHED, *FINISHED, "DEAD")
-    await store.owe(*["a"] * len(states), now=OLD)
+    await store.insert_notifications(*["a"] * len(states), now=OLD)
     await store.put("SUCCEEDED", *range(1, 9), name="plain")
     for label, state in enumerate(states, 1):
         await store.put(state, label, name="beside")
 
-    assert await purge_events(store) == Purged(4, None)
+    assert await purge_events(store) == PurgeResult(4, None)
 
     assert await events_left(store) == ["1", "2", "3", "4"]
     assert len(await store.rows()) == 16
 
 
 async def test_an_event_is_settled_without_notifications_if_it_was_delivered(store: Store) -> None:
-    await store.owe("a", now=OLD)
+    await store.insert_notifications("a", now=OLD)
     await store.deposit("a")
     await store.look.fetch("DELETE FROM {event_notifications}")
-    assert await purge_events(store) == Purged(1, None)
+    assert await purge_events(store) == PurgeResult(1, None)
     assert await events_left(store) == ["2"]
 
 
@@ -236,7 +238,7 @@ async def test_sentinels_count_as_settled(store: Store, outbox: Outbox) -> None:
         pass
     await store.deposit("a")
     assert await events_left(store) == [None, "1"]
-    assert await purge_events(store) == Purged(1, None)
+    assert await purge_events(store) == PurgeResult(1, None)
     assert await events_left(store) == ["1"]
 
 
@@ -246,9 +248,9 @@ async def test_young_events_are_kept(store: Store, outbox: Outbox, clock: Movabl
         clock.set(moment)
         async with outbox.transaction("Nothing"):
             pass
-        await store.owe("a", now=moment)
+        await store.insert_notifications("a", now=moment)
     await store.put("SUCCEEDED", 1, 2, 3)
-    assert await purge_events(store) == Purged(2, None)
+    assert await purge_events(store) == PurgeResult(2, None)
     assert await events_left(store) == [None, "2", None, "3"]
 
 
@@ -284,7 +286,7 @@ async def test_what_was_consumed_is_forgotten_after_its_time_in_batches(store: S
         async with store.database.session() as session:
             await session.begin()
             await session.consume(
-                Consumed(
+                ConsumeResult(
                     source="s",
                     external_id=str(number),
                     handler_name="h",

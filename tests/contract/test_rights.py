@@ -1,4 +1,4 @@
-"""The rights in docs/security.md are enough for what each user does, and for no more."""
+"""The rights in docs/security.md are enough for each user, and no right is superfluous."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from outboxio import Outbox, Received, SchemaMissing
+from outboxio import Outbox, Received, RightsMissing
 from outboxio.testing import MovableClock
-from tests import mysql
-from tests.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
@@ -55,7 +55,7 @@ def rows(server_url: str) -> Look:
 
 @pytest.fixture
 async def owner(server_url: str, clock: MovableClock) -> AsyncIterator[Outbox]:
-    """Whoever has made the tables."""
+    """The user that created the tables."""
     async with Outbox(server_url, namespace="app", clock=clock) as outbox:
         await outbox.migrate()
         yield outbox
@@ -63,7 +63,7 @@ async def owner(server_url: str, clock: MovableClock) -> AsyncIterator[Outbox]:
 
 @pytest.fixture
 async def open_as(owner: Outbox, rows: Look, server_url: str, clock: MovableClock) -> AsyncIterator[Open]:
-    """Opens the test's database as another user."""
+    """Opens the test's database as a different user."""
     opened: list[Outbox] = []
 
     def open_as(role: str) -> Outbox:
@@ -104,8 +104,17 @@ async def test_a_producer_adds_events_and_reads_none(open_as: Open, rows: Look) 
             async with producer.transaction("Look") as tx:
                 await tx.execute(statement)
     await refused([producer.admin.counts, producer.admin.list])
-    with pytest.raises(SchemaMissing, match="event_notifications"):  # as far as this user can see
+    with pytest.raises(RightsMissing, match=r"user app_producer.* lacks .*SELECT.* on eventlog.event_notifications"):
         await producer.drain()
+
+
+async def test_a_producer_whose_table_is_gone_hears_of_that_and_not_of_rights(open_as: Open, rows: Look) -> None:
+    producer = open_as("app_producer")
+    await rows.fetch("DROP TABLE {events}")
+
+    with pytest.raises(Exception, match=r"events.* (does not|doesn't) exist") as caught:
+        await producer.executor.execute(Emit((1,)))
+    assert not isinstance(caught.value, RightsMissing)
 
 
 async def test_a_worker_does_all_but_change_the_tables(open_as: Open, rows: Look, clock: MovableClock) -> None:
@@ -146,5 +155,7 @@ async def test_an_operator_looks_and_puts_right_and_adds_no_events(open_as: Open
     await operator.admin.pause("first")
     assert await operator.admin.paused() == {"first"}
     assert await operator.admin.unpause("first")
+    assert [one.number for one in await operator.admin.partitions("first", 4)] == [4]
+    assert await operator.admin.instances() == []
     assert await operator.admin.unsubscribe("first") == 1
     await refused([lambda: operator.executor.execute(Emit((3,))), operator.admin.purge])

@@ -1,4 +1,4 @@
-"""The tables: how they come about, who may make them, and that every database has the same ones."""
+"""The tables: how they are created, who may create them, and that every database has the same tables."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from pymysql.constants import CLIENT
 
 from outboxio import Outbox, SchemaError, SchemaMissing, SchemaNewer, SchemaOccupied
 from outboxio.storage.schema import SqlFile, sql_files, sql_folder
-from tests import mysql
-from tests.app import Emit, Journal, Look, MoneyDeposited
-from tests.probes import MakeOutbox, open_transactions, written
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.probes import MakeOutbox, open_transactions, written
 
-FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql"]
+pytestmark = pytest.mark.every_version
+
+FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql",
+         "0005_partitions.sql"]  # fmt: skip
+CONTRACT = "0006_partitions_contract.sql"
+"""Drops the part for which only the older version has a use. On SQLite a handler has a single partition."""
 
 IDS = ("id", "action_id", "event_id", "notification_id")
 
@@ -33,7 +38,8 @@ COLUMNS = {
     "event_notifications": """
         id event_id handler_name namespace action_id action_name action_params started_date completion_date model_id?
         model_type? event_type payload? event_date state attempts next_retry_at created_date updated_date sequence
-        ordering_key? priority errors correlation_id? causation_id? headers? hops retention_from""",
+        ordering_key? priority errors correlation_id? causation_id? headers? hops retention_from
+        partition_number""",
     "subscriptions": "namespace handler_name event_type topic aliases priority ordered last_seen_date",
     "leases": "name term owner acquired_date released_term",
     "pauses": "namespace handler_name paused_date ended_date?",
@@ -41,6 +47,22 @@ COLUMNS = {
     "consumed_events": "source external_id handler_name event_id payload_hash consumed_date",
     "schema_versions": "version file applied_date",
 }
+#: The tables of partitions, which SQLite lacks.
+SHARED = {
+    "handler_partitions": "namespace handler_name partitions active declared changed_date",
+    "instances": "namespace instance names started_date last_seen_date",
+}
+SUBSCRIPTIONS = f"{COLUMNS['subscriptions']} partitioned_seen_date? older_seen_date?"
+
+
+def columns_in(dialect: str) -> dict[str, str]:
+    """The columns of all tables of a dialect."""
+    return COLUMNS if dialect == "sqlite" else {**COLUMNS, **SHARED, "subscriptions": SUBSCRIPTIONS}
+
+
+def files_in(dialect: str) -> list[str]:
+    """The files that a database without tables gets."""
+    return FILES if dialect == "sqlite" else [*FILES, CONTRACT]
 
 
 @pytest.fixture
@@ -55,7 +77,7 @@ def files_for(look: Look) -> list[SqlFile]:
 
 
 async def run_with_the_databases_own_tool(url: str, text: str) -> None:
-    """A whole file at once, as psql and the sqlite3 shell would run it."""
+    """Run a whole file at once, as psql and the sqlite3 shell would."""
     if urlsplit(url).scheme == "sqlite":
         connection = sqlite3.connect(Path(urlsplit(url).path[1:]))
         connection.executescript(text)
@@ -90,7 +112,7 @@ async def text_columns_of(look: Look, table: str) -> list[str]:
 
 
 async def everything_in(look: Look) -> Any:
-    """All that is there, to compare it with what is there later."""
+    """All objects of the database, to compare with later."""
     if look.is_file:
         return await look.fetch("SELECT type, name, sql FROM sqlite_schema ORDER BY name")
     return await look.fetch(
@@ -103,13 +125,14 @@ async def everything_in(look: Look) -> Any:
 
 
 async def test_migrate_applies_every_file_once(bare: Outbox, look: Look) -> None:
-    assert await bare.migrate() == {"default": FILES}
+    files = files_in(look.dialect)
+    assert await bare.migrate() == {"default": files}
     await bare.check()
     before = await everything_in(look)
     assert await bare.migrate() == {"default": []}
     assert await everything_in(look) == before
     rows = await look.fetch("SELECT version, file FROM {schema_versions} ORDER BY version")
-    assert [(row["version"], row["file"]) for row in rows] == list(enumerate(FILES, 1))
+    assert [(row["version"], row["file"]) for row in rows] == list(enumerate(files, 1))
 
 
 async def test_instances_that_migrate_at_once_take_turns(database_url: str, look: Look) -> None:
@@ -120,8 +143,8 @@ async def test_instances_that_migrate_at_once_take_turns(database_url: str, look
     finally:
         for outbox in outboxes:
             await outbox.close()
-    assert sorted(result["default"] for result in applied) == [[]] * 7 + [FILES]
-    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(FILES)
+    assert sorted(result["default"] for result in applied) == [[]] * 7 + [files_in(look.dialect)]
+    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(files_in(look.dialect))
 
 
 async def test_migrate_goes_on_where_the_files_were_applied_up_to(bare: Outbox, database_url: str, look: Look) -> None:
@@ -152,17 +175,17 @@ async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look
     outbox = await make_outbox()
     values = "(99, '0099_future.sql', '2030-01-01')"
     await look.fetch(f"INSERT INTO {{schema_versions}} VALUES {values}")
-    before = await everything_in(look)
+    before, known = await everything_in(look), len(files_in(look.dialect))
 
     async def run() -> None:
         async with outbox.running():
             pytest.fail("it runs")
 
     for way in (outbox.migrate, outbox.check, run, outbox.drain):
-        says = "the schema of shard 'default' is at version 99, this outboxio knows versions up to 4: upgrade outboxio"
+        says = f"the schema of shard 'default' is at version 99, this outboxio knows versions up to {known}: upgrade"
         with pytest.raises(SchemaNewer, match=says) as caught:
             await way()
-        assert (caught.value.found, caught.value.known) == (99, 4)
+        assert (caught.value.found, caught.value.known) == (99, known)
     assert await everything_in(look) == before
 
 
@@ -175,7 +198,7 @@ async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
     if not look.is_file:
         # For some databases a schema is a database, and so it is called by this as well.
         await run_with_the_databases_own_tool(database_url, "CREATE SCHEMA eventlog")
-    for table in COLUMNS:
+    for table in columns_in(look.dialect):
         own = look.table(table)
         await run_with_the_databases_own_tool(
             database_url, f"CREATE TABLE {own} (id INT, own TEXT); INSERT INTO {own} VALUES (1, 'precious');"
@@ -194,7 +217,7 @@ async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
         with pytest.raises(SchemaMissing, match=rf"column {table}\."):
             await bare.check()
         await run_with_the_databases_own_tool(database_url, f"DROP TABLE {own}")
-    assert await bare.migrate() == {"default": FILES}
+    assert await bare.migrate() == {"default": files_in(look.dialect)}
 
 
 async def test_a_table_that_stands_in_the_way_of_a_later_file_is_refused_and_left_alone(
@@ -226,7 +249,7 @@ async def test_complete_tables_that_were_made_by_hand_are_adopted_with_what_is_i
     assert await bare.migrate() == {"default": []}
 
     await bare.check()
-    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(FILES)
+    assert await look.value("SELECT count(*) FROM {schema_versions}") == len(files_in(look.dialect))
     assert len(await written(look)) == 1
     assert await bare.migrate() == {"default": []}
 
@@ -237,20 +260,18 @@ async def test_complete_tables_that_were_made_by_hand_are_adopted_with_what_is_i
 async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     await outbox.check()
+    by_due, by_line = f"event_notifications_{'due' if look.is_file else 'partition'}", "event_notifications_line"
     damages: list[tuple[str | tuple[str, str], str, str]] = [
-        (
-            ("event_notifications", "event_notifications_due"),
-            "index event_notifications_due",
-            "0002_event_notifications.sql",
-        ),
-        (
-            ("event_notifications", "event_notifications_line"),
-            "index event_notifications_line",
-            "0002_event_notifications.sql",
-        ),
+        (("event_notifications", by_due), f"index {by_due}", "0002_event" if look.is_file else "0005_partitions.sql"),
+        (("event_notifications", by_line), f"index {by_line}", "0002_event_notifications.sql"),
         (("events", "events_undelivered_topic"), "index events_undelivered_topic", "0001_events.sql"),
         ("ALTER TABLE {events} DROP COLUMN headers", "column events.headers", "0001_events.sql"),
         ("ALTER TABLE {event_notifications} DROP COLUMN errors", "column event_notifications.errors", "0002_event"),
+        (
+            "ALTER TABLE {event_notifications} DROP COLUMN partition_number",
+            "column event_notifications.partition_number",
+            "0005_partitions.sql",
+        ),
         ("DROP TABLE {leases}", "table leases", "0003_coordination.sql"),
         ("DROP TABLE {pauses}", "table pauses", "0003_coordination.sql"),
         ("DROP TABLE {consumed_events}", "table consumed_events", "0004_consumed_events.sql"),
@@ -265,7 +286,7 @@ async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox:
 
         assert set(caught.value.missing) == missing
         assert any(Path(named).name.startswith(file) for named in caught.value.files)
-        for words in ("shard 'default' lacks ", part, "call `await outbox.migrate()`", "run `outboxio migrate`", file):
+        for words in ("shard 'default' lacks ", part, "call `await outbox.migrate()`", "run `outboxio migrate`"):
             assert words in str(caught.value)
 
 
@@ -281,13 +302,13 @@ def test_every_dialect_has_the_same_files() -> None:
     dialects = [entry.name for entry in sql_folder("").iterdir() if entry.is_dir()]
     assert len(dialects) >= 2
     for dialect in dialects:
-        assert [file.name for file in sql_files(dialect)] == FILES
-        assert [file.version for file in sql_files(dialect)] == [1, 2, 3, 4]
+        assert [file.name for file in sql_files(dialect)] == files_in(dialect)
+        assert [file.version for file in sql_files(dialect)] == list(range(1, len(files_in(dialect)) + 1))
 
 
 async def test_tables_have_the_same_columns_in_the_same_order(make_outbox: MakeOutbox, look: Look) -> None:
     await make_outbox()
-    for table, columns in COLUMNS.items():
+    for table, columns in columns_in(look.dialect).items():
         assert await columns_of(look, table) == columns.split(), table
 
 
@@ -323,15 +344,17 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
+        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1",
     }  # fmt: skip
     dates = "'2030-01-01 00:00:00.000000'"
-    for table in (table for table in COLUMNS if table != "schema_versions"):
+    tables = {table: columns for table, columns in columns_in(look.dialect).items() if table != "schema_versions"}
+    for table, listed in tables.items():
         texts = await text_columns_of(look, table)
-        columns = [column.rstrip("?") for column in COLUMNS[table].split()]
+        columns = [column.rstrip("?") for column in listed.split()]
         filled = [
             values.get(column)
             or (dates if column.endswith(("_date", "_at", "_from")) else None)
-            or ("'{}'" if column in ("action_params", "payload", "errors", "headers", "aliases") else None)
+            or ("'{}'" if column in ("action_params", "payload", "errors", "headers", "aliases", "names") else None)
             or ("'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'" if column in IDS else None)
             or ("NULL" if column == "causation_id" else None)
             or f"'{name[:24]}'"

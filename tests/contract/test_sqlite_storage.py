@@ -1,6 +1,6 @@
-"""What is SQLite's own: its thread and its turns, its plans, its lock files, its SQL as callers write it.
+"""The parts that only SQLite has: threads and turns, query plans, lock files, placeholders.
 
-That it behaves like every other dialect is tested with all of them.
+The tests of all dialects run on SQLite, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import aiosqlite
 import pytest
 
 from outboxio import Outbox
-from outboxio.clock import utc_now
 from outboxio.errors import (
     ConfigurationError,
     DatabaseUnavailable,
@@ -38,27 +37,30 @@ from outboxio.errors import (
     SchemaOccupied,
     TransactionError,
 )
-from outboxio.event import ActionRecord, EventRecord
-from outboxio.ids import uuid7
-from outboxio.names import LockName
-from outboxio.notification import Notification, State, Wanted
-from outboxio.outcome import Bucket, Lease, Outcome
-from outboxio.storage.protocols import Acquired
-from outboxio.storage.schema import sql_files, sql_folder
-from outboxio.storage.sqlite import errors, events, lines, notifications, retention
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.lock_name import LockName
+from outboxio.model.notification import DueQuery, Notification, State
+from outboxio.model.outcome import Bucket, Lease, Outcome
+from outboxio.storage.protocols import FanoutRequest, LockGrant
+from outboxio.storage.schema import sql_files
+from outboxio.storage.sqlite import due, errors, events, notifications, ordering, retention
 from outboxio.storage.sqlite.connection import BUSY_TIMEOUT, fetch_value
 from outboxio.storage.sqlite.database import SqliteDatabase
-from outboxio.storage.sqlite.session import CLAIM, FINISH, MARK_DELIVERED, OWE, SqliteSession
-from outboxio.subscription import Subscription
+from outboxio.storage.sqlite.inserts import INSERT_NOTIFICATIONS, MARK_DELIVERED
+from outboxio.storage.sqlite.session import CLAIM, FINISH, SqliteSession
+from outboxio.support.clock import utc_now
+from outboxio.support.ids import uuid7
+from tests.contract.test_schema import SHARED
 
-NOW = datetime(2026, 1, 31, 9, 5)  # no microseconds: the text must have them all the same
+NOW = datetime(2026, 1, 31, 9, 5)  # no microseconds, but the text must have six decimals
 SINCE = NOW - timedelta(days=7)
 DISPATCH = LockName("ns", "dispatch", "greet")
 
 
 @pytest.fixture(params=["file", "memory"])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
-    """A database with its tables, in a file and in memory."""
+    """A database with tables, in a file and in memory."""
     async with migrated(tmp_path / "app.db" if request.param == "file" else None) as it:
         yield it
 
@@ -93,16 +95,16 @@ async def opened(path: Path | None) -> AsyncIterator[SqliteDatabase]:
 
 @asynccontextmanager
 async def transaction(database: SqliteDatabase) -> AsyncIterator[SqliteSession]:
-    """A session that rolls back on its own unless it is committed."""
+    """A session that rolls back at the end unless the test commits."""
     async with database.session() as session:
         await session.begin()
         yield session
 
 
-async def test_a_writer_waits_for_others_as_long_as_agreed_and_looks_often(
+async def test_a_writer_waits_for_the_busy_timeout_and_tries_often(
     in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What SQLite would do by itself looks ten times a second, and lets those pass who come more often."""
+    """SQLite alone would try ten times a second, and processes that try more often would always be first."""
     looks = 0
 
     def look(connection: sqlite3.Connection, sql: str, parameters: Any) -> Any:
@@ -118,7 +120,7 @@ async def test_a_writer_waits_for_others_as_long_as_agreed_and_looks_often(
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             await emit(in_file, event())
         assert time.monotonic() - begun >= 0.5
-    assert looks >= 20  # some hundreds, where nothing else keeps the machine busy
+    assert looks >= 20  # some hundreds on an idle machine
     await emit(in_file, event())
 
 
@@ -160,11 +162,11 @@ async def subscribe(database: SqliteDatabase, *subscriptions: Subscription) -> N
 
 
 async def one_due(database: SqliteDatabase) -> tuple[Notification, Lease]:
-    """A due notification of the handler ``greet``, and its lease."""
+    """A due notification of the handler ``greet``, and a lease of the handler."""
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, event())
-    await database.events.fan_out("ns", NOW, SINCE, {}, 100)
-    (notification,) = await database.notifications.find_due("ns", NOW, [Wanted("greet", 10)])
+    await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
+    (notification,) = await database.notifications.find_due("ns", NOW, [DueQuery("greet", 10)])
     lock = database.cluster_lock("me", "channel", 5)
     acquired = await lock.acquire([DISPATCH])
     await lock.close()  # the term stays until the next holder's
@@ -204,10 +206,16 @@ async def test_columns_are_those_of_postgresql_in_order_and_nullability(in_file:
 
 
 def postgres_tables() -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-    """Each table of PostgreSQL's files: its columns, and whether each is NOT NULL."""
-    for file in sql_folder("postgres").iterdir():
-        for table, body in re.findall(r"CREATE TABLE eventlog\.(\w+) \((.*?)\n\);", file.read_text(), re.DOTALL):
-            lines = re.findall(r"^    ([a-z]\w+) (.*)$", body, re.MULTILINE)
+    """Each table of PostgreSQL's files: the columns, and whether each column is NOT NULL.
+
+    Without the tables and columns for handlers that processes share.
+    """
+    text = "".join(file.text for file in sql_files("postgres"))
+    added = re.findall(r"^ALTER TABLE eventlog\.(\w+) ADD COLUMN (?:IF NOT EXISTS )?(\w+) (.*);$", text, re.MULTILINE)
+    for table, body in re.findall(r"CREATE TABLE eventlog\.(\w+) \((.*?)\n\);", text, re.DOTALL):
+        lines = re.findall(r"^    ([a-z]\w+) (.*)$", body, re.MULTILINE)
+        lines += [(name, rest) for of, name, rest in added if of == table != "subscriptions"]
+        if table not in SHARED:
             yield table, [(name, "NOT NULL" in rest or "PRIMARY KEY" in rest) for name, rest in lines]
 
 
@@ -329,8 +337,8 @@ PLANS = {
     "notifications of a topic": (events.TOPICS.notify, f"{UNDELIVERED_TOPIC} AND sequence<?)"),
     "a topic delivered": (events.TOPICS.mark_delivered, f"{UNDELIVERED_TOPIC} AND sequence<?)"),
     "history": (events.BACKFILL, EVENT_BY_ID),
-    "handlers with work": (notifications.FIND_BUSY, BY_POSITION),
-    "due": (notifications.FIND_DUE, BY_POSITION),
+    "handlers with work": (due.FIND_BUSY, BY_POSITION),
+    "due": (due.FIND_DUE, BY_POSITION),
     "settle": (notifications.SETTLE, BY_ID),
     "settle with details": (notifications.SETTLE_WITH_DETAILS, BY_ID),
     "expired": (notifications.FIND_EXPIRED, f"{DUE})"),
@@ -346,31 +354,32 @@ PLANS = {
     ),
     "counted": (notifications.COUNT_UNFINISHED, f"{DUE})"),
     "counted in line": (notifications.COUNT_UNFINISHED, f"{LINE})"),
-    "heads": (lines.FIND_HEADS, f"{LINE} AND ordering_key=?)"),
-    "heads that park": (lines.FIND_HEADS, f"{PARKED} AND ordering_key=?)"),
-    "the first keys": (lines.FIRST_HEADS, f"{LINE} AND ordering_key>?)"),
-    "the keys behind one": (lines.HEADS_AFTER, f"{LINE} AND ordering_key>?)"),
-    "the heads of these keys": (lines.HEADS_AFTER, f"{LINE} AND ordering_key=?)"),
-    "keys that are parked": (lines.HEADS_AFTER, f"{PARKED} AND ordering_key>?)"),
-    "block": (lines.BLOCK, BY_ID),
-    "first blocked": (lines.FIND_FIRST_BLOCKED, f"{LINE} AND ordering_key=?)"),
-    "unblock": (lines.UNBLOCK, BY_ID),
-    "preceded": (lines.FIND_PRECEDED, BY_ID),
-    "preceding": (lines.FIND_PRECEDED, BY_EVENT),
-    "blocked without a key": (lines.FIND_BLOCKED, f"{LINE} AND ordering_key=? AND sequence>?)"),
-    "release": (lines.RELEASE, BY_EVENT),
-    "postpone": (lines.POSTPONE, BY_ID),
+    "the oldest": (notifications.OLDEST_UNFINISHED, f"{DUE})"),
+    "heads": (ordering.FIND_HEADS, f"{LINE} AND ordering_key=?)"),
+    "heads that park": (ordering.FIND_HEADS, f"{PARKED} AND ordering_key=?)"),
+    "the first keys": (ordering.FIRST_HEADS, f"{LINE} AND ordering_key>?)"),
+    "the keys behind one": (ordering.HEADS_AFTER, f"{LINE} AND ordering_key>?)"),
+    "the heads of these keys": (ordering.HEADS_AFTER, f"{LINE} AND ordering_key=?)"),
+    "keys that are parked": (ordering.HEADS_AFTER, f"{PARKED} AND ordering_key>?)"),
+    "block": (ordering.BLOCK, BY_ID),
+    "first blocked": (ordering.FIND_FIRST_BLOCKED, f"{LINE} AND ordering_key=?)"),
+    "unblock": (ordering.UNBLOCK, BY_ID),
+    "preceded": (ordering.FIND_PRECEDED, BY_ID),
+    "preceding": (ordering.FIND_PRECEDED, BY_EVENT),
+    "blocked without a key": (ordering.FIND_BLOCKED, f"{LINE} AND ordering_key=? AND sequence>?)"),
+    "release": (ordering.RELEASE, BY_EVENT),
+    "postpone": (ordering.POSTPONE, BY_ID),
     "claim": (CLAIM, BY_ID),
     "finish": (FINISH, BY_ID),
-    "owe": (OWE, EVENT_BY_ID),
+    "owe": (INSERT_NOTIFICATIONS, EVENT_BY_ID),
     "owed events delivered": (MARK_DELIVERED, EVENT_BY_ID),
-    "a batch of notifications to remove": (retention.LOOK_AT_NOTIFICATIONS, BEHIND_ID),
+    "a batch of notifications to remove": (retention.FIND_OLD_NOTIFICATIONS, BEHIND_ID),
     "notifications removed": (retention.PURGE_NOTIFICATIONS, BY_ID),
     "what waits behind removed ones": (retention.PURGE_NOTIFICATIONS, f"{LINE} AND ordering_key=?)"),
-    "a batch of events to remove": (retention.LOOK_AT_EVENTS, EVENT_BEHIND_ID),
+    "a batch of events to remove": (retention.FIND_OLD_EVENTS, EVENT_BEHIND_ID),
     "events removed": (retention.PURGE_EVENTS, EVENT_BY_ID),
     "unfinished rows of removed events": (retention.PURGE_EVENTS, BY_EVENT),
-    "consumed to remove": (retention.LOOK_AT_CONSUMED, "USING INDEX eventlog_consumed_events_date (consumed_date<?)"),
+    "consumed to remove": (retention.FIND_OLD_MESSAGES, "USING INDEX eventlog_consumed_events_date (consumed_date<?)"),
     "resume": (notifications.RESUME, f"{PARKED} AND ordering_key=?)"),
     "a piece to replay": (notifications.FIND_REPLAYED, BEHIND_ID),
     "replay": (notifications.REPLAY, BY_ID),
@@ -398,7 +407,7 @@ def test_no_poll_scans_or_sorts_the_backlog(planned: sqlite3.Connection, what: s
     sql, expected = PLANS[what]
     parameters = dict.fromkeys(re.findall(r":(\w+)", sql), "[]")
     plan = [row[3] for row in planned.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
-    # Newer versions say COVERING where the index alone answers, and EXISTS where one row does.
+    # Newer versions say COVERING if the index has all columns, and EXISTS if a single row is enough.
     plan = [step.replace("COVERING ", "").replace(" EXISTS", "") for step in plan]
     assert any(expected in step for step in plan), plan
     scans = [s for s in plan if re.match(r"SCAN (e|n|p|b|eventlog_events|eventlog_event_notifications)$", s)]
@@ -458,7 +467,7 @@ def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
     database = SqliteDatabase("main", None)
 
     async def crowd() -> int:
-        """Many at once, so that some have to wait for their turn."""
+        """Many at once, so that some tasks wait for a turn."""
         await asyncio.gather(*(emit(database, event()) for _ in range(5)))
         return await database.events.count_undelivered("ns")
 
@@ -478,7 +487,7 @@ def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
     assert python(script, str(path)).communicate(timeout=30) == ("", "")
 
 
-async def test_a_reader_sees_what_is_committed_and_waits_for_nobody(in_file: SqliteDatabase) -> None:
+async def test_a_reader_sees_committed_rows_and_never_waits(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         await session.insert_events(action(), [event()])
         async with asyncio.timeout(3):
@@ -508,10 +517,10 @@ async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_
         async with transaction(database) as session:
             await session.execute("INSERT INTO children (parent) VALUES (1)", ())
             turn_taken.set()
-            await asyncio.sleep(0.05)  # until the other waits
+            await asyncio.sleep(0.05)  # until the second task waits
             with pytest.raises(sqlite3.IntegrityError):
                 await session.commit(action(), [event()])
-            await asyncio.sleep(0.05)  # the other is at work
+            await asyncio.sleep(0.05)  # the second task is at work
             assert not session.in_transaction()
             await session.rollback()
             session.discard()
@@ -530,7 +539,7 @@ async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_
 
 
 async def _with_deferred_references(database: SqliteDatabase) -> None:
-    """Tables of which one refers to the other, which is looked at when a transaction ends."""
+    """Two tables with a foreign key, which SQLite checks when a transaction ends."""
     async with transaction(database) as session:
         await session.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)", ())
         await session.execute(
@@ -538,11 +547,11 @@ async def _with_deferred_references(database: SqliteDatabase) -> None:
         )
         await session.commit()
     async with transaction(database) as session:
-        session.connection.execute("COMMIT")  # within a transaction it cannot be switched on
+        session.connection.execute("COMMIT")  # within a transaction, the pragma has no effect
         session.connection.execute("PRAGMA foreign_keys = ON")
 
 
-async def test_whoever_asks_for_the_connection_finds_its_transaction_begun(database: SqliteDatabase) -> None:
+async def test_the_driver_s_connection_comes_with_its_transaction_begun(database: SqliteDatabase) -> None:
     async with database.session() as session:
         await session.begin(soon=True)
         assert session.in_transaction()
@@ -587,7 +596,7 @@ async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDa
     await emit(in_file, event("Unwanted"))
     with writing_elsewhere(path):
         async with asyncio.timeout(3):
-            assert (await in_file.events.fan_out("ns", NOW, SINCE, {}, 100)).events == {}
+            assert (await in_file.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).events == {}
             assert await in_file.notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
 
 
@@ -649,7 +658,7 @@ async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteData
     assert await database.events.count_undelivered("ns") == 4
 
 
-async def test_whoever_is_cancelled_while_waiting_holds_up_nobody(database: SqliteDatabase) -> None:
+async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: SqliteDatabase) -> None:
     async with transaction(database):
         waiting = [asyncio.create_task(emit(database, event())) for _ in range(3)]
         await asyncio.sleep(0)
@@ -661,11 +670,11 @@ async def test_whoever_is_cancelled_while_waiting_holds_up_nobody(database: Sqli
 async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteDatabase) -> None:
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(200)))
-    round_ = asyncio.create_task(database.events.fan_out("ns", NOW, SINCE, {}, 1000))
+    round_ = asyncio.create_task(database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000)))
     await asyncio.sleep(0.002)
     round_.cancel()
     await asyncio.gather(round_, return_exceptions=True)
-    await database.events.fan_out("ns", NOW, SINCE, {}, 1000)
+    await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000))
     assert await database.notifications.count_states("ns") == {"PENDING": 200}
 
 
@@ -796,7 +805,7 @@ async def test_rows_have_names_and_numbers_and_do_not_hold_up_the_commit(databas
         assert [tuple(row) for row in await session.fetch("SELECT * FROM pets", ())] == [("a", 2), ("b", 3)]
 
 
-async def test_what_the_application_does_to_its_rows_changes_nothing_for_us(database: SqliteDatabase) -> None:
+async def test_a_row_factory_of_the_application_does_not_change_our_reads(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         session.connection.row_factory = lambda cursor, row: {"only": "names"}
     await emit(database, event())
@@ -806,7 +815,7 @@ async def test_what_the_application_does_to_its_rows_changes_nothing_for_us(data
 async def test_the_session_knows_when_its_transaction_was_ended_behind_its_back(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         assert session.in_transaction()
-        session.connection.executescript("SELECT 1")  # commits
+        sqlite3.Connection.executescript(session.connection, "SELECT 1")  # commits
         assert not session.in_transaction()
         await session.rollback()
 
@@ -904,7 +913,7 @@ async def test_rows_that_are_too_much_for_one_text_are_found_in_parts(
     async with migrated(path) as database:
         await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
         await emit(database, *(event() for _ in range(8)))
-        await database.events.fan_out("ns", NOW, SINCE, {}, 100)
+        await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
     connect = sqlite3.connect
 
     def with_little_room(*args: Any, **options: Any) -> sqlite3.Connection:
@@ -914,17 +923,18 @@ async def test_rows_that_are_too_much_for_one_text_are_found_in_parts(
 
     monkeypatch.setattr(sqlite3, "connect", with_little_room)
     async with opened(path) as database:
-        due = await database.notifications.find_due("ns", NOW, [Wanted("greet", 8)])
+        due = await database.notifications.find_due("ns", NOW, [DueQuery("greet", 8)])
         assert [notification.sequence for notification in due] == [1, 2, 3, 4]
 
 
-async def test_notification_ids_are_versioned_and_of_one_batch_lie_together(database: SqliteDatabase) -> None:
+async def test_the_ids_of_a_round_are_versioned_and_in_the_order_of_its_rows(database: SqliteDatabase) -> None:
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(50)))
-    await database.events.fan_out("ns", NOW, SINCE, {}, 100)
-    due = await database.notifications.find_due("ns", NOW, [Wanted("greet", 100)])
+    await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
+    due = await database.notifications.find_due("ns", NOW, [DueQuery("greet", 100)])
     ids = [notification.id for notification in due]
     assert len(set(ids)) == 50
+    assert ids == sorted(ids)
     assert {(each.version, each.variant, str(each)[:15]) for each in ids} == {
         (7, "specified in RFC 4122", str(ids[0])[:15])
     }
@@ -938,20 +948,20 @@ async def test_an_event_taken_through_a_topic_reaches_the_handlers_of_its_type(d
         Subscription(handler_name="greet", topic="hall"),
     )
     await emit(database, event(), event(topic="hall"), event("Sung", topic="hall"))
-    # There is room for one of the type; the second one is taken by its topic.
-    done = await database.events.fan_out("ns", NOW, SINCE, {"Greeted": 1, "#hall": 5}, 100)
+    # The limit of the type is 1; the second event is taken by topic.
+    done = await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {"Greeted": 1, "#hall": 5}, 100))
     assert (done.events, done.full, done.notifications) == ({"Greeted": 1, "#hall": 2}, {"Greeted"}, 5)
     assert not await database.events.any_undelivered("ns", SINCE)
 
 
-async def test_an_empty_topic_is_the_topic_of_nobody(database: SqliteDatabase) -> None:
+async def test_no_handler_wants_the_empty_topic(database: SqliteDatabase) -> None:
     await subscribe(
         database,
         Subscription(handler_name="greet", event_type="Greeted"),
         Subscription(handler_name="sing", event_type="Sung"),
     )
     await emit(database, event(topic=""))
-    assert (await database.events.fan_out("ns", NOW, SINCE, {}, 100)).notifications == 1
+    assert (await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).notifications == 1
     assert await database.events.backfill("ns", "sing", [], SINCE, NOW) == 0
 
 
@@ -961,7 +971,7 @@ async def test_history_is_written_in_pieces_and_only_once(
     monkeypatch.setattr(events, "PIECE", 2)
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(5)))
-    await database.events.fan_out("ns", NOW, SINCE, {}, 100)
+    await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
     await subscribe(database, Subscription(handler_name="later", event_type="Greeted"))
     assert [await database.events.backfill("ns", "later", [], SINCE, NOW) for _ in range(2)] == [5, 0]
 
@@ -1017,19 +1027,19 @@ async def test_errors_that_were_made_unreadable_by_hand_keep_nothing_from_being_
 async def test_two_locks_of_one_database_exclude_each_other(database: SqliteDatabase) -> None:
     first, second = (database.cluster_lock(owner, "channel", 5) for owner in "ab")
     other = LockName("ns", "fanout")
-    assert await first.acquire([DISPATCH]) == {DISPATCH: Acquired(1, 0)}
-    assert await second.acquire([DISPATCH, other]) == {other: Acquired(1, 0)}
+    assert await first.acquire([DISPATCH]) == {DISPATCH: LockGrant(1, 0)}
+    assert await second.acquire([DISPATCH, other]) == {other: LockGrant(1, 0)}
     await first.release([DISPATCH])
-    assert await second.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 1)}
+    assert await second.acquire([DISPATCH]) == {DISPATCH: LockGrant(2, 1)}
     await second.close()
-    assert await first.acquire([DISPATCH, other]) == {DISPATCH: Acquired(3, 1), other: Acquired(2, 0)}
+    assert await first.acquire([DISPATCH, other]) == {DISPATCH: LockGrant(3, 1), other: LockGrant(2, 0)}
     await first.close()
 
 
 async def test_the_lock_of_a_killed_process_is_free_at_once(in_file: SqliteDatabase, path: Path) -> None:
     script = """
         import asyncio, sys
-        from outboxio.names import LockName
+        from outboxio.model.lock_name import LockName
         from outboxio.storage.sqlite.database import SqliteDatabase
         async def main():
             database = SqliteDatabase("main", sys.argv[1])
@@ -1044,7 +1054,7 @@ async def test_the_lock_of_a_killed_process_is_free_at_once(in_file: SqliteDatab
         assert await lock.acquire([DISPATCH]) == {}
         holder.kill()
         holder.wait()
-    assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
+    assert await lock.acquire([DISPATCH]) == {DISPATCH: LockGrant(2, 0)}
     await lock.close()
 
 
@@ -1053,7 +1063,7 @@ async def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_l
 ) -> None:
     script = """
         import asyncio, os, sys, time
-        from outboxio.names import LockName
+        from outboxio.model.lock_name import LockName
         from outboxio.storage.sqlite.database import SqliteDatabase
         async def main():
             lock = SqliteDatabase("main", sys.argv[1]).cluster_lock("other", "channel", 5)
@@ -1070,7 +1080,7 @@ async def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_l
         holder.kill()
         holder.wait()
         try:
-            assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
+            assert await lock.acquire([DISPATCH]) == {DISPATCH: LockGrant(2, 0)}
         finally:
             os.kill(child, signal.SIGKILL)
     await lock.close()
@@ -1094,11 +1104,11 @@ async def test_a_heartbeat_is_the_time_and_notices_a_lock_file_that_was_removed(
 ) -> None:
     lock = in_file.cluster_lock("me", "channel", 5)
     await lock.acquire([DISPATCH])
-    assert abs(await lock.heartbeat() - utc_now()) < timedelta(seconds=5)
+    assert abs((await lock.heartbeat()).database_now - utc_now()) < timedelta(seconds=5)
     os.remove(f"{path}.locks/{DISPATCH.text}")
     with pytest.raises(DatabaseUnavailable, match="removed"):
         await lock.heartbeat()
-    assert await lock.acquire([DISPATCH]) == {DISPATCH: Acquired(2, 0)}
+    assert await lock.acquire([DISPATCH]) == {DISPATCH: LockGrant(2, 0)}
     await lock.close()
 
 

@@ -1,4 +1,4 @@
-"""TLS as docs/security.md says it is asked for; more of MySQL's is in ``test_mysql_storage.py``."""
+"""TLS as docs/security.md describes it; more of MySQL's TLS is in ``test_mysql_storage.py``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import asyncpg
 import pytest
 
 from outboxio import DatabaseUnavailable, Outbox
-from tests.app import Emit, Look, eventually
+from tests.kit.app import Emit, Look, eventually
+from tests.kit.inside import database_of
 
 Certificates = dict[str, Path]
 
 
 def certificate(directory: Path, name: str) -> Path:
-    """A certificate that vouches for itself, for a host of this name; its key is beside it."""
+    """A self-signed certificate for a host of this name; its key is beside it."""
     made = directory / f"{name}.crt"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
@@ -31,7 +32,7 @@ def certificate(directory: Path, name: str) -> Path:
 
 
 def give(certificate: Path, data: Path) -> None:
-    """Put a certificate and its key where the server finds them, readable for it alone."""
+    """Put a certificate and its key where the server finds them, readable for the server alone."""
     owner = data.stat()
     for file in (certificate, certificate.with_suffix(".key")):
         copy = data / f"test{file.suffix}"
@@ -85,11 +86,11 @@ def with_mode(url: str, mode: str, authority: Path | None = None, host: str | No
 
 
 async def ciphers(outbox: Outbox) -> set[str | None]:
-    """How the connections are encrypted on which actions and loops run; ``None`` for one that is not."""
+    """The ciphers of the connections of actions and of loops; ``None`` for an unencrypted connection."""
     question = "SELECT cipher FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
     async with outbox.transaction("Look") as tx:
         of_actions = await tx.fetchval(question)
-    database = outbox._shards["default"].database
+    database = database_of(outbox)
     of_loops = (await database._admin.fetch(question))[0][0]  # type: ignore[attr-defined]
     return {of_actions, of_loops}
 

@@ -1,4 +1,4 @@
-"""What an action may do with ``tx``, and what it is kept from: the transaction is outboxio's to end."""
+"""The rights of an action on ``tx``: outboxio alone ends the transaction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
-from tests.app import Look, WalletOpened
-from tests.probes import (
+from tests.kit.app import Look, WalletOpened
+from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
     balances,
@@ -24,7 +24,7 @@ from tests.probes import (
     statements_on,
     written,
 )
-from tests.sql import sql
+from tests.kit.sql import sql
 
 ENDINGS = [
     "COMMIT", "commit;", " \n\tCommit work", "-- done\nCOMMIT", "/* done */ /* really */ COMMIT", "; COMMIT",
@@ -40,7 +40,7 @@ async def quiet_loop() -> AsyncIterator[None]:
 
 
 def kinds(statements: list[str]) -> list[str]:
-    """The first words of statements, up to the one that commits."""
+    """The first words of statements, up to the statement that commits."""
     words = [re.match(r"\w+", statement) for statement in statements]
     firsts = [word[0].upper() for word in words if word is not None]
     return firsts[: firsts.index("COMMIT") + 1]
@@ -91,7 +91,7 @@ async def test_a_statement_that_writes_may_answer_with_rows(outbox: Outbox, look
 
 
 async def test_sql_is_the_drivers_own(outbox: Outbox) -> None:
-    """A percent sign, a colon, a question mark in a string: nothing is rewritten, and doubled quotes stay."""
+    """A percent sign, a colon, a question mark in a string: the SQL is not rewritten, and doubled quotes stay."""
     async with outbox.transaction("Own") as tx:
         literal = sql(tx, "SELECT '100% :name ? $1 ''quoted''' WHERE $1 = 1")
         assert await tx.fetchval(literal, 1) == "100% :name ? $1 'quoted'"
@@ -342,7 +342,7 @@ async def test_an_action_cannot_end_while_a_statement_is_under_way(
 
 
 async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_url: str) -> None:
-    """COMMIT takes along what the pool would do when the connection comes back, or ROLLBACK leaves it to the pool."""
+    """COMMIT carries the pool's own reset of the connection; ROLLBACK leaves the reset to the pool."""
 
     async def setting(tx: Transaction) -> tuple[int, str, bool, int]:
         row = await tx.fetchrow(

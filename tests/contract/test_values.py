@@ -1,6 +1,6 @@
-"""What is stored comes back as it was: moments, texts of any alphabet, names that differ in little. On every database.
+"""Stored values come back unchanged: moments, texts of any alphabet, similar names. On every database.
 
-What a database cannot store is refused in words, which is tested where bad input is.
+A value that a database cannot store is refused in words; see ``test_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import pytest
 
 from outboxio import Event, EventEnvelope, Outbox, RetryAfter
 from outboxio.testing import MovableClock
-from tests.app import Emit, Journal, Look, MoneyDeposited
-from tests.probes import MakeOutbox, written
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.probes import MakeOutbox, written
+
+pytestmark = pytest.mark.every_version
 
 MICROSECOND = timedelta(microseconds=1)
 

@@ -1,4 +1,4 @@
-"""One application that is always busy: it executes actions and handles their events, whatever befalls its database.
+"""An application that is always busy: it executes actions and handles their events, through every fault.
 
 ``python -m tests.flow.busy_worker '{...}'``: until SIGTERM, at which it executes nothing more, waits until everything
 is handled, and leaves. It reports as ``worker.py`` does: ``running``; ``executed``, or ``refused`` with the error, each
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings
-from tests.app import Emit, MoneyDeposited
 from tests.flow.worker import report, stop_when_told
+from tests.kit.app import Emit, MoneyDeposited
 
 STATM = Path("/proc/self/statm")
 TASKS = 4
@@ -31,7 +31,7 @@ numbers = count()
 
 
 def memory() -> float:
-    """What this process occupies, in MB; 0 where the system does not say."""
+    """The resident memory of this process in MB; 0 where the system does not tell."""
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if STATM.exists() else 0.0
 
 

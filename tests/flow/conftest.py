@@ -1,4 +1,4 @@
-"""Fixtures for tests of several processes, and of what a database does to its connections."""
+"""Fixtures for tests of several processes, and of connections that a database ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.flow.leaks import Leaks
-from tests.flow.processes import Worker
+from tests.kit.leaks import Leaks
+from tests.kit.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
@@ -42,5 +42,5 @@ async def start_program() -> AsyncIterator[StartWorker]:
 
 @pytest.fixture
 async def leaks(database_url: str) -> Leaks:
-    """Looks for what is left behind; compares with the beginning of the test."""
+    """Finds leaks, compared with the beginning of the test."""
     return Leaks(database_url)

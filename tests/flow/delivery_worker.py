@@ -1,4 +1,4 @@
-"""One process with a transactional or an ordered handler, for tests in which processes die.
+"""A process with a transactional or an ordered handler, for tests in which processes die.
 
 ``python -m tests.flow.delivery_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
 ``begun`` and ``done`` with key and number, ``left``. ``crash`` says where the process ends itself, and after how many
@@ -15,17 +15,17 @@ import random
 import sys
 from typing import Any
 
-from outboxio import Action, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable, calling
-from outboxio.keeper import LockKeeper
-from tests.app import MoneyDeposited
+from outboxio import Action, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
+from outboxio.runtime.lock_manager import LockManager
 from tests.flow.worker import report, stop_when_told
-from tests.sql import sql
+from tests.kit.app import MoneyDeposited
+from tests.kit.sql import sql
 
 ADD = "UPDATE wallets SET balance = balance + 1 WHERE id = $1"
 
 
 class Add(Action):
-    """One more, within whatever transaction is open."""
+    """Adds one, within the open transaction."""
 
     wallet: str
 
@@ -48,25 +48,26 @@ class Crash:
 
 
 def crash_behind_commit(crash: Crash) -> None:
-    commit = calling.commit
+    commit = Transaction.commit
 
-    async def commit_and_crash(*args: Any) -> None:
-        await commit(*args)
-        crash.maybe("after")
+    async def commit_and_crash(tx: Transaction, *rows: Any) -> None:
+        await commit(tx, *rows)
+        if tx.in_handler:
+            crash.maybe("after")
 
-    calling.commit = commit_and_crash
+    Transaction.commit = commit_and_crash  # type: ignore[method-assign]
 
 
 def steal_locks() -> None:
-    """Believe in every lock without asking for it; terms that no lease has are refused wherever they are asked for."""
+    """Believe in every lock without asking for it; terms without a lease are refused wherever the database is asked."""
 
-    async def try_lacking(self: LockKeeper) -> int:
+    async def try_lacking(self: LockManager) -> int:
         lacking = self.lacking
         for name in lacking:
             self._take(name, 10**6)
         return len(lacking)
 
-    LockKeeper._try_lacking = try_lacking  # type: ignore[method-assign]
+    LockManager._try_lacking = try_lacking  # type: ignore[method-assign]
 
 
 def add_transactional(outbox: Outbox, crash: Crash, *, mode: str) -> None:

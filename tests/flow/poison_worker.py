@@ -1,4 +1,4 @@
-"""One process with a handler that ends it for some events, for tests in which a supervisor starts it again and again.
+"""A process whose handler ends it for certain events, for tests with a supervisor that starts it again.
 
 ``python -m tests.flow.poison_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
 ``begun`` and ``done`` with handler and number, ``buried`` (a hook), ``asked`` (the table of recorded starts), ``left``.
@@ -18,9 +18,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from outboxio import Batch, EventEnvelope, Outbox, Settings, Unprocessable
-from tests.app import MoneyDeposited
 from tests.flow.worker import Reporting, report, stop_when_told
-from tests.sql import sql
+from tests.kit.app import MoneyDeposited
+from tests.kit.inside import database_of
+from tests.kit.sql import sql
 
 EFFECT = "INSERT INTO effects (number) VALUES ($1)"
 
@@ -77,8 +78,8 @@ def add_handler(
 
 
 def report_starts(outbox: Outbox) -> None:
-    """Report whatever is asked of the table of recorded starts."""
-    starts: Any = outbox._shards["default"].database.starts
+    """Report every question to the table of recorded starts."""
+    starts = database_of(outbox).starts
 
     def reporting(name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(starts, name)

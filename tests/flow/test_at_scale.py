@@ -31,10 +31,10 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.app import WALLETS, Emit, Look, MoneyDeposited, WalletOpened, eventually
-from tests.flow.processes import Worker
-from tests.size import FULL
-from tests.sql import sql
+from tests.kit.app import WALLETS, Emit, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.processes import Worker
+from tests.kit.size import FULL
+from tests.kit.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 StartProgram = Callable[..., Awaitable[Worker]]
@@ -99,7 +99,7 @@ async def test_a_transactional_effect_is_there_exactly_once(
     crashes = await _until_finished(look, number, workers, lambda: start_program(WORKER, **told, after=BETWEEN_CRASHES))
 
     seconds = time.monotonic() - begun
-    if "crash" not in told:  # or else its last commit may have been its end
+    if "crash" not in told:  # otherwise its last commit may have been its end
         await workers[-1].leave()
     counted = await look.value("SELECT CAST(SUM(balance) AS CHAR(10)) AS n FROM wallets")
     runs = sum(len(worker.of("done")) for worker in workers)
@@ -113,7 +113,7 @@ async def test_a_transactional_effect_is_there_exactly_once(
 async def _until_finished(
     look: Look, number: int, workers: list[Worker], start: Callable[[], Awaitable[Worker]]
 ) -> int:
-    """Wait until all is done, putting another process in the place of one that died; how many died."""
+    """Wait until all work is done, replacing each process that dies; returns the number of deaths."""
     deadline, crashes = time.monotonic() + size(600, 60), 0
     while not await is_finished(look, number):
         assert time.monotonic() < deadline, await look.states()
@@ -150,7 +150,7 @@ async def test_what_a_transaction_costs(make_outbox: MakeOutbox, look: Look, sta
 
 
 class Post(Action):
-    """One entry of an account, whose row is locked until the commit: so sequence is commit order within a key."""
+    """An entry of an account, whose row is locked until the commit: within a key, the sequence is the commit order."""
 
     wallet: str
     number: int
@@ -163,7 +163,7 @@ class Post(Action):
 
 
 async def post_all(outbox: Outbox, keys: int, each: int) -> None:
-    """Transactions of many keys at once, those of a key one after another."""
+    """Transactions of many keys at once; the transactions of a key run in turn."""
 
     async def post(key: int) -> None:
         for number in range(each):
@@ -203,7 +203,7 @@ async def test_order_holds_while_processes_die_and_handlers_fail(
     killed, other = (first, second) if first.of("done") else (second, first)
     killed.kill()
     await posting
-    parked = each - each // 2  # the poison, and what is behind it
+    parked = each - each // 2  # the poison, and the rows behind it
     await eventually(lambda: is_finished(look, keys * each - parked), timeout=size(300, 60))
     assert await look.states() == {"SUCCEEDED": keys * each - parked, "DEAD": 1, "BLOCKED": parked - 1}
 
@@ -225,7 +225,7 @@ async def test_order_holds_while_processes_die_and_handlers_fail(
 async def test_a_poison_does_not_slow_other_keys_down(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram
 ) -> None:
-    """No rule about time: figures of both, and everything that is not behind the poison is done."""
+    """No rule about time: the figures of both, and the rule that all events beside the poisoned key are done."""
     keys, each = size(200, 10), size(50, 5)
     seconds: dict[bool, float] = {}
     done = 0
@@ -258,7 +258,9 @@ async def test_a_poison_does_not_slow_other_keys_down(
 
 
 async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: MakeOutbox, look: Look) -> None:
-    """No rule about time: plans are pinned elsewhere. The free keys are done, and the rows behind stay as they are."""
+    """No rule about time: plans are pinned elsewhere. The free keys are done, and the rows behind a blocked key stay as
+    they are.
+    """
     behind, free = size(100_000, 300), size(5000, 100)
     outbox = await make_outbox()
     rounds = size(4, 1)

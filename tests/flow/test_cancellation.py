@@ -1,4 +1,4 @@
-"""Cancellation at any moment: nothing is left behind, no attempt is used up, and the next stay does what is left."""
+"""Cancellation at any moment: no task is left, no attempt is used up, and the next run does the rest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import suppress
 import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually
-from tests.flow.leaks import Leaks
-from tests.probes import Cancelling
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.leaks import Leaks
+from tests.kit.probes import Cancelling
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
-POOL = 1  # what the pool for actions keeps open until close()
+POOL = 1  # the pool for actions keeps these open until close()
 
 
 async def no_attempt_was_burnt(look: Look) -> None:
@@ -29,7 +29,7 @@ async def no_attempt_was_burnt(look: Look) -> None:
 async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Some handlers end by themselves in the time that they get, others do not."""
+    """Some handlers end within the time that they get, some do not."""
     outbox, journal = await make_outbox(settings=Settings(shutdown_timeout="20ms")), Journal()
     started = asyncio.Event()
 

@@ -17,12 +17,12 @@ import pytest
 from outboxio import Action, Event, Outbox, Transaction
 from outboxio.cli import main
 from outboxio.storage.schema import sql_files
-from tests.app import Look, eventually
-from tests.server_acts import with_password
+from tests.kit.app import Look, eventually
+from tests.kit.server_acts import with_password
 
 ROOT = Path(__file__).parents[2]
 
-# An application: its handler says on a file that it began, and waits for another one if there is to be one.
+# An application: its handler writes a file when it begins, and waits for a second file if there is to be one.
 SHOP = """
 import asyncio, os
 from pathlib import Path
@@ -68,7 +68,7 @@ class Order(Action):
 
 
 class Answer:
-    """What a command answered."""
+    """The answer of a command."""
 
     def __init__(self, code: int | None, out: str, err: str) -> None:
         self.code = code
@@ -98,7 +98,7 @@ class Command:
 
     @asynccontextmanager
     async def started(self, *arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
-        """The command under way; it does not outlive the block."""
+        """The command under way; the command does not outlive the block."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("OUTBOXIO_")}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "outboxio.cli", *arguments),
@@ -122,13 +122,15 @@ def command(tmp_path: Path, database_url: str) -> Command:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Command:
-    """The command where no server is needed: for what is the same on every database, or never reaches one."""
+    """The command where no server is needed: for behaviour that is the same on every database, or that needs no
+    database.
+    """
     return Command(tmp_path, f"sqlite:///{tmp_path / 'local.db'}")
 
 
 @pytest.fixture
 async def shop(database_url: str) -> AsyncIterator[Outbox]:
-    """The same application in this process, without its handlers; its tables are made."""
+    """The same application in this process, without its handlers, with fresh tables."""
     async with Outbox(database_url, namespace="shop") as outbox:
         await outbox.migrate()
         yield outbox
@@ -169,8 +171,14 @@ async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(
 async def test_migrate_answers_machines_shard_by_shard(command: Command) -> None:
     files = [file.name for file in sql_files(Look(command.database).dialect)]
 
-    assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": files}}
-    assert (await command("migrate", "--database", command.database, "--json")).json == {"applied": {"default": []}}
+    assert (await command("migrate", "--database", command.database, "--json")).json == {
+        "applied": {"default": files},
+        "pending": {"default": []},
+    }
+    assert (await command("migrate", "--database", command.database, "--json")).json == {
+        "applied": {"default": []},
+        "pending": {"default": []},
+    }
 
 
 async def test_check_of_an_empty_database_names_what_is_missing_and_the_file_to_apply(command: Command) -> None:
@@ -250,6 +258,60 @@ async def test_status_shows_the_other_shards_when_one_is_down(local: Command, lo
     assert "127.0.0.1:1" in answer.json["errors"]["down"]
 
 
+# --- partitions ----------------------------------------------------------------------------------
+
+
+async def test_partitions_show_the_owners_of_each_handler(command: Command, shop: Outbox) -> None:
+    async with command.started("worker", "shop:outbox") as worker:
+        await line_with(worker.stderr, "took shop/dispatch/ship")
+        answer = await command("partitions", "shop:outbox")
+        of_one = await command("partitions", "--database", command.database, "--namespace", "shop", "send", "--json")
+
+    assert answer.code == 0, answer
+    assert "ship" in answer.out
+    assert f":{worker.pid}:" in answer.out
+    assert [one["handler_name"] for one in of_one.json] == ["send", "ship"]
+
+
+async def test_partitions_set_the_number_for_all_processes(command: Command, shop: Outbox, look: Look) -> None:
+    if look.is_file:
+        pytest.skip("a file has a single partition")
+
+    async with command.started("worker", "shop:outbox") as worker:
+        await line_with(worker.stderr, "took shop/dispatch/ship")
+        answer = await command("partitions", "shop:outbox", "ship", "4")
+
+    assert answer.code == 0, answer
+    assert "ship: 1 -> 4 partitions" in answer.out
+    assert "0-3" in answer.out
+    assert "no process" not in answer.out
+    assert worker.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        (["shipp"], "did you mean 'ship'?"),
+        (["ship", "65"], "expected a whole number from 1 to 64"),
+        (["ship", "8"], "sqlite, which has one writer"),
+    ],
+)
+async def test_partitions_that_cannot_be_are_refused_in_words(
+    local: Command, local_shop: Outbox, arguments: list[str], because: str
+) -> None:
+    answer = await local("partitions", "shop:outbox", *arguments)
+
+    assert answer.code == 2, answer
+    assert because in answer.err
+
+
+async def test_partitions_without_tables_say_what_to_do(local: Command) -> None:
+    answer = await local("partitions", "shop:outbox")
+
+    assert answer.code == 1
+    assert "outboxio migrate" in answer.err
+
+
 # --- worker --------------------------------------------------------------------------------------
 
 
@@ -318,8 +380,88 @@ async def test_draining_answers_no_while_something_waits_for_its_retry(local: Co
     answer = await local("worker", "shop:outbox", "--drain", "--log-level", "error")
 
     assert answer.code == 1
-    assert "1 left" in answer.err
+    assert "1 left that failed, waiting for a retry" in answer.err
     assert "there is no such order" not in answer.err
+
+
+SCHEDULED = """
+import os
+from datetime import timedelta
+from outboxio import Batch, Outbox
+from shop import Ordered
+
+outbox = Outbox(os.environ["SHOP_DATABASE"], namespace="shop")
+
+@outbox.handler(Ordered, name="report", batch=Batch(schedule="0 0 1 1 *"))
+async def report(envelopes):
+    pass
+"""
+
+
+async def test_draining_answers_yes_while_events_wait_for_a_schedule(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "scheduled.py").write_text(SCHEDULED)
+    await local_shop.executor.execute(Order(1))
+
+    answer = await local("worker", "scheduled:outbox", "--drain")
+
+    assert answer.code == 0, answer
+    assert "left for a later moment, by a schedule or a delay: 1" in answer.err
+
+
+async def test_draining_answers_no_while_a_paused_handler_has_due_notifications(
+    local: Command, local_shop: Outbox
+) -> None:
+    await local_shop.executor.execute(Order(1))
+    await local("worker", "shop:outbox", "--drain")  # announces the handler
+    await local_shop.admin.pause("ship")
+    await local_shop.executor.execute(Order(2))
+
+    answer = await local("worker", "shop:outbox", "--drain")
+
+    assert answer.code == 1, answer
+    assert "'ship'" in answer.err
+
+
+# --- the worker's log ------------------------------------------------------------------------------
+
+LOGGING = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="mine: %(name)s %(message)s")
+from shop import outbox
+"""
+
+
+async def test_an_application_that_sets_up_logging_keeps_its_log(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "logs.py").write_text(LOGGING)
+    await local_shop.executor.execute(Order(-1))
+
+    answer = await local("worker", "logs:outbox", "--drain", "--log-format", "json")
+
+    assert "mine: outboxio.invocation.judge handler 'ship' failed" in answer.out
+    assert "mine: outboxio.worker outboxio" in answer.out, "the worker's own words are in the application's log"
+    assert answer.err.splitlines() == ["error: not all is done: 1 left that failed, waiting for a retry"]
+
+
+async def test_the_log_of_a_worker_is_json_if_it_is_asked_for(local: Command, local_shop: Outbox) -> None:
+    await local_shop.executor.execute(Order(-1))
+
+    answer = await local("worker", "shop:outbox", "--drain", "--log-format", "json")
+
+    *lines, last = answer.err.splitlines()
+    records = [json.loads(line) for line in lines]
+    [failure] = [record for record in records if record["level"] == "WARNING"]
+    assert failure["handler_name"] == "ship"
+    assert failure["attempt"] == 1
+    assert {"time", "level", "logger", "message"} <= set(records[0])
+    assert any("fans out and runs handlers" in record["message"] for record in records)
+    assert last.startswith("error: ")
+
+
+async def test_a_worker_leaves_logging_alone_if_it_is_told_to(local: Command, local_shop: Outbox) -> None:
+    answer = await local("worker", "shop:outbox", "--drain", "--no-log-setup")
+
+    assert answer.code == 0
+    assert answer.err == "", "only what Python's last resort shows: warnings and errors"
 
 
 async def test_a_worker_without_handling_only_fans_out(local: Command, local_shop: Outbox) -> None:
@@ -371,6 +513,10 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
         (["check"], "give --database"),
         (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
         (["status", "--database", "sqlite://"], "give --namespace"),
+        (["partitions", "--database", "sqlite://"], "give --namespace"),
+        (["partitions"], "give --database"),
+        (["partitions", "shop:outbox", "ship", "many"], "'many' is no number of partitions"),
+        (["partitions", "shop:outbox", "ship", "8", "send"], "'send' is one word too many"),
         (["check", "--database", "gopher://host"], "the scheme 'gopher'"),
         (["demo", "--database", "mysql://me:s3cret@127.0.0.1:1"], "127.0.0.1:1 names no database"),
         (["dance"], "No such command 'dance'"),
@@ -406,7 +552,7 @@ async def test_a_setting_that_the_application_refuses_is_refused_by_name(local: 
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])
-@pytest.mark.parametrize("name", ["migrate", "check", "status"])
+@pytest.mark.parametrize("name", ["migrate", "check", "status", "partitions"])
 async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Command, name: str, scheme: str) -> None:
     answer = await local(name, "--database", f"{scheme}://me:s3cret@127.0.0.1:1/app", "--namespace", "shop")
 
@@ -439,7 +585,7 @@ async def test_verbose_shows_where_an_error_came_from(local: Command) -> None:
 # --- the rest --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["migrate", "check", "worker", "status", "demo"])
+@pytest.mark.parametrize("name", ["migrate", "check", "worker", "status", "partitions", "demo"])
 async def test_every_command_explains_itself(local: Command, name: str) -> None:
     answer = await local(name, "--help")
 
@@ -447,7 +593,7 @@ async def test_every_command_explains_itself(local: Command, name: str) -> None:
     assert "Example: outboxio" in answer.out
 
 
-@pytest.mark.parametrize("name", ["migrate", "check", "status", "demo"])
+@pytest.mark.parametrize("name", ["migrate", "check", "status", "partitions", "demo"])
 async def test_the_help_names_every_kind_of_database(local: Command, name: str) -> None:
     answer = await local(name, "--help")
 

@@ -1,4 +1,4 @@
-"""A handler that ends its process for one event: that event is DEAD in the end, and nothing happens to the others."""
+"""A handler that ends its process for a certain event: the event ends DEAD, and no other event is affected."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Outbox
-from tests.app import Look, MoneyDeposited, eventually
-from tests.flow.processes import Worker
-from tests.probes import MakeOutbox
+from tests.kit.app import Look, MoneyDeposited, eventually
+from tests.kit.probes import MakeOutbox
+from tests.kit.processes import Worker
 
 StartProgram = Callable[..., Awaitable[Worker]]
 
 EVENTS, KEYS = 200, 10
 POISON = 137
 ALL_BUT_ONE = {"SUCCEEDED": EVENTS - 1, "DEAD": 1}
-CRASHES = 4  # one that is not counted, and as many as the setting max_crashes says
+CRASHES = 4  # a crash that is not counted, and as many as the setting max_crashes says
 MOST = 12
 QUICK = {"handling_poll_delay": "50ms", "fanout_poll_delay": "50ms", "lock_heartbeat": "1s"}
 
 
 class Supervisor:
-    """Starts a program again whenever it ends, until the notifications are in these states."""
+    """Starts a program again whenever it ends, until the notifications are in the given states."""
 
     def __init__(self, start_program: StartProgram, look: Look) -> None:
         self._start_program = start_program
@@ -57,7 +57,7 @@ class Supervisor:
         return len(self.workers) - 1
 
     def numbers(self, what: str, **like: Any) -> list[int]:
-        """What was reported of which events, in order."""
+        """The reports of a kind: the numbers of the events, in order."""
         reports = [report for worker in self.workers for report in worker.of(what, **like)]
         return [number for report in reports for number in report.get("numbers", [report.get("number")])]
 
@@ -69,7 +69,7 @@ def supervisor(start_program: StartProgram, look: Look) -> Supervisor:
 
 @pytest.fixture
 async def recorded(make_outbox: MakeOutbox, look: Look) -> Outbox:
-    """An outbox that runs nothing, with the events committed: twenty for each of ten keys."""
+    """An outbox that runs no handlers, with committed events: twenty for each of ten keys."""
     outbox = await make_outbox()
     await look.fetch("CREATE TABLE effects (number INT NOT NULL)")
     async with outbox.transaction("Deposits") as tx:
@@ -87,7 +87,7 @@ async def attempts(look: Look, state: str) -> Counter[int]:
 
 
 async def require_verdict(outbox: Outbox, look: Look, name: str) -> None:
-    """The poison row is DEAD and says why, the others have lost no attempt, and no record is left."""
+    """The poison row is DEAD and says why, the remaining rows have lost no attempt, and no record is left."""
     assert await dead_of(outbox) == [(name, POISON)]
     (dead,) = await outbox.admin.list(state="DEAD")
     assert (dead.errors[-1]["type"], dead.attempts) == ("CrashedProcess", 1)
@@ -162,7 +162,7 @@ async def test_of_a_batch_that_ends_its_process_only_the_row_that_does_is_dead(
 
 @pytest.mark.costly
 async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
-    """They run in the same process, so they are suspects as well; but never while another one is."""
+    """Their rows run in the same process, so they are suspects as well; but never two suspects at once."""
     names = ("mail", "slow", "search")
     handlers = [{"name": name, "sleep": 0.05 if name == "slow" else 0.002} for name in names]
     handlers[0]["poison"] = [POISON]
@@ -200,7 +200,7 @@ async def test_a_hook_that_ends_its_process_is_given_up_and_its_row_is_dead(
 async def test_killing_healthy_processes_makes_nothing_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
-    """Each is killed with rows in flight, a few more of them done than before."""
+    """Each process is killed with rows in flight, with a few more rows done than its predecessor."""
     mail = {"name": "mail", "sleep": 0.02}
     for done in (20, 30, 5, 40):
         worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
@@ -218,7 +218,7 @@ async def test_killing_healthy_processes_makes_nothing_dead(
 async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_nothing_to_suspect(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
-    """In the midst of its work."""
+    """In the middle of its work."""
     mail = {"name": "mail", "sleep": 0.02}
     for done in (20, 40):
         worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)

@@ -1,6 +1,6 @@
-"""What is repeated when a process is killed: the lines of the tables in docs/delivery.md and docs/lifecycle.md.
+"""Runs that repeat after a kill: the rows of the tables in docs/delivery.md and docs/lifecycle.md.
 
-For handlers that are transactional, and for those that are ordered, see ``test_at_scale.py``.
+For transactional and for ordered handlers see ``test_at_scale.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outboxio import Outbox
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
-from tests.flow.processes import Worker
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
@@ -21,7 +21,7 @@ PAYLOAD = {"wallet_id": "00000000-0000-0000-0000-000000000007", "amount": "12"}
 
 @pytest.fixture
 async def successor(database_url: str) -> AsyncIterator[Outbox]:
-    """An outbox of this process, which runs nothing before it is told to."""
+    """An outbox of this process, which runs no handlers before the test starts it."""
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         yield outbox
 
@@ -72,7 +72,7 @@ async def test_what_was_cut_short_is_run_again_unless_it_may_run_only_once(
 async def test_a_crash_beside_a_slow_handler_repeats_nothing_of_the_others(
     successor: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
-    """One event, four handlers: three have ended in their own ways while the slow one goes on."""
+    """An event with four handlers: three have ended in different ways while the slow handler still runs."""
     worker = await start_worker(
         look.url,
         {"name": "fast"},
@@ -98,7 +98,7 @@ async def test_a_crash_beside_a_slow_handler_repeats_nothing_of_the_others(
         "refuses": 0,
     }
     assert await states(look) == {**ended, "slow": "SUCCEEDED"}
-    # The flaky one has its own clock: what became of the process does not make it due.
+    # The flaky handler's row is due by its retry time: the fate of the process does not make the row due.
     (flaky,) = await successor.admin.list(state="FAILED")
     assert (flaky.attempts, (flaky.next_retry_at - flaky.updated_date).total_seconds() > 20) == (1, True)
 

@@ -1,7 +1,7 @@
-"""Connections that end in the middle of a statement, servers that die, and what keeps two holders of a lock apart.
+"""Connections that end in the middle of a statement, servers that die, and the terms of two lock holders.
 
-A statement is caught in its middle by a lock that it has to wait for, held from outside. That other connections come
-and go is tested where connections are.
+A statement is caught in its middle by a lock that an outside session holds. Connections that come and go are tested in
+``test_connections.py``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 import pytest
 
 from outboxio import EventEnvelope, Outbox, RetryAfter, Settings
-from outboxio.clock import utc_now
-from outboxio.event import ActionRecord, EventRecord
-from outboxio.ids import uuid7
-from outboxio.names import LockName
-from outboxio.notification import Notification, State, Wanted
-from outboxio.outcome import Bucket, Lease, Outcome
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.lock_name import LockName
+from outboxio.model.notification import DueQuery, Notification, State
+from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage import open_database
-from outboxio.storage.protocols import Database
-from outboxio.subscription import Subscription
-from tests import mysql
-from tests.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.flow.private_servers import PrivateMysql, PrivatePostgres, private_server
-from tests.flow.proxy import proxy_to
-from tests.probes import open_transaction
-from tests.server_acts import ServerActs, acts_on
-from tests.spies import nothing_is_handed_over
+from outboxio.storage.protocols import Database, FanoutRequest
+from outboxio.support.clock import utc_now
+from outboxio.support.ids import uuid7
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.kit.private_servers import PrivateMysql, PrivatePostgres, private_server
+from tests.kit.probes import open_transaction
+from tests.kit.proxy import proxy_to
+from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.spies import nothing_is_handed_over
 
 ERROR = '{"type": "ValueError", "message": "no"}'
 
@@ -51,7 +51,7 @@ def acts(server_url: str) -> ServerActs:
 
 # --- obstacles -----------------------------------------------------------------------------------
 
-#: Who wants to write into the table has to wait; who only wants to read has not.
+#: A session that writes into the table has to wait; a session that only reads does not.
 NO_WRITING = {
     "asyncpg": "LOCK TABLE {table} IN SHARE MODE",
     "aiomysql": "LOCK TABLES {table} READ",
@@ -62,8 +62,8 @@ NO_READING = {
 }
 ROWS = dict.fromkeys(("asyncpg", "aiomysql"), "SELECT 1 FROM {table} WHERE {condition} FOR UPDATE")
 
-#: What is in each that has to wait, within the part of a statement that PostgreSQL shows.
-FAN_OUT = {"asyncpg": "rooms AS MATERIALIZED", "aiomysql": "INSERT INTO eventlog.event_notifications"}
+#: A text in each waiting statement, within the part of a statement that PostgreSQL shows.
+FAN_OUT = {"asyncpg": "limits AS MATERIALIZED", "aiomysql": "INSERT INTO eventlog.event_notifications"}
 FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "CONCAT('['"}
 SETTLE = {"asyncpg": "UPDATE eventlog.event_notifications", "aiomysql": "SET n.state ="}
 ANNOUNCE = "INSERT INTO eventlog.subscriptions"
@@ -73,7 +73,7 @@ DISPATCH_LEASE = {"table": "eventlog.leases", "condition": "name = 'app/dispatch
 
 @asynccontextmanager
 async def obstacle(look: Look, kinds: dict[str, str], **where: str) -> AsyncIterator[None]:
-    """Something in the way of others for as long as the block lasts."""
+    """An obstacle for statements, as long as the block lasts."""
     statement = kinds[look.driver].format(**where)
     async with open_transaction(look) as (connection, end):
         await run_on(connection, statement)
@@ -91,7 +91,7 @@ async def run_on(connection: Any, statement: str) -> None:
 
 
 async def kill_in_the_middle(acts: ServerActs, words: str) -> None:
-    """Wait until a session is in the middle of such a statement, and end it."""
+    """Wait until a session is in the middle of such a statement, and end the session."""
     await eventually(lambda: acts.held_up(words))
     await acts.end(await acts.held_up(words))
 
@@ -226,7 +226,7 @@ async def has_risen(look: Look, before: int) -> bool:
     return await term(look) > before
 
 
-#: What only a heartbeat sends; written in small letters, as the proxy looks for it.
+#: Bytes that only a heartbeat sends; in small letters, as the proxy searches.
 HEARTBEAT = {"asyncpg": b"select clock_timestamp()", "aiomysql": b"select utc_timestamp(6)"}
 
 
@@ -257,14 +257,14 @@ async def test_a_heartbeat_whose_session_is_killed_before_the_answer_is_there_co
 
 
 def directory_and_process(server: PrivatePostgres | PrivateMysql) -> tuple[Path, int]:
-    """Where the server has its data, and the id of its process."""
+    """The data directory of the server, and the id of its process."""
     data = server._home / "data"
     [pid_file] = [*data.glob("*.pid")]
     return data, int(pid_file.read_text().split()[0])
 
 
 def is_used(directory: Path) -> bool:
-    """Whether some process still is in this directory: servers go to where their data are."""
+    """True if a process still is in this directory: servers run in their data directory."""
     for process in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
             if process.readlink() == directory:
@@ -314,7 +314,7 @@ async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_committ
 
 
 async def write_to_disk_at_commit(look: Look) -> None:
-    """What a server of the tests need not do, and one in production does."""
+    """A duty of production servers, which a test server can skip."""
     if look.driver == "aiomysql":
         await look.fetch("SET GLOBAL innodb_flush_log_at_trx_commit = 2")
 
@@ -335,7 +335,7 @@ async def database(server_url: str) -> AsyncIterator[Database]:
 
 
 async def due(database: Database, number: int) -> tuple[Sequence[Notification], Lease]:
-    """So many due notifications in the order of their ids, and the lease under which they may be settled."""
+    """So many due notifications in the order of their ids, and the lease to settle them under."""
     now = utc_now()
     wanted = [Subscription(handler_name="first", event_type="Noted")]
     await database.subscriptions.announce("app", wanted, now)
@@ -344,8 +344,8 @@ async def due(database: Database, number: int) -> tuple[Sequence[Notification], 
         events = [EventRecord(id=uuid7(), event_type="Noted", payload="{}") for _ in range(number)]
         await session.insert_events(an_action(), events)
         await session.commit()
-    await database.events.fan_out("app", now, now - timedelta(days=1), {}, 100)
-    found = await database.notifications.find_due("app", now, [Wanted("first", 100)])
+    await database.events.fan_out(FanoutRequest("app", now, now - timedelta(days=1), {}, 100))
+    found = await database.notifications.find_due("app", now, [DueQuery("first", 100)])
     lock = database.cluster_lock("me", None, 60)
     await lock.listen(lambda _: None)
     acquired = await lock.acquire([NAME])
@@ -472,7 +472,7 @@ async def test_a_settlement_under_an_older_term_is_refused(database: Database, r
 async def test_of_a_bucket_whose_leases_are_partly_over_the_rest_is_written(
     database: Database, rows: Look, acts: ServerActs
 ) -> None:
-    """It had to wait for the raise of one of them, which is no reason to refuse the others."""
+    """The statement had to wait for the raise of one lease, which is no reason to refuse the rest."""
     found, lease = await due(database, 4)
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[0].id))
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[2].id))

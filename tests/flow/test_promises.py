@@ -1,7 +1,7 @@
-"""What is promised of take-overs, rolling deploys, shutdowns and a database that is down, again and again, under load.
+"""The promises of take-overs, rolling deploys, shutdowns and outages, repeated under load.
 
-``OUTBOXIO_FULL_SIZE=1`` runs them as often, and as long, as they are stated for; the figures are printed with ``-s``.
-The suite runs them small.
+``OUTBOXIO_FULL_SIZE=1`` runs the tests as often, and as long, as the promises state; the figures are printed with
+``-s``. The suite runs them small.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from outboxio import Outbox, Settings
-from tests.app import Emit, Look, eventually, opened
-from tests.flow.private_servers import private_server
-from tests.flow.processes import Worker
-from tests.flow.proxy import Proxy, proxy_to
-from tests.size import FULL
+from tests.kit.app import Emit, Look, eventually, opened
+from tests.kit.private_servers import private_server
+from tests.kit.processes import Worker
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.size import FULL
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
 LOCKS = ("app/fanout", "app/dispatch/receipt")
-#: What a busy machine may add to whatever is promised in seconds; what is promised is what is printed.
+#: The tolerance of a busy machine for promises in seconds; the promised figures are printed.
 LATE = 2.0
 
 
@@ -44,7 +44,7 @@ def in_words(seconds: Sequence[float]) -> str:
 
 
 class Load:
-    """Events that are committed one after another, numbered, until it is stopped."""
+    """Numbered events that are committed in turn, until the load is stopped."""
 
     def __init__(self, producer: Outbox, pause: float) -> None:
         self.number = 0
@@ -67,7 +67,7 @@ class Load:
 
 @pytest.fixture
 async def producer(database_url: str) -> AsyncIterator[Outbox]:
-    """An outbox of this process, which runs nothing."""
+    """An outbox of this process, which runs no handlers."""
     async with opened(Outbox(database_url, namespace="app", settings=Settings(purge_enabled=False))) as outbox:
         yield outbox
 
@@ -118,7 +118,7 @@ async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_hea
     async with AsyncExitStack() as ends:
 
         async def start() -> tuple[Worker, Proxy]:
-            """An instance whose host is a network of its own."""
+            """An instance whose host has a network of its own."""
             proxy = await ends.enter_async_context(proxy_to(server_url))
             return await start_worker(proxy.url, RECEIPT, lock_heartbeat=heartbeat), proxy
 
@@ -147,7 +147,7 @@ async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_hea
 
 
 async def first_call(standby: Worker, timeout: float = 20) -> float:
-    """When it called its first handler."""
+    """The moment of its first handler call."""
     return float((await standby.until("call", timeout=timeout))[0]["at"])
 
 
@@ -155,9 +155,9 @@ async def first_call(standby: Worker, timeout: float = 20) -> float:
 
 
 def version(number: int) -> list[dict[str, Any]]:
-    """The handlers of a version: one that each version gives a new name, and one that no other version has."""
+    """The handlers of a version: a handler with a new name in each version, and a handler of this version only."""
     renamed = {"name": f"receipt-{number}", "aliases": [f"receipt-{number - 1}"], "sleep": 0.01}
-    own = {"name": f"own-{number}", "sleep": 0.1, "concurrency": 1}  # slower than events come: it leaves some behind
+    own = {"name": f"own-{number}", "sleep": 0.1, "concurrency": 1}  # slower than events come: some are left
     return [renamed, own]
 
 
@@ -180,7 +180,7 @@ async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_
             new = list[Worker]()
             for leaving in old:
                 new.append(await start(*version(number)))
-                since.setdefault(number, load.number + 1)  # the one before it may be under way
+                since.setdefault(number, load.number + 1)  # the event before it may be under way
                 await leaving.leave()
             old = new
         await started_by_somebody(old, f"own-{deploys}")
@@ -189,7 +189,7 @@ async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_
     left = [row for row in await look.notifications() if row["state"] != "SUCCEEDED"]
     assert {(row["state"], row["attempts"]) for row in left} == {("PENDING", 0)}
 
-    # Whoever brings the names back finds all that is theirs.
+    # A version that brings the names back finds all of their rows.
     await start(*({"name": f"own-{number}"} for number in since))
     await eventually(lambda: nothing_is_left(look), timeout=60)
 
@@ -210,7 +210,7 @@ async def started_by_somebody(workers: Sequence[Worker], handler: str) -> None:
 
 
 async def are_done(look: Look, prefix: str, number: int) -> bool:
-    """Whether every event was handled under one of these names."""
+    """True if every event was handled under one of these names."""
     rows = [row for row in await look.notifications() if row["handler_name"].startswith(prefix)]
     return len(rows) == number and all(row["state"] == "SUCCEEDED" for row in rows)
 
@@ -277,7 +277,7 @@ class Interruptible(NamedTuple):
 
 @asynccontextmanager
 async def interruptible(url: str) -> AsyncIterator[Interruptible]:
-    """In full size a server that is stopped, which takes its time; else one that cannot be reached."""
+    """In full size a server that is stopped, which takes its time; otherwise a server that cannot be reached."""
     if FULL:
         with private_server(like=url) as server:
             yield Interruptible(
@@ -299,7 +299,7 @@ async def test_an_application_outlives_its_database(server_url: str, start_progr
 
         await database.stop()
         down_at = time.monotonic()
-        await asyncio.sleep(size(60, 1))  # what is shown is that nothing happens
+        await asyncio.sleep(size(60, 1))  # the test shows that no run starts
         down_until = time.monotonic()
         await database.start()
         up_at = time.monotonic()

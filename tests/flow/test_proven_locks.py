@@ -1,4 +1,4 @@
-"""What is started while nobody knows whether the locks are still held."""
+"""No run starts while the locks are unproven."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings
-from outboxio.names import LockName
+from outboxio.model.lock_name import LockName
 from outboxio.storage.mysql.connection import fetch
-from tests.app import Emit, Look, MoneyDeposited, eventually, opened
+from tests.kit.app import Emit, Look, MoneyDeposited, eventually, opened
+from tests.kit.inside import locks_of
+from tests.kit.server_acts import lock_session
 
 HEARTBEAT = 0.05
 
@@ -20,12 +22,10 @@ async def test_a_run_that_waited_behind_a_blocked_event_loop_starts_only_under_p
 
         @outbox.handler(MoneyDeposited, name="blocks")
         async def blocks(envelope: EventEnvelope[MoneyDeposited]) -> None:
-            work = outbox._shards["default"].work
-            assert work is not None
-            held.append(work.keeper.holds(LockName("app", "dispatch", "blocks")))
-            time.sleep(4 * HEARTBEAT)  # noqa: ASYNC251  # that it blocks is the point
+            held.append(locks_of(outbox).holds(LockName("app", "dispatch", "blocks")))
+            time.sleep(4 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
 
-        await outbox.executor.execute(Emit((1, 2)))  # found at once, each for a new worker of its own
+        await outbox.executor.execute(Emit((1, 2)))  # found at once, each for a new worker
         async with outbox.running():
             await eventually(lambda: len(held) >= 2)
     assert held == [True] * len(held)
@@ -38,10 +38,9 @@ async def test_a_server_ends_a_silent_session_when_it_is_trusted_no_more_with_ti
     ask = "SELECT setting::int / 1000 FROM pg_settings WHERE name = 'idle_session_timeout'"
     settings = Settings(lock_heartbeat="5s")
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox, outbox.running():
-        work: Any = outbox._shards["default"].work
-        keeper = work.keeper
-        await eventually(lambda: not keeper.lacking)
-        trusted_for = keeper._trusted_until - asyncio.get_running_loop().time()
+        locks = locks_of(outbox)
+        await eventually(lambda: not locks.lacking)
+        trusted_for = locks._trusted_until - asyncio.get_running_loop().time()
 
         async def patience(connection: Any) -> int:
             if is_postgres:
@@ -49,5 +48,6 @@ async def test_a_server_ends_a_silent_session_when_it_is_trusted_no_more_with_ti
             [[seconds]] = await fetch(connection, "SELECT @@SESSION.wait_timeout")
             return int(seconds)
 
-        assert await keeper._lock._session.use(patience) == 9
+        session = lock_session(locks._lock)
+        assert await locks._lock.in_thread(lambda: session.use(patience)) == 9
     assert 0 < trusted_for <= 9

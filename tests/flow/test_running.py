@@ -1,4 +1,4 @@
-"""Entering and leaving ``running()``: who may, what it waits for, what it does while a shard is down."""
+"""Entering and leaving ``running()``: the waits, the refusals, and a shard that is down."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from outboxio import (
     ShutdownError,
 )
 from outboxio.storage import Shard
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
-from tests.flow.leaks import Leaks
-from tests.flow.processes import ROOT
-from tests.flow.proxy import Proxy, proxy_to
-from tests.spies import nothing_is_handed_over, watch, work
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.inside import dispatcher_of
+from tests.kit.leaks import Leaks
+from tests.kit.processes import ROOT
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.spies import nothing_is_handed_over, watch
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
-#: What the pool for actions, or SQLite's writer, keeps open until ``close()``.
+#: Connections that the pool for actions, or SQLite's writer, keeps open until ``close()``.
 POOL = 1
 
 
 #: How long the network may take at the end; in the library 5 s each, here less.
 PATIENCE = (
-    ("shard", "_LONGEST_LEAVE"),
-    ("dispatcher", "LONGEST_GRACE"),
+    ("runtime.shard_run", "_LONGEST_LEAVE"),
+    ("dispatch.dispatcher", "LONGEST_GRACE"),
     ("storage.postgres.connection", "FAREWELL_TIMEOUT"),
     ("storage.postgres.database", "FAREWELL_TIMEOUT"),
 )
 
 
 class Slow:
-    """A handler that runs until it is let go, and can be waited for."""
+    """A handler that runs until the test lets it go; a test can wait for its start."""
 
     def __init__(self) -> None:
         self.started = Journal()
@@ -64,7 +65,7 @@ class Slow:
         self.ended.append(int(envelope.event.amount))
 
 
-# --- who may enter and leave ---------------------------------------------------------------------
+# --- entering and leaving ------------------------------------------------------------------------
 
 
 async def test_it_may_be_left_from_another_task(make_outbox: MakeOutbox, leaks: Leaks) -> None:
@@ -207,7 +208,7 @@ async def test_closing_ends_running_first(database_url: str, leaks: Leaks) -> No
     assert await Look(database_url).states() == {"SUCCEEDED": 1}
 
 
-# --- what leaving waits for ----------------------------------------------------------------------
+# --- the waits of leaving ------------------------------------------------------------------------
 
 
 async def test_leaving_waits_for_running_handlers_and_starts_nothing_more(
@@ -250,13 +251,13 @@ async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started
     await slow.started.calls(1)
     watch(outbox, "notifications").trouble["find_due"] = read_and_wait
     nothing_is_handed_over(outbox)
-    dispatcher = work(outbox).dispatcher
+    dispatcher = dispatcher_of(outbox)
     await outbox.executor.execute(Emit((2,)))
     await has_read.wait()
     leaving.set()
-    await eventually(lambda: dispatcher._stopping)
+    await eventually(lambda: dispatcher._state.is_stopping)
     goes_on.set()
-    await eventually(lambda: not dispatcher._finding.locked())
+    await eventually(lambda: not dispatcher._state.finding.locked())
     slow.let_go.set()
     await staying
 
@@ -322,7 +323,7 @@ async def test_outcomes_that_cannot_be_written_are_named_by_an_error_in_time(
                 await database.breaks()
                 slow.let_go.set()
                 left_at = time.monotonic()
-        # shutdown_timeout for the handlers, as much again (at most 5 s) for outcomes, and 5 s for what was taken.
+        # shutdown_timeout for the handlers, as long again (at most 5 s) for outcomes, 5 s for locks and connections.
         assert time.monotonic() - left_at < 0.5 + 0.5 + 5.0
         ids = {envelope.notification_id for envelope in slow.started.envelopes}
         assert set(caught.value.notification_ids) == ids
@@ -345,7 +346,7 @@ async def test_each_role_can_be_left_to_other_instances(make_outbox: MakeOutbox,
     await outbox.executor.execute(Emit((1,)))
 
     async with outbox.running(fanout=False):
-        await asyncio.sleep(0.1)  # nothing is to happen
+        await asyncio.sleep(0.1)  # no run may start
     assert await _undelivered(outbox) == 1
     async with outbox.running(handling=False):
         await eventually(lambda: _are(look, {"PENDING": 1}))
@@ -458,7 +459,7 @@ async def test_a_shard_that_breaks_keeps_no_other_from_ending_its_handlers(
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                await asyncio.sleep(1.5)  # it tidies up, longer than the other shard takes to give up
+                await asyncio.sleep(1.5)  # the handler tidies up, longer than the second shard takes to give up
 
         with pytest.raises(ShutdownError) as caught:  # noqa: PT012  # it is raised by the end of the block
             async with outbox.running():
@@ -529,7 +530,7 @@ def _run_script(url: str, body: str) -> subprocess.CompletedProcess[str]:
     script = f"""
     import asyncio
     from outboxio import Outbox
-    from tests.app import Emit, Journal, MoneyDeposited
+    from tests.kit.app import Emit, Journal, MoneyDeposited
 
     outbox, journal = Outbox({url!r}, namespace="app"), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -543,7 +544,7 @@ def _run_script(url: str, body: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def impatient_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer waits less long than usual for another one, so that these tests do not have to."""
+    """A writer waits for a shorter time than usual, so that these tests are quick."""
     monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.3)
 
 
@@ -560,7 +561,7 @@ class Fragile:
 
 @asynccontextmanager
 async def breakable(url: str) -> AsyncIterator[Fragile]:
-    """A server that can go down; an SQLite file that somebody else can lock."""
+    """A server that can go down, or an SQLite file that a foreign process can lock."""
     if urlsplit(url).scheme == "sqlite":
         import sqlite3
 

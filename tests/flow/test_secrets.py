@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from outboxio import ConfigurationError, DatabaseUnavailable, Outbox, Settings, SettingsError, Shard
 from outboxio.cli.app import app
-from tests import mysql
-from tests.app import Emit, Journal, MoneyDeposited, eventually
-from tests.server_acts import acts_on, with_password
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, MoneyDeposited, eventually
+from tests.kit.server_acts import acts_on, with_password
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cret"
@@ -57,13 +57,14 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "migrate": [("--database", "URL"), ("shop:shards", "--json")],
     "check": [("--database", "URL"), ("shop:outbox", "--json"), ("shop:shards",)],
     "status": [("--database", "URL", "--namespace", "shop"), ("shop:outbox", "--json"), ("shop:shards",)],
+    "partitions": [("--database", "URL", "--namespace", "shop"), ("shop:outbox", "--json")],
     "worker": [("shop:outbox", "--drain", "--log-level", "debug")],
     "demo": [("--database", "URL")],
 }
 
 
 class Shell:
-    """Runs commands in the directory of an application, and says all that they have written."""
+    """Runs commands in the directory of an application, and collects their output."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (directory / "shop.py").write_text(SHOP)
@@ -82,7 +83,7 @@ class Shell:
         return done.exit_code, done.output
 
     async def apart(self, *arguments: str, database: str) -> tuple[int | None, str]:
-        """In a process of its own, with its log."""
+        """In a separate process, with its log."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "outboxio.cli", *(database if a == "URL" else a for a in arguments)),
             env={**os.environ, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": database},
@@ -109,7 +110,7 @@ def test_every_command_is_tried() -> None:
 async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
     async with with_password(server_url, SECRET) as url:
         for command, arguments in [(command, call) for command, calls in CALLS.items() for call in calls]:
-            # In a thread, for a command has an event loop of its own; its signals are the main thread's.
+            # In a thread, because a command starts an event loop; signals belong to the main thread.
             code, written = await asyncio.to_thread(shell, command, *arguments, database=url)
 
             assert code == 0, (command, arguments, written)
@@ -194,7 +195,7 @@ def test_what_holds_a_url_does_not_show_its_password(caplog: pytest.LogCaptureFi
 
 
 async def refused_by(outbox: Outbox) -> str:
-    """All that one can read of the refusal, whichever call comes first."""
+    """The whole readable text of the refusal, whichever call comes first."""
     told = ""
 
     async def run() -> None:
@@ -246,7 +247,7 @@ async def test_losing_the_database_while_it_runs_logs_no_password(
 
 
 async def committed(outbox: Outbox) -> bool:
-    """Whether an event could be committed; the first tries find the connections that were cut."""
+    """True if an event could be committed; the first tries find the connections that were cut."""
     try:
         await outbox.executor.execute(Emit((1,)))
     except Exception:

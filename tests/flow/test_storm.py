@@ -1,4 +1,4 @@
-"""Everything at once: producers at MySQL's own isolation level, workers that take over from one another, one server.
+"""A storm: producers at MySQL's own isolation level, workers that take over from each other, a single server.
 
 ``OUTBOXIO_STORM_SECONDS`` makes the storm longer than the suite has time for; its figures are printed with ``-s``.
 """
@@ -18,10 +18,10 @@ import aiomysql
 import pytest
 
 from outboxio import Action, Outbox, Transaction
-from tests import mysql
-from tests.app import WALLETS, Look, MoneyDeposited, eventually, opened
-from tests.flow.processes import Worker
-from tests.probes import log_lines
+from tests.kit import mysql
+from tests.kit.app import WALLETS, Look, MoneyDeposited, eventually, opened
+from tests.kit.probes import log_lines
+from tests.kit.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
@@ -33,7 +33,7 @@ HANDLERS = ({"name": "first"}, {"name": "second"}, {"name": "emitting", "emits":
 
 
 class Move(Action):
-    """Changes two wallets that everybody changes, and says so; rows are always locked in one order."""
+    """Changes two wallets that all actions change, and emits an event; rows are always locked in the same order."""
 
     number: int
     wallets: tuple[int, int]
@@ -62,7 +62,7 @@ async def make_wallets(look: Look) -> None:
 
 
 class Producer:
-    """Executes actions, several at once, on connections of its own that are as MySQL makes them."""
+    """Executes concurrent actions on connections with MySQL's default settings."""
 
     def __init__(self, url: str, numbers: Sequence[int]) -> None:
         self._url = url
@@ -101,7 +101,7 @@ async def nothing_is_left_to_do(look: Look, events: int) -> bool:
 
 
 class Workers:
-    """Several processes with all handlers, of which one is asked to leave now and then."""
+    """Several processes with all handlers; from time to time a process is asked to leave."""
 
     def __init__(self, start: Callable[[], Awaitable[Worker]]) -> None:
         self._start = start
@@ -118,7 +118,7 @@ class Workers:
             await worker.until("running")
 
     async def hand_over(self, until: float) -> None:
-        """Have holders leave, so that others take over in the middle."""
+        """Let holders leave, so that standbys take over in the middle."""
         while time.monotonic() + BETWEEN_HANDOVERS < until:
             await asyncio.sleep(BETWEEN_HANDOVERS)
             await self._leave(next(worker for worker in self._here if self._works(worker)))
@@ -138,9 +138,9 @@ class Workers:
 
 
 async def produce(producers: Sequence[Producer], until: float) -> list[str]:
-    """Run them all until then; what was said of actions that had to be run again."""
+    """Run all producers until the moment; returns the errors of actions that had to be run again."""
     repeated: list[str] = []
-    with log_lines("outboxio.executor", repeated.append):
+    with log_lines("outboxio.actions.executor", repeated.append):
         async with asyncio.TaskGroup() as group:
             for producer in producers:
                 group.create_task(producer.run(until))
@@ -175,7 +175,7 @@ async def test_in_a_storm_nothing_is_lost_or_doubled_and_no_producer_is_disturbe
 
 
 def unusual(calls: Counter[tuple[str, int]], executed: Sequence[int]) -> dict[tuple[str, int], int]:
-    """What was not called exactly once, and how often it was."""
+    """The events that were not handled exactly once, and their number of runs."""
     expected = {(handler["name"], number) for handler in HANDLERS for number in executed}
     return {one: calls[one] for one in expected | calls.keys() if calls[one] != (one in expected)}
 

@@ -1,4 +1,4 @@
-"""Several processes on one database: who works, who takes over, and what a holder that was away may still do."""
+"""Several processes on a database: who works, who takes over, and the limits of a former holder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox, Settings
-from outboxio.clock import utc_now
-from outboxio.names import channel_name
-from tests.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
-from tests.flow.processes import Worker
+from outboxio.model.lock_name import channel_name
+from outboxio.support.clock import utc_now
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
@@ -24,14 +24,14 @@ FANOUT, DISPATCH = "app/fanout", "app/dispatch/receipt"
 LOCKS = (FANOUT, DISPATCH)
 
 HEARTBEAT = 1.0
-#: A standby tries every 200 ms, jittered, and then reads and starts: what is added to the time a lock becomes free in.
+#: A standby tries every 200 ms, jittered, and then reads and starts: this time comes on top of the release of a lock.
 STANDBY_TAKES = 0.5
-NEVER = 60.0  # a poll delay that cannot be what found something
+NEVER = 60.0  # too long a poll delay to find the rows
 
 
 @pytest.fixture
 async def producer(server_url: str) -> AsyncIterator[Outbox]:
-    """An outbox of this process, which runs nothing."""
+    """An outbox of this process, which runs no handlers."""
     async with opened(Outbox(server_url, namespace="app")) as outbox:
         yield outbox
 
@@ -113,7 +113,7 @@ async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
 
     first_call = (await successor.until("call"))[0]
     assert first_call["at"] - frozen_at < 2 * HEARTBEAT + STANDBY_TAKES
-    # The failed row is not terminal: nothing but the term keeps the former holder from it.
+    # The failed row is not final: only the term keeps the former holder from it.
     await eventually(lambda: _are(rows, {"SUCCEEDED": 5, "FAILED": 1}))
     left_as = await rows.notifications()
 
@@ -182,7 +182,7 @@ async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event
     new = await start_worker(server_url, {"name": "deposit-receipt", "aliases": ["receipt"]})
     await new.until_running("app/dispatch/deposit-receipt")
 
-    # The old version fans out, and runs what is left under the old name; new events are for the new name alone.
+    # The old version fans out, and runs the rest under the old name; new events are for the new name alone.
     await producer.executor.execute(Emit(tuple(range(40, 60))))
     await new.until("call", 20)
     assert sorted(new.amounts) == list(range(40, 60))
@@ -214,7 +214,7 @@ async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
 
 
 async def test_rows_made_a_moment_ahead_before_one_came_are_found_without_a_poll(postgres_url: str) -> None:
-    """Nobody tells of them any more."""
+    """No wake-up comes for these rows any more."""
     ahead = lambda: utc_now() + timedelta(milliseconds=200)  # noqa: E731
     settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
     async with (
@@ -224,7 +224,7 @@ async def test_rows_made_a_moment_ahead_before_one_came_are_found_without_a_poll
         for outbox in (fanning, handling):
             outbox.handler(MoneyDeposited, name="receipt")(journal)
         async with handling.running(fanout=False):
-            pass  # its connections, and what it measures, are there
+            pass  # its connections and measurements are there
         async with fanning.running(handling=False):
             await fanning.executor.execute(Emit((1,)))
             await eventually(lambda: fanned_out(fanning))
@@ -237,7 +237,7 @@ async def fanned_out(outbox: Outbox) -> bool:
 
 
 async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_without_a_poll(postgres_url: str) -> None:
-    """Both have measured the database's clock, and one of them in haste."""
+    """Both processes have measured the database's clock, one of them in haste."""
     ahead = lambda: utc_now() + timedelta(milliseconds=100)  # noqa: E731
     settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
     async with (
@@ -250,7 +250,7 @@ async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_with
             for number in range(1, 4):
                 await fanning.executor.execute(Emit((number,)))
                 await journal.calls(number)
-            # What is heard of while a second look is still to come has one of its own.
+            # A wake-up that comes while a second look is still due gets a second look of its own.
             await fanning.executor.execute(Emit((4,)))
             await asyncio.sleep(0.2)
             await fanning.executor.execute(Emit((5,)))
@@ -264,7 +264,7 @@ async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres
     await listener.add_listener(channel_name("app"), lambda *_: heard.append(time.monotonic()))
     await producer.executor.execute(Emit((0,)))
     await eventually(lambda: heard)
-    await asyncio.sleep(0.1)  # the pause after that one is over
+    await asyncio.sleep(0.1)  # the pause after that look is over
     heard.clear()
 
     begun_at = time.monotonic()
@@ -276,7 +276,7 @@ async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres
     ended_at = time.monotonic()
     await eventually(lambda: heard[-1] >= ended_at)
 
-    # At most one in 50 ms, and one more for the commit that came last.
+    # At most a wake-up per 50 ms, and a last wake-up for the last commit.
     assert len(heard) <= 2 + (heard[-1] - heard[0]) / 0.05
     await listener.close()
 

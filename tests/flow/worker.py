@@ -1,4 +1,4 @@
-"""One process of an application, for tests that need several of them.
+"""A process of an application, for tests that need several processes.
 
 ``python -m tests.flow.worker '{...}'``: runs the handlers that its argument describes, until SIGTERM, and reports what
 it does as JSON lines on standard output, each with the moment (``time.monotonic``, one clock for all processes):
@@ -16,17 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiomysql
 
 from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
-from outboxio.dispatcher import Dispatcher
-from outboxio.names import LockName
-from outboxio.outcome import Lease, Outcome
-from outboxio.shard import ShardWork
-from tests.app import MoneyDeposited, WalletOpened
-from tests.mysql import SCHEMES, scheme_of
+from outboxio.model.outcome import Outcome
+from tests.kit.app import MoneyDeposited, WalletOpened
+from tests.kit.inside import tell_lock_changes, tell_outcomes
+from tests.kit.mysql import SCHEMES, scheme_of
+from tests.kit.server_acts import acts_on
 
 
 def report(what: str, **details: Any) -> None:
@@ -35,24 +35,17 @@ def report(what: str, **details: Any) -> None:
 
 
 class Reporting(logging.Handler):
-    """Reports warnings and errors; the rest is nobody's business."""
+    """Reports warnings and errors, and drops the rest."""
 
     def emit(self, record: logging.LogRecord) -> None:
         report("log", level=record.levelname, message=record.getMessage())
 
 
 def report_locks() -> None:
-    taken, lost = ShardWork.lock_taken, ShardWork.lock_lost
-
-    def lock_taken(self: ShardWork, name: LockName, lease: Lease) -> None:
-        report("taken", lock=name.lease, term=lease.term)
-        taken(self, name, lease)
-
-    def lock_lost(self: ShardWork, name: LockName) -> None:
-        report("lost", lock=name.lease)
-        lost(self, name)
-
-    ShardWork.lock_taken, ShardWork.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
+    tell_lock_changes(
+        taken=lambda name, lease: report("taken", lock=name.lease, term=lease.term),
+        lost=lambda name: report("lost", lock=name.lease),
+    )
 
 
 def freeze_in_settlement(database: str) -> None:
@@ -68,7 +61,7 @@ def freeze_in_mysql() -> None:
     async def freeze(self: aiomysql.Connection, command: int, sql: str | bytes | bytearray) -> None:
         nonlocal has_events
         statement = sql if isinstance(sql, str) else sql.decode()
-        # Nothing else in this process writes events.
+        # No other code in this process writes events.
         has_events = has_events or "INSERT INTO eventlog.events" in statement
         if has_events and statement.startswith("COMMIT"):
             aiomysql.Connection._execute_command = send
@@ -84,7 +77,7 @@ def freeze_in_postgres() -> None:
 
     row_count = notifications.row_count
 
-    def freeze(status: str) -> int:  # what is asked between the settlement and COMMIT
+    def freeze(status: str) -> int:  # the question between the settlement and COMMIT
         notifications.row_count = row_count
         report("freezing")
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -95,16 +88,15 @@ def freeze_in_postgres() -> None:
 
 def die_with_outcome(number: int) -> None:
     """End this process the moment so many handlers have ended, and before any outcome is written."""
-    add, left = Dispatcher._add, number
+    left = number
 
-    def add_or_die(self: Dispatcher, outcome: Outcome) -> None:
+    def die_in_time(_: Outcome) -> None:
         nonlocal left
         left -= 1
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
-        add(self, outcome)
 
-    Dispatcher._add = add_or_die  # type: ignore[method-assign]
+    tell_outcomes(die_in_time)
 
 
 def add_handler(
@@ -118,13 +110,17 @@ def add_handler(
     fails_on: tuple[int, ...] = (),
     refuses: tuple[int, ...] = (),
     emits: bool = False,
-    concurrency: int | None = None,
-    delivery: str = "at_least_once",
+    blocks: float = 0,
+    **options: Any,
 ) -> None:
-    @outbox.handler(MoneyDeposited, name=name, aliases=aliases, concurrency=concurrency, delivery=delivery)
+    """Add a handler that reports; ``options`` are options of ``outbox.handler``."""
+
+    @outbox.handler(MoneyDeposited, name=name, aliases=aliases, **options)
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
         amount = int(envelope.event.amount)
-        report("call", handler=name, amount=amount, attempt=envelope.attempt)
+        key = envelope.ordering_key or ""
+        report("call", handler=name, amount=amount, attempt=envelope.attempt, key=key)
+        time.sleep(blocks)  # noqa: ASYNC251  # the block is the point
         if gated:
             await gate.wait()
         await asyncio.sleep(sleep)
@@ -138,7 +134,9 @@ def add_handler(
 
 
 def stop_when_told(heard: Callable[[], object] = lambda: None) -> asyncio.Event:
-    """What SIGTERM sets. A line on the standard input is ``heard``; its end, the test's, is the end of this process."""
+    """SIGTERM sets the event. A line on standard input is ``heard``; the end of the input, that of the test, ends this
+    process.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
@@ -155,7 +153,10 @@ async def main(told: dict[str, Any]) -> None:
     gate = asyncio.Event()
     stop = stop_when_told(gate.set)
     settings = Settings.load(told["settings"], environ=None)
-    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
+    async with AsyncExitStack() as stack:
+        url = told["database"]
+        source = await stack.enter_async_context(acts_on(url).pool()) if told["given_pool"] else url
+        outbox = await stack.enter_async_context(Outbox(source, namespace="app", settings=settings))
         for handler in told["handlers"]:
             add_handler(outbox, gate, **handler)
         async with outbox.running(**told["roles"]):

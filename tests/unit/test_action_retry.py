@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from outboxio import Retry, SettingsError
-from outboxio.action import RetryCounter, as_entries, cause_chain
+from outboxio import ConfigurationError, Retry, SettingsError, StaleRecord
+from outboxio.model.action import RetryCounter, as_entries, cause_chain
 
 
 class Root(Exception):
@@ -140,3 +140,20 @@ def test_one_entry_is_a_sequence_of_one() -> None:
     retry = Retry(on=Root)
     assert as_entries(retry) == as_entries([retry]) == (retry,)
     assert as_entries(()) == ()
+
+
+def test_a_stale_record_says_what_is_known_of_it() -> None:
+    assert str(StaleRecord("Wallet", 7, version=3)) == "Wallet 7 is no longer at version 3, or does not exist"
+    assert str(StaleRecord("Wallet", 7)) == "Wallet 7 was changed since it was read, or does not exist"
+    assert str(StaleRecord("Wallet")) == "Wallet was changed since it was read, or does not exist"
+
+
+@pytest.mark.parametrize("retry", [7, "x", [ValueError], None, ValueError], ids=ascii)
+def test_what_is_no_retry_is_refused_before_the_action_begins(retry: object) -> None:
+    with pytest.raises(ConfigurationError, match="expected a Retry, or a list of them"):
+        as_entries(retry)  # type: ignore[arg-type]
+
+
+def test_many_retries_do_not_leave_the_numbers_that_there_are() -> None:
+    counter = RetryCounter([Retry(on=ValueError, attempts=3000, delay="1ms")], lambda error: None)
+    assert max(counter.delay_after(ValueError()) or 0 for _ in range(2999)) <= 12.5

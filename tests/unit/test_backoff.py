@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outboxio import RetryPolicy, SettingsError
-from outboxio.backoff import jittered, pause_after
+from outboxio.support.backoff import jittered, pause_after
 
 CAP = timedelta(minutes=5)
 ERROR = ValueError()
@@ -29,14 +29,16 @@ def test_base_factor_and_cap_are_the_policys_to_say() -> None:
 
 
 def test_a_wait_varies_by_a_tenth_either_way_and_no_more() -> None:
-    waits = [seconds(RetryPolicy(), 1) for _ in range(2_000)]
+    policy = RetryPolicy()
+    waits = [seconds(policy, 1) for _ in range(2_000)]
     assert 27 <= min(waits) < 28
     assert 32 < max(waits) <= 33
 
 
 def test_jitter_goes_on_top_of_the_cap() -> None:
-    """Or all that wait for the cap would come back at one moment."""
-    waits = [seconds(RetryPolicy(), 20) for _ in range(500)]
+    """Otherwise all rows that wait for the cap would come back at the same moment."""
+    policy = RetryPolicy()
+    waits = [seconds(policy, 20) for _ in range(500)]
     assert 270 <= min(waits) < 300 < max(waits) <= 330
 
 

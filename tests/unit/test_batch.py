@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, ConfigurationError, SettingsError
-from outboxio.batch import moments_of
+from outboxio.handlers.batch import moments_of
 
 
 @pytest.mark.parametrize(

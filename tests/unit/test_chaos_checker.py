@@ -1,4 +1,4 @@
-"""The judge of the chaos runs: each invariant is found broken in a small history that breaks it."""
+"""The checker of the chaos runs: each invariant is found broken in a small history that breaks it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.chaos.checker import Final, Owed, Stored, check
+from tests.chaos.case import Final, Owed, Stored
+from tests.chaos.checker import check
 from tests.chaos.handlers import Followed, Kind
 from tests.chaos.history import Line
 
@@ -19,11 +20,13 @@ HANDLERS = {
     "once": Kind(options={"delivery": "at_most_once"}),
     "emits": Kind(emits=True),
     "follows": Kind(event=Followed),
+    "shared": Kind(options={"partitions": 4}),
+    "shared-ordered": Kind(options={"ordered": True, "partitions": 4}),
 }
 
 
 class Story:
-    """A made-up history, told in seconds, and what it left behind; it starts out with nothing wrong."""
+    """An invented history, told in seconds, and the state that it left; it starts without a violation."""
 
     def __init__(self) -> None:
         self.lines = [Line("proven", 0, process, until=1000 * SECOND) for process in ("a", "b")]
@@ -41,19 +44,21 @@ class Story:
         self.final.actions.append(action)
         self.final.events += [Stored(event, action, "Happened") for event in events]
 
-    def owe(self, event: str, handler: str, state: str = "SUCCEEDED", *, has_reason: bool = False) -> None:
+    def insert_notifications(
+        self, event: str, handler: str, state: str = "SUCCEEDED", *, has_reason: bool = False
+    ) -> None:
         self.final.notifications.append(Owed(f"{event}-{handler}", event, handler, state, has_reason))
 
     def owe_others(self, event: str) -> None:
-        """All handlers but those that are in the story already have done their part."""
+        """All handlers outside of the story have already done their part."""
         owed = {(o.event, o.handler) for o in self.final.notifications}
         for handler in HANDLERS.keys() - {"follows"} - {o[1] for o in owed if o[0] == event}:
-            self.owe(event, handler, "DEAD", has_reason=True)
+            self.insert_notifications(event, handler, "DEAD", has_reason=True)
 
     def run(
         self, event: str, handler: str, begin: float, end: float | None, *, by: str = "a", term: int = 1, **more: Any
     ) -> None:
-        """A handler is called, and has its effect at the end; without one, it is still at it."""
+        """A handler is called, and has its effect at the end; without an end, the handler still runs."""
         self._runs += 1
         decided = int(more.pop("decided", begin) * SECOND)
         self.tell(
@@ -88,7 +93,7 @@ def story() -> Story:
 
 @pytest.fixture
 def committed(story: Story) -> Story:
-    """One committed event ``e``, which every handler but the plain one has refused for good reason."""
+    """A committed event ``e``, which every handler but the plain handler has refused for good reason."""
     story.execute("x", "e")
     story.store("x", "e")
     return story
@@ -97,7 +102,7 @@ def committed(story: Story) -> Story:
 def test_a_story_in_which_all_goes_well_breaks_nothing(committed: Story) -> None:
     committed.run("e", "plain", 1, 2)
     committed.settle(2, "e", handler="plain")
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.violations() == []
 
@@ -118,13 +123,13 @@ def test_an_event_without_a_notification_is_lost(committed: Story) -> None:
 
 
 def test_a_success_without_an_effect_is_a_loss(committed: Story) -> None:
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {1}
 
 
 def test_an_end_without_a_reason_is_a_loss(committed: Story) -> None:
-    committed.owe("e", "plain", "DEAD")
+    committed.insert_notifications("e", "plain", "DEAD")
     committed.owe_others("e")
     assert committed.wrong() == {1}
 
@@ -191,7 +196,7 @@ def test_an_action_that_nobody_executed_may_not_be_there(story: Story) -> None:
 def test_a_transactional_success_has_one_effect_and_a_failure_none(committed: Story, state: str, effects: int) -> None:
     committed.run("e", "counts", 1, 2)
     committed.final.effects = [("counts", "e")] * effects
-    committed.owe("e", "counts", state, has_reason=True)
+    committed.insert_notifications("e", "counts", state, has_reason=True)
     committed.owe_others("e")
     assert committed.wrong() == {3}
 
@@ -199,7 +204,7 @@ def test_a_transactional_success_has_one_effect_and_a_failure_none(committed: St
 @pytest.mark.parametrize("emitted", [0, 2])
 def test_a_success_emits_what_it_emits_once(committed: Story, emitted: int) -> None:
     committed.run("e", "emits", 1, 2)
-    committed.owe("e", "emits")
+    committed.insert_notifications("e", "emits")
     committed.final.events += [Stored(f"c{n}", f"y{n}", "NobodyWantsIt", cause="e") for n in range(emitted)]
     committed.owe_others("e")
     assert committed.wrong() == {3}
@@ -214,7 +219,7 @@ def taken_over(committed: Story) -> Story:
     committed.tell(0.5, "a", "taken", lock="app/dispatch/plain", term=1)
     committed.tell(5, "b", "taken", lock="app/dispatch/plain", term=2)
     committed.run("e", "plain", 1, 2)
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     return committed
 
@@ -255,7 +260,7 @@ def test_who_was_frozen_while_it_wrote_down_what_it_took_has_taken_it_before(tak
 def test_runs_of_one_event_may_not_overlap_under_one_term(committed: Story) -> None:
     committed.run("e", "plain", 1, 3)
     committed.run("e", "plain", 2, 4)
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {5}
 
@@ -269,7 +274,7 @@ def test_runs_of_one_event_may_overlap_across_a_change_of_term(taken_over: Story
 def test_a_run_goes_on_until_its_process_has_ended(committed: Story) -> None:
     committed.run("e", "plain", 1, None)
     committed.run("e", "plain", 3, 4)
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {5}
     committed.tell(2, "arena", "exit", how="a")
@@ -279,7 +284,7 @@ def test_a_run_goes_on_until_its_process_has_ended(committed: Story) -> None:
 def test_nothing_may_start_after_the_last_proof_of_the_locks_is_over(committed: Story) -> None:
     committed.tell(1, "a", "proven", until=2 * SECOND)
     committed.run("e", "plain", 4, 5, decided=3)
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {5}
     committed.tell(2.5, "a", "proven", until=6 * SECOND)
@@ -302,7 +307,7 @@ def test_a_former_holder_may_start_what_it_does_not_know_the_end_of(taken_over: 
 def test_a_lock_may_not_be_given_back_while_its_runs_go_on(committed: Story) -> None:
     committed.run("e", "plain", 1, 3)
     committed.tell(2, "a", "released", locks=["app/dispatch/plain"])
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == {5}
 
@@ -310,7 +315,7 @@ def test_a_lock_may_not_be_given_back_while_its_runs_go_on(committed: Story) -> 
 def test_nobody_can_wait_for_a_handler_that_ignores_its_cancellation(committed: Story) -> None:
     committed.run("e", "plain", 1, 3, how="ignore")
     committed.tell(2, "a", "released", locks=["app/dispatch/plain"])
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     assert committed.wrong() == set()
 
@@ -324,7 +329,7 @@ def in_line(story: Story) -> Story:
     story.execute("x", "e", "f")
     story.store("x", "e", "f")
     for event in ("e", "f"):
-        story.owe(event, "ordered")
+        story.insert_notifications(event, "ordered")
         story.owe_others(event)
     return story
 
@@ -386,7 +391,7 @@ def test_an_event_that_was_never_fanned_out_is_found(committed: Story) -> None:
 
 
 def test_a_row_that_is_still_due_is_found(committed: Story) -> None:
-    committed.owe("e", "plain", "PENDING")
+    committed.insert_notifications("e", "plain", "PENDING")
     committed.owe_others("e")
     assert committed.wrong() == {7}
 
@@ -394,7 +399,7 @@ def test_a_row_that_is_still_due_is_found(committed: Story) -> None:
 def test_counters_that_say_something_else_are_found(committed: Story) -> None:
     committed.run("e", "plain", 1, 2)
     committed.settle(2, "e", handler="plain")
-    committed.owe("e", "plain")
+    committed.insert_notifications("e", "plain")
     committed.owe_others("e")
     committed.tell(9, "a", "counters", counters={"succeeded": 1})
     assert committed.wrong() == set()
@@ -408,6 +413,140 @@ def test_counters_that_say_something_else_are_found(committed: Story) -> None:
 def test_what_may_run_only_once_may_not_start_twice(committed: Story) -> None:
     committed.run("e", "once", 1, 2)
     committed.run("e", "once", 3, 4)
-    committed.owe("e", "once")
+    committed.insert_notifications("e", "once")
     committed.owe_others("e")
     assert committed.wrong() == {8}
+
+
+# --- partitions ---
+
+
+def test_an_outcome_under_an_old_term_is_found_in_the_partition_of_its_row(committed: Story) -> None:
+    committed.tell(0.5, "a", "taken", lock="app/dispatch/shared/3", term=1)
+    committed.tell(5, "b", "taken", lock="app/dispatch/shared/2", term=2)
+    committed.insert_notifications("e", "shared")
+    committed.owe_others("e")
+    committed.run("e", "shared", 1, 2, partition=3)
+    committed.tell(6, "a", "settling", run=90, state="SUCCEEDED", rows=[("e-shared", "shared/3", 1)])
+    committed.tell(6, "a", "settled", run=90, number=1)
+    assert committed.wrong() == set()
+    committed.tell(5, "b", "taken", lock="app/dispatch/shared/3", term=2)
+    assert committed.wrong() == {4}
+
+
+def test_two_partitions_may_not_run_an_event_at_once_while_both_are_owned(committed: Story) -> None:
+    committed.run("e", "shared", 1, 3, term=1)
+    committed.run("e", "shared", 2, 4, by="b", term=5, partition=3)
+    committed.insert_notifications("e", "shared")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+    committed.tell(1.5, "b", "taken", lock="app/dispatch/shared", term=2)
+    assert committed.wrong() == set(), "the first of the processes was fenced"
+
+
+def test_an_event_whose_end_was_written_in_one_partition_may_not_start_in_another(committed: Story) -> None:
+    committed.run("e", "shared", 1, 2)
+    committed.settle(2, "e", handler="shared")
+    committed.run("e", "shared", 3, 4, by="b", term=1, partition=3)
+    committed.insert_notifications("e", "shared")
+    committed.owe_others("e")
+    assert committed.wrong() == {5}
+
+
+def test_events_of_one_key_may_not_overlap_in_two_partitions(in_line: Story) -> None:
+    for event in ("e", "f"):
+        in_line.final.notifications.remove(Owed(f"{event}-shared-ordered", event, "shared-ordered", "DEAD", True))
+        in_line.insert_notifications(event, "shared-ordered")
+    in_line.run("e", "ordered", 1, 2)
+    in_line.run("f", "ordered", 3, 4)
+    in_line.run("e", "shared-ordered", 1, 4, key="k", sequence=1, term=1)
+    in_line.settle(2, "e", handler="shared-ordered")
+    in_line.run("f", "shared-ordered", 3, 5, by="b", term=7, partition=2, key="k", sequence=2)
+    assert in_line.wrong() == {6}
+
+
+def test_a_partition_may_not_be_given_back_while_its_runs_go_on(committed: Story) -> None:
+    committed.run("e", "shared", 1, 3, partition=2)
+    committed.tell(2, "a", "released", locks=["app/dispatch/shared"])
+    committed.insert_notifications("e", "shared")
+    committed.owe_others("e")
+    assert committed.wrong() == set()
+    committed.tell(2, "a", "released", locks=["app/dispatch/shared/2"])
+    assert committed.wrong() == {5}
+
+
+# --- 9 ---
+
+
+@pytest.fixture
+def left_alone(committed: Story) -> Story:
+    """An event waits in partition 2 for seven seconds; ``a`` lost the partition, and ``b`` takes it at last."""
+    for process in ("a", "b"):
+        committed.tell(0, process, "running")
+        for number in range(1, 20):
+            committed.tell(number / 2, process, "proven", until=(number + 5) * SECOND // 2)
+    committed.tell(0.05, "a", "taken", lock="app/dispatch/shared/2", term=1)
+    committed.tell(7, "b", "taken", lock="app/dispatch/shared/2", term=2)
+    committed.run("e", "shared", 7.2, 8, by="b", term=2, partition=2)
+    committed.insert_notifications("e", "shared")
+    committed.owe_others("e")
+    return committed
+
+
+@pytest.mark.parametrize(("lost_at", "wrong"), [(4, {9}), (6, set())])
+def test_a_partition_with_due_rows_is_owned_again_soon(left_alone: Story, lost_at: int, wrong: set[int]) -> None:
+    left_alone.tell(lost_at, "a", "lost", lock="app/dispatch/shared/2")
+    assert left_alone.wrong() == wrong
+
+
+@pytest.mark.parametrize(("killed_at", "wrong"), [(4, {9}), (6, set())])
+def test_a_partition_of_a_dead_process_is_owned_again_soon(left_alone: Story, killed_at: int, wrong: set[int]) -> None:
+    left_alone.tell(killed_at, "arena", "exit", how="a")
+    assert left_alone.wrong() == wrong
+
+
+def test_a_partition_of_a_frozen_process_is_owned_again_soon_after_its_proofs_are_over(left_alone: Story) -> None:
+    proofs = [line for line in left_alone.lines if line.process == "a" and line.what == "proven"]
+    for line in proofs:
+        if line.at > 2 * SECOND:  # the proof before is over after 4.5 s
+            left_alone.lines.remove(line)
+    proofs[0].until = SECOND
+    assert left_alone.wrong() == {9}
+    left_alone.tell(3, "arena", "fault", state="begins", how="restart")
+    left_alone.tell(5, "arena", "fault", state="is over", how="restart down for 2.0 s")
+    assert left_alone.wrong() == set(), "the database was away meanwhile"
+
+
+def test_nobody_can_own_a_partition_while_no_process_works(left_alone: Story) -> None:
+    left_alone.tell(4, "arena", "exit", how="a")
+    left_alone.tell(4, "b", "leaving")
+    for line in [line for line in left_alone.lines if line.process == "a" and line.at > 4 * SECOND]:
+        left_alone.lines.remove(line)
+    assert left_alone.wrong() == set()
+
+
+def test_a_row_that_waits_in_a_partition_that_is_owned_is_a_different_matter(left_alone: Story) -> None:
+    assert left_alone.wrong() == set()
+
+
+# --- 10 ---
+
+
+@pytest.mark.parametrize(("times", "how", "wrong"), [
+    (4, "given", {10}), (2, "given", set()), (4, "leaving", set()),
+])  # fmt: skip
+def test_what_a_process_gave_back_is_for_others(story: Story, times: int, how: str, wrong: set[int]) -> None:
+    for number in range(times):
+        at = 10 + number / 5
+        story.tell(at, "a", "released", locks=["app/dispatch/shared/2"], how=how)
+        story.tell(at, "a", "lost", lock="app/dispatch/shared/2")
+        story.tell(at + 0.1, "a", "taken", lock="app/dispatch/shared/2", term=number + 2)
+    assert story.wrong() == wrong
+
+
+def test_what_a_process_gave_back_may_come_back_later(story: Story) -> None:
+    for number in range(6):
+        story.tell(10 + number, "a", "released", locks=["app/dispatch/shared/2"], how="given")
+        story.tell(10 + number, "a", "lost", lock="app/dispatch/shared/2")
+        story.tell(10.5 + number, "b" if number % 2 else "a", "taken", lock="app/dispatch/shared/2", term=number + 2)
+    assert story.wrong() == set()

@@ -1,54 +1,270 @@
-"""Whose time it is: the database's, as well as it can be known."""
+"""The clock of a shard: the database's time, as precisely as it can be known."""
 
 from __future__ import annotations
 
+import logging
+import time
 from datetime import datetime, timedelta
 
-from outboxio.clock import ShardClock, utc_now
+import pytest
 
-MOMENT = datetime(2026, 1, 1)
+from outboxio.support import clock as clocks
+from outboxio.support.clock import FOLLOWED_AFTER, FRESH, SETTLED_AFTER, SLIGHT, ShardClock, steady_now, utc_now
+
 SECOND = timedelta(seconds=1)
+HOUR = timedelta(hours=1)
+NONE = timedelta()
 
 
-def test_the_offset_is_that_of_a_quick_answer() -> None:
+class Host:
+    """A machine whose clocks move on command."""
+
+    def __init__(self) -> None:
+        self.wall_ns = 1_800_000_000_000_000_000
+        self.steady_ns = 5_000_000_000_000
+
+    def pass_time(self, span: timedelta) -> None:
+        nanoseconds = span // timedelta(microseconds=1) * 1000
+        self.wall_ns += nanoseconds
+        self.steady_ns += nanoseconds
+
+    def set_wall_clock(self, by: timedelta) -> None:
+        self.wall_ns += by // timedelta(microseconds=1) * 1000
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    monkeypatch.setattr(time, "time_ns", lambda: host.wall_ns)
+    monkeypatch.setattr(clocks, "_steady_ns", lambda: host.steady_ns)
+    return host
+
+
+class Watched:
+    """A clock that heartbeats correct, and a database whose clock is right except for its jumps."""
+
+    def __init__(self, host: Host, ahead: timedelta = NONE) -> None:
+        self.host = host
+        self.clock = ShardClock(None, "default")
+        self.jump = ahead
+        self._begun = host.steady_ns
+        self._epoch = utc_now()
+        self.beat()
+
+    @property
+    def database_now(self) -> datetime:
+        return self.true_now + self.jump
+
+    @property
+    def true_now(self) -> datetime:
+        return self._epoch + timedelta(microseconds=(self.host.steady_ns - self._begun) // 1000)
+
+    def beat(self) -> None:
+        asked = steady_now()
+        self.clock.correct(self.database_now, asked, steady_now())
+
+    def live(self, span: timedelta) -> None:
+        """Time passes, with a heartbeat every five seconds."""
+        for _ in range(span // (5 * SECOND)):
+            self.host.pass_time(5 * SECOND)
+            self.beat()
+
+
+@pytest.fixture
+def watched(host: Host) -> Watched:
+    return Watched(host)
+
+
+# --- one answer ------------------------------------------------------------------------------------
+
+
+def test_until_the_database_is_asked_the_wall_clock_rules_whatever_it_does(host: Host) -> None:
     clock = ShardClock(None)
-
-    clock.correct(MOMENT + 60 * SECOND, MOMENT, MOMENT + SECOND / 500)
-
-    assert abs(clock.offset - 60 * SECOND) <= SECOND / 1000
-    assert abs(clock() - utc_now() - 60 * SECOND) < SECOND
+    assert clock() == utc_now()
+    host.set_wall_clock(HOUR)
+    assert clock() == utc_now()
 
 
-def test_a_slow_answer_that_proves_nothing_does_not_move_the_clock() -> None:
-    clock = ShardClock(None)
+def test_the_offset_is_that_of_a_quick_answer(host: Host) -> None:
+    clock, asked = ShardClock(None), steady_now()
+    host.pass_time(SECOND / 500)
 
-    clock.correct(MOMENT + 4 * SECOND, MOMENT, MOMENT + 4 * SECOND)
+    clock.correct(utc_now() + 60 * SECOND, asked, steady_now())
 
-    assert clock.offset == timedelta()
-
-
-def test_a_slow_answer_that_the_offset_contradicts_moves_it_between_its_limits() -> None:
-    clock = ShardClock(None)
-
-    clock.correct(MOMENT + 60 * SECOND, MOMENT, MOMENT + 4 * SECOND)
-
-    assert clock.offset == 58 * SECOND
+    assert abs(clock() - utc_now() - 60 * SECOND) <= SECOND / 1000
 
 
-def test_answers_that_agree_leave_the_offset_as_it_is() -> None:
-    clock = ShardClock(None)
-    clock.correct(MOMENT - 60 * SECOND, MOMENT, MOMENT + SECOND / 500)
-    before = clock.offset
+def test_a_slow_answer_that_proves_nothing_does_not_move_the_clock(watched: Watched) -> None:
+    before, asked = watched.clock.offset, steady_now()
+    watched.host.pass_time(4 * SECOND)
 
-    for read_at in (0.001, 0.0015, 0.002):
-        clock.correct(MOMENT - 60 * SECOND + read_at * SECOND, MOMENT, MOMENT + SECOND / 250)
+    watched.clock.correct(watched.true_now - SECOND, asked, steady_now())
 
-    assert clock.offset == before
+    assert watched.clock.offset == before
 
 
-def test_a_clock_that_was_given_is_never_corrected() -> None:
-    clock = ShardClock(lambda: MOMENT)
+def test_a_slow_answer_that_the_offset_contradicts_moves_it_between_its_limits(watched: Watched) -> None:
+    before, asked = watched.clock.offset, steady_now()
+    watched.host.pass_time(4 * SECOND)
 
-    clock.correct(MOMENT + 60 * SECOND, MOMENT, MOMENT)
+    watched.clock.correct(watched.true_now + 20 * SECOND, asked, steady_now())
 
-    assert clock() == MOMENT
+    assert before is not None
+    assert watched.clock.offset == before + 22 * SECOND
+
+
+def test_answers_that_agree_leave_the_offset_as_it_is(watched: Watched) -> None:
+    before, asked = watched.clock.offset, steady_now()
+    watched.host.pass_time(SECOND / 250)
+    for read_before in (0.001, 0.0015, 0.002):
+        watched.clock.correct(watched.true_now - read_before * SECOND, asked, steady_now())
+
+    assert watched.clock.offset == before
+
+
+def test_a_clock_that_was_given_is_never_corrected(host: Host) -> None:
+    moment = datetime(2026, 1, 1)
+    clock = ShardClock(lambda: moment)
+
+    clock.correct(moment + 60 * SECOND, steady_now(), steady_now())
+
+    assert (clock(), clock.settled()) == (moment, moment)
+
+
+# --- the wall clock of the host --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [HOUR, -HOUR, timedelta(days=8)])
+def test_a_step_of_the_wall_clock_changes_nothing_once_the_database_was_asked(
+    watched: Watched, step: timedelta
+) -> None:
+    watched.host.set_wall_clock(step)
+
+    assert watched.clock() == watched.clock.settled() == watched.true_now
+    watched.live(SECOND * 60)
+    assert watched.clock() == watched.clock.settled() == watched.true_now
+
+
+def test_the_steady_clock_goes_on_while_nobody_sets_it() -> None:
+    before = steady_now()
+    assert timedelta() <= steady_now() - before < 10 * SECOND
+
+
+# --- the clock of the database ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=8), -timedelta(days=8), SLIGHT + SECOND, -HOUR])
+def test_a_jump_of_the_database_that_does_not_last_changes_nothing(watched: Watched, jump: timedelta) -> None:
+    watched.jump = jump
+    for _ in range(11):  # nearly a minute
+        watched.live(5 * SECOND)
+        assert watched.clock() == watched.clock.settled() == watched.true_now
+    watched.jump = NONE
+    watched.live(2 * FOLLOWED_AFTER)
+    assert watched.clock() == watched.clock.settled() == watched.true_now
+
+
+def test_a_database_whose_clock_is_slightly_different_is_followed_at_once(watched: Watched) -> None:
+    """A standby that took over, as a rule."""
+    for _ in range(3):
+        watched.jump += SLIGHT
+        watched.beat()
+        assert watched.clock() == watched.clock.settled() == watched.database_now
+
+
+def test_a_jump_that_lasts_is_followed_in_what_is_due_and_later_in_what_expires(watched: Watched) -> None:
+    watched.jump = timedelta(days=8)
+    watched.beat()
+    watched.live(FOLLOWED_AFTER)
+    assert watched.clock() == watched.database_now
+    while watched.clock.ahead:
+        assert watched.clock.settled() == watched.true_now
+        watched.live(5 * SECOND)
+    assert watched.clock.settled() == watched.database_now
+    assert watched.true_now - watched._epoch == SETTLED_AFTER
+
+
+def test_a_jump_that_ends_before_it_has_settled_has_made_nobody_too_old(watched: Watched) -> None:
+    watched.jump = timedelta(days=8)
+    watched.live(3 * FOLLOWED_AFTER)
+    assert watched.clock() == watched.database_now
+    watched.jump = NONE
+    watched.live(FOLLOWED_AFTER)
+    assert watched.clock.settled() == watched.true_now
+    watched.live(5 * SECOND)
+    assert watched.clock() == watched.clock.settled() == watched.true_now
+    watched.live(2 * SETTLED_AFTER)
+    assert watched.clock() == watched.clock.settled() == watched.true_now
+
+
+def test_a_jump_back_that_lasts_is_followed_and_needs_no_settling(watched: Watched) -> None:
+    watched.jump = -HOUR
+    watched.beat()
+    watched.live(FOLLOWED_AFTER)
+    assert watched.clock() == watched.clock.settled() == watched.database_now
+
+
+def test_a_clock_that_jumps_to_and_fro_is_never_followed(watched: Watched) -> None:
+    for number in range(60):
+        watched.jump = timedelta(hours=number % 3)
+        watched.live(5 * SECOND)
+        assert watched.clock() == watched.clock.settled() == watched.true_now
+
+
+def test_each_jump_is_logged_once_with_its_size(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        watched.jump = timedelta(days=8)
+        watched.live(30 * SECOND)
+        [line] = caplog.messages
+        assert "shard default jumped by 8d" in line
+        watched.jump = NONE
+        watched.live(30 * SECOND)
+        watched.jump = -HOUR
+        watched.live(30 * SECOND)
+    assert ["back" in line for line in caplog.messages] == [False, True, False]
+    assert "jumped by -1h" in caplog.messages[-1]
+
+
+# --- the beginning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [NONE, SLIGHT, -HOUR, -timedelta(days=8)])
+def test_at_its_start_a_process_believes_a_database_that_is_not_ahead_of_its_own_clock(
+    host: Host, ahead: timedelta
+) -> None:
+    watched = Watched(host, ahead)
+    assert watched.clock() == watched.clock.settled() == watched.database_now
+
+
+@pytest.mark.parametrize("ahead", [timedelta(minutes=10), timedelta(days=8)])
+def test_of_a_database_and_a_host_that_contradict_each_other_the_earlier_decides_what_expires_at_first(
+    host: Host, ahead: timedelta
+) -> None:
+    watched = Watched(host, ahead)
+    assert watched.clock() == watched.database_now
+    assert watched.clock.settled() == watched.true_now
+    watched.live(SETTLED_AFTER)
+    assert watched.clock() == watched.clock.settled() == watched.database_now
+
+
+async def test_a_process_without_heartbeats_asks_at_most_once_a_minute(host: Host) -> None:
+    clock, asked = ShardClock(None), list[datetime]()
+
+    async def ask() -> datetime:
+        asked.append(utc_now())
+        return utc_now() - HOUR
+
+    for _ in range(3):
+        await clock.measure(ask)
+    assert len(asked) == 1
+    assert clock() == utc_now() - HOUR
+    host.pass_time(FRESH + SECOND)
+    await clock.measure(ask)
+    assert len(asked) == 2
+
+
+async def test_nobody_asks_where_a_clock_was_given(host: Host) -> None:
+    async def ask() -> datetime:
+        raise AssertionError("nobody needs to know")
+
+    await ShardClock(lambda: datetime(2026, 1, 1)).measure(ask)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from outboxio import Event, InvalidEvent
-from outboxio.codec import decode_object, encode_object
+from outboxio.support.codec import decode_object, encode_object
 
 
 class Anything(Event):
@@ -45,7 +45,7 @@ class Attribute:
 
 
 class Attrs:
-    """A class as attrs makes it, as far as msgspec looks at it."""
+    """A class as attrs creates it, as far as msgspec looks."""
 
     __attrs_attrs__ = (Attribute("field"),)
 
@@ -152,8 +152,10 @@ def test_nul_is_found_wherever_it_hides_and_kept_where_the_database_keeps_it() -
 
 
 def test_a_lone_surrogate_is_no_text() -> None:
-    for value in ("\ud800", ["a\udfff"], {"\udc00": 1}):
-        assert refusal(Anything(value)).startswith("a string contains a lone surrogate, which is no Unicode text")
+    for value, path in (("\ud800", "value"), (["a\udfff"], "value[0]"), ({"\udc00": 1}, "value key")):
+        reason = refusal(Anything(value))
+        assert reason.startswith("a string contains a lone surrogate, which is no Unicode text")
+        assert reason.endswith(f" - at `{path}`")
 
 
 def test_what_msgspec_cannot_encode_is_refused_with_its_reason() -> None:
@@ -161,6 +163,25 @@ def test_what_msgspec_cannot_encode_is_refused_with_its_reason() -> None:
     circle.append(circle)
     for value in (object(), 1j, {(1, 2): 3}, {None: 1}, (n for n in range(3)), circle, lambda: None):
         assert refusal(Anything(value)).startswith("cannot be encoded as JSON: ")
+
+
+class NoJson:
+    """A model of a foreign library, as msgspec sees it."""
+
+    value = 1
+
+
+def test_what_cannot_be_encoded_is_named_by_its_path() -> None:
+    hidden: list[tuple[Any, str]] = [
+        (NoJson(), "value"),
+        ({"a": [1, {"b": NoJson()}]}, "value.a[1].b"),
+        (Inner(Data([NoJson()])), "value.inner.field[0]"),
+        ({"ok": 1, "a key": None, "bad": NoJson()}, "value.bad"),
+        (Pair(1, NoJson()), "value[1]"),
+        ({2.5: {NoJson(): 1}}, "value.2.5 key"),
+    ]
+    for value, path in hidden:
+        assert refusal(Anything(value)).endswith(f" - at `{path}`")
 
 
 def test_an_object_comes_back_as_it_was() -> None:

@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from outboxio.duration import format_duration, parse_duration
 from outboxio.errors import SettingsError
+from outboxio.support.duration import format_duration, parse_duration
 
 ONE_SECOND = timedelta(seconds=1)
 

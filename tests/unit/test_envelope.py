@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from outboxio import Event, EventEnvelope, InvalidEvent, TooManyHops
-from outboxio.clock import as_micros
-from outboxio.emission import Cause, Emitter
-from outboxio.envelope import HandlerContext
-from outboxio.event import EventTypes
-from outboxio.notification import Context, Notification
+from outboxio.model.emitter import Cause, Emitter
+from outboxio.model.envelope import HandlerContext
+from outboxio.model.event import EventTypes
+from outboxio.model.notification import Context, Notification
+from outboxio.support.clock import as_micros
 
 NOON = datetime(2030, 1, 1, 12)
 
@@ -23,7 +23,7 @@ class Opened(Event):
 
 
 class Executed:
-    """Remembers what it was asked to execute, and where."""
+    """Remembers the actions to execute, and where."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, str | None]] = []
@@ -53,6 +53,7 @@ def notification(**columns: Any) -> Notification:
         "next_retry_us": as_micros(NOON),
         "retention_us": as_micros(NOON),
         "sequence": 5,
+        "partition_number": 0,
         "correlation_id": "request-7",
         "causation_id": UUID(int=4),
         "headers": '{"traceparent": "00-ab"}',

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from outboxio import Action, AmbiguousTypeName, Event, InvalidEvent
-from outboxio.event import (
+from outboxio.model.event import (
     NAME_LENGTH,
     ActionRecord,
     EventRecord,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import AsyncIterator, Iterable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -16,9 +17,10 @@ from outboxio import (
     RegistrationError,
     RetryPolicy,
 )
-from outboxio.event import EventTypes
-from outboxio.handler import Handler, HandlerRegistry, handler_from_object, make_handler
-from outboxio.subscription import Subscription
+from outboxio.handlers.handler import Handler, HandlerRegistry, handler_from_object, make_handler
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.event import EventTypes
+from outboxio.support.signature import is_async
 
 
 class Opened(Event):
@@ -47,6 +49,19 @@ class StrictToo(Strict):
 
 async def handle(envelope: EventEnvelope[Any]) -> None:
     pass
+
+
+@functools.wraps(handle)
+def plain_around_async(envelope: EventEnvelope[Any]) -> Any:
+    return handle(envelope)
+
+
+def generates(envelope: EventEnvelope[Any]) -> Iterable[None]:
+    yield
+
+
+async def generates_async(envelope: EventEnvelope[Any]) -> AsyncIterator[None]:
+    yield
 
 
 def make(name: str = "first", *event_types: type[Event], aliases: Iterable[str] = (), **options: Any) -> Handler:
@@ -157,7 +172,23 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"priority": 1.5}, "handler 'first' has priority=1.5; expected a whole number from -2147483648 to 2147483647"),
         ({"priority": 2**31}, "handler 'first' has priority=2147483648"),
         ({"ordered": True, "on_dead_key": "stop"}, "on_dead_key='stop'; expected one of 'park', 'continue'"),
+        ({"partitions": 0}, "has partitions=0; expected a whole number from 1 to 64"),
+        ({"partitions": 65}, "has partitions=65; expected a whole number from 1 to 64"),
+        ({"partitions": True}, "has partitions=True; expected a whole number from 1 to 64"),
+        ({"partitions": 1.5}, "has partitions=1.5; expected a whole number from 1 to 64"),
+        ({"partitions": None}, "has partitions=None; expected a whole number from 1 to 64"),
+        ({"total_concurrency": 0}, "has total_concurrency=0; expected 1 or more"),
+        ({"total_concurrency": "4"}, "has total_concurrency='4'; expected 1 or more"),
         # each is allowed, but not together
+        (
+            {"partitions": 16, "total_concurrency": 4},
+            "total_concurrency=4 and partitions=16: each partition needs a run of its own, so the events of some "
+            "partitions would never run; raise total_concurrency to 16 or more",
+        ),
+        (
+            {"partitions": 2, "batch": Batch(schedule="0 0 * * *")},
+            "partitions=2 and batch=Batch(schedule=...): each process would make a report of its own part",
+        ),
         ({"delivery": "at_most_once", "retry": RetryPolicy()}, "what may run only once is never retried"),
         ({"delivery": "at_most_once", "batch": Batch()}, "delivery='at_most_once' and batch="),
         ({"ordered": True, "batch": Batch()}, "ordered=True and batch="),
@@ -174,7 +205,15 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"max_attempts": 3}, "has max_attempts=: it is part of the retry policy"),
         ({"prioritiy": 3}, "has prioritiy=: there is no such option; did you mean priority?"),
         ({"xyz": 3}, "has xyz=: there is no such option; there is retry, timeout"),
-        ({"function": lambda envelope: None}, "handler 'first' must be an async function, here is not"),
+        ({"function": 5}, "handler 'first' must be a function, async or plain: here is no function"),
+        ({"function": Opened}, "here is a class; register an object of an EventHandler class with add_handler()"),
+        ({"function": plain_around_async}, "here is a plain function around an async one; write its decorator's"),
+        ({"function": generates}, "here is a generator function, whose call returns before its first line"),
+        ({"function": generates_async}, "here is a generator function, whose call returns before its first line"),
+        (
+            {"function": lambda envelope: None, "delivery": "transactional"},
+            "handler 'first' has delivery='transactional' and is a plain function (here): it runs in a thread",
+        ),
     ],
 )
 def test_what_cannot_be_a_handler_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -438,15 +477,19 @@ def test_a_class_without_event_types_is_refused() -> None:
         handler_from_object(Untyped())
 
 
-def test_a_class_whose_handle_is_not_async_is_refused() -> None:
-    class Sync(EventHandler[Opened]):
-        name = "sync"
+def test_a_class_whose_handle_is_a_plain_method_is_accepted_unless_it_works_in_a_transaction() -> None:
+    class Plain(EventHandler[Opened]):
+        name = "plain"
 
-        def handle(self, envelope: EventEnvelope[Opened]) -> None:  # type: ignore[override]
+        def handle(self, envelope: EventEnvelope[Opened]) -> None:
             pass
 
-    with pytest.raises(RegistrationError, match="must be an async function"):
-        handler_from_object(Sync())
+    class InTransaction(Plain):
+        delivery = "transactional"
+
+    assert is_async(handler_from_object(Plain()).function)
+    with pytest.raises(RegistrationError, match="handler 'plain' has delivery='transactional' and is a plain function"):
+        handler_from_object(InTransaction())
 
 
 def test_a_class_in_place_of_its_object_is_refused() -> None:
@@ -454,12 +497,14 @@ def test_a_class_in_place_of_its_object_is_refused() -> None:
         handler_from_object(WithOptions)  # type: ignore[arg-type]
 
 
-async def test_a_class_without_a_handle_method_says_so_when_it_is_called() -> None:
+def test_a_class_without_a_handle_method_is_refused() -> None:
     class Empty(EventHandler[Opened]):
         name = "empty"
 
-    with pytest.raises(TypeError, match="Empty has no handle method"):
-        await handler_from_object(Empty()).function(None)  # type: ignore[arg-type]
+    with pytest.raises(
+        RegistrationError, match=r"'empty' .*Empty\) has no method `async def handle\(self, envelope\)`"
+    ):
+        handler_from_object(Empty())
 
 
 # --- on an outbox --------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""Which statements MySQL and MariaDB commit by themselves: refused where something was written before them."""
+"""Statements that MySQL and MariaDB commit implicitly: refused after a write."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from outboxio.storage.connections.limits import DEFAULT_LIMITS
 from outboxio.storage.mysql.flavour import MYSQL, Server
 from outboxio.storage.mysql.session import MysqlSession
 
@@ -25,21 +27,21 @@ HARMLESS = [
 
 
 def session(*, has_run: bool) -> Any:
-    session = MysqlSession(None, Server(MYSQL))
+    session = MysqlSession(SimpleNamespace(server_status=0), Server(MYSQL, DEFAULT_LIMITS, lambda connection: None))
     session._has_run = has_run
     return session
 
 
 @pytest.mark.parametrize("statement", COMMITTING)
 def test_a_statement_that_commits_is_told_where_something_was_written_before(statement: str) -> None:
-    assert session(has_run=True).would_commit(statement) is not None
-    assert session(has_run=False).would_commit(statement) is None
+    assert session(has_run=True).would_end(statement) is not None
+    assert session(has_run=False).would_end(statement) is None
 
 
 @pytest.mark.parametrize("statement", HARMLESS)
 def test_a_statement_that_commits_nothing_is_let_through(statement: str) -> None:
-    assert session(has_run=True).would_commit(statement) is None
+    assert session(has_run=True).would_end(statement) is None
 
 
 def test_comments_without_end_do_not_take_for_ever() -> None:
-    assert session(has_run=True).would_commit("/* a */ -- b\n" * 5000 + "/*") is None
+    assert session(has_run=True).would_end("/* a */ -- b\n" * 5000 + "/*") is None

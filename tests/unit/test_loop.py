@@ -6,20 +6,21 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from outboxio import loop as loop_module
-from outboxio.loop import FOR_EVER, Loop
-from outboxio.round import NOTHING, Round
+from outboxio.loops import loop as loop_module
+from outboxio.loops.loop import FOR_EVER, NOTHING, SHARE_OF_SILENCE, Loop, PollSchedule, RoundResult
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Service:
-    """Does rounds as it was told to, one after the other, then idle ones; every round can be waited for."""
+    """Does the given rounds in turn, then idle rounds; a test can wait for every round."""
 
-    def __init__(self, *rounds: Round | BaseException) -> None:
+    def __init__(self, *rounds: RoundResult | BaseException) -> None:
         self._rounds = list(rounds)
         self.done = 0
         self._counted = asyncio.Condition()
 
-    async def run_once(self) -> Round:
+    async def run_once(self) -> RoundResult:
         self.done += 1
         async with self._counted:
             self._counted.notify_all()
@@ -28,7 +29,7 @@ class Service:
             raise result
         return result
 
-    def plan(self, *rounds: Round | BaseException) -> None:
+    def plan(self, *rounds: RoundResult | BaseException) -> None:
         self._rounds += rounds
 
     async def rounds(self, number: int) -> None:
@@ -36,7 +37,7 @@ class Service:
             await self._counted.wait_for(lambda: self.done >= number)
 
 
-FULL = Round(1000, more=True)
+FULL = RoundResult(1000, more=True)
 LONG = 3600.0
 
 
@@ -53,7 +54,7 @@ async def driving(loop: Loop, until: Callable[[], Awaitable[None]]) -> None:
 
 
 def idle_loop(service: Service, delay: float = LONG) -> Loop:
-    return Loop("work", service.run_once, lambda: delay)
+    return Loop("work", service.run_once, PollSchedule(lambda: delay))
 
 
 async def test_a_full_round_is_followed_by_the_next_at_once() -> None:
@@ -84,23 +85,23 @@ async def test_a_wake_up_ends_the_wait() -> None:
 
 
 async def test_an_eager_loop_looks_again_soon_after_something_was_found() -> None:
-    service = Service(Round(1))
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001)
+    service = Service(RoundResult(1))
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001))
 
     await driving(loop, lambda: service.rounds(10))
 
 
 async def test_an_eager_loop_is_eager_when_it_begins() -> None:
-    """Others may have been committing for long."""
+    """Other processes may have been committing for long."""
     service = Service()
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001)
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, eager_for=lambda: FOR_EVER, quickest=0.001))
 
     await driving(loop, lambda: service.rounds(5))
 
 
 async def test_it_is_eager_for_a_while() -> None:
-    service = Service(Round(1))
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: 0.01, quickest=0.001)
+    service = Service(RoundResult(1))
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, eager_for=lambda: 0.01, quickest=0.001))
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
         await service.rounds(2)
@@ -112,9 +113,11 @@ async def test_it_is_eager_for_a_while() -> None:
 
 
 async def test_a_full_round_is_one_that_has_found_something() -> None:
-    """Or a loop would wait behind it for a share of the silence before it: commits of a hundred events waited 0.3 s."""
+    """Otherwise a loop would wait behind a full round for a share of the silence before it: commits of a hundred events
+    waited 0.3 s.
+    """
     service = Service()
-    loop = Loop("work", service.run_once, lambda: LONG, eager_for=lambda: 0.1, quickest=0.001)
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, eager_for=lambda: 0.1, quickest=0.001))
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
         await asyncio.sleep(0.3)  # it has given up
@@ -126,20 +129,22 @@ async def test_a_full_round_is_one_that_has_found_something() -> None:
 
 
 async def test_what_nobody_woke_it_for_is_looked_for_quickly_from_then_on() -> None:
-    """Whoever writes by plain SQL on PostgreSQL wakes nobody: after a moment's break he would wait for a whole poll."""
-    service = Service(Round(1))
-    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+    """A producer with plain SQL on PostgreSQL sends no wake-up: after a moment's break its events would wait for a
+    whole poll.
+    """
+    service = Service(RoundResult(1))
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, quickest=0.001, heard_within=60.0))
 
     await driving(loop, lambda: service.rounds(10))
 
 
 async def test_what_it_was_woken_for_is_not_followed_by_quick_looks() -> None:
     service = Service()
-    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, quickest=0.001, heard_within=60.0))
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
         await service.rounds(1)
-        service.plan(Round(1))
+        service.plan(RoundResult(1))
         loop.wake()
         await service.rounds(2)
         await asyncio.sleep(0.01)
@@ -151,13 +156,13 @@ async def test_what_it_was_woken_for_is_not_followed_by_quick_looks() -> None:
 
 async def test_whoever_may_not_be_woken_looks_quickly_when_it_begins() -> None:
     service = Service()
-    loop = Loop("work", service.run_once, lambda: LONG, quickest=0.001, heard_within=60.0)
+    loop = Loop("work", service.run_once, PollSchedule(lambda: LONG, quickest=0.001, heard_within=60.0))
 
     await driving(loop, lambda: service.rounds(5))
 
 
 async def test_a_loop_that_is_not_eager_waits_also_after_something_was_found() -> None:
-    service = Service(Round(1))
+    service = Service(RoundResult(1))
     loop = idle_loop(service)
     async with asyncio.TaskGroup() as group:
         group.create_task(loop.run())
@@ -171,7 +176,7 @@ async def test_a_wake_up_during_a_round_is_not_lost() -> None:
     rounds = 0
     second = asyncio.Event()
 
-    async def run_once() -> Round:
+    async def run_once() -> RoundResult:
         nonlocal rounds
         rounds += 1
         if rounds == 1:
@@ -183,7 +188,7 @@ async def test_a_wake_up_during_a_round_is_not_lost() -> None:
     async def until() -> None:
         await asyncio.wait_for(second.wait(), 5)
 
-    loop = Loop("work", run_once, lambda: LONG)
+    loop = Loop("work", run_once, PollSchedule(lambda: LONG))
     await driving(loop, until)
 
 
@@ -202,13 +207,13 @@ async def test_stop_lets_the_round_under_way_end() -> None:
     begun, goes_on = asyncio.Event(), asyncio.Event()
     ended = []
 
-    async def run_once() -> Round:
+    async def run_once() -> RoundResult:
         begun.set()
         await goes_on.wait()
         ended.append(True)
         return FULL
 
-    loop = Loop("work", run_once, lambda: LONG)
+    loop = Loop("work", run_once, PollSchedule(lambda: LONG))
     running = asyncio.create_task(loop.run())
     await begun.wait()
     loop.stop()
@@ -231,13 +236,13 @@ async def test_a_stopped_loop_does_no_round() -> None:
 async def test_errors_are_survived_counted_and_logged_with_one_stack(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     broken = [RuntimeError("first"), ExceptionGroup("second", [ValueError()]), RuntimeError("third")]
-    service = Service(*broken, Round(1), *broken[:1])
+    service = Service(*broken, RoundResult(1), *broken[:1])
     loop = idle_loop(service, delay=0.001)
 
     await driving(loop, lambda: service.rounds(4))
     assert (loop.errors, loop.failures, loop.last_error) == (3, 0, broken[2])
 
-    records = [record for record in caplog.records if record.name == "outboxio.loop"]
+    records = [record for record in caplog.records if record.name == "outboxio.loops.loop"]
     assert [record.levelname for record in records] == ["ERROR", "WARNING", "WARNING", "INFO"]
     assert [record.exc_info is not None for record in records] == [True, False, False, False]
     assert "works again after 3 failed rounds" in records[-1].getMessage()
@@ -279,3 +284,87 @@ async def test_cancellation_ends_a_loop() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def test_a_failure_after_a_standstill_shows_nothing_of_the_driver_and_the_next_one_does(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stood_still = [12.0]
+    monkeypatch.setattr(loop_module, "stood_still_since", lambda moment: stood_still.pop() if stood_still else 0.0)
+    service = Service(OSError("state 12"), OSError("no route"), OSError("no route"), NOTHING)
+    caplog.set_level(logging.INFO)
+
+    await driving(idle_loop(service), lambda: service.rounds(4))
+
+    told = [(record.levelname, record.getMessage(), bool(record.exc_info)) for record in caplog.records[:3]]
+    assert [(level, has_stack) for level, _, has_stack in told] == [
+        ("INFO", False),
+        ("ERROR", True),
+        ("WARNING", False),
+    ]
+    assert told[0][1].startswith("work failed, for the event loop stood still for 12.0 s, and is tried again in")
+
+
+async def test_a_round_may_say_when_the_next_one_is_to_be_though_nobody_wakes_it() -> None:
+    service = Service(RoundResult(1, again_in=0.02))
+    await driving(idle_loop(service), lambda: service.rounds(2))
+    assert service.done == 2
+
+
+async def test_a_poll_is_not_put_off_by_a_round_that_says_when_the_next_one_is_to_be() -> None:
+    service = Service(*[RoundResult(0, again_in=LONG)] * 3)
+    await driving(idle_loop(service, delay=0.01), lambda: service.rounds(3))
+
+
+async def test_a_wake_up_for_another_clock_is_repeated_once_after_the_last_of_several() -> None:
+    service = Service()
+    loop = idle_loop(service)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await service.rounds(1)
+        for _ in range(3):
+            loop.wake(again_after=0.2)
+            await asyncio.sleep(0.02)
+        before = service.done
+        await service.rounds(before + 2)  # 0.2 s after the first call, and 0.2 s after the last call
+        await asyncio.sleep(0.1)
+        assert service.done == before + 2
+        loop.stop()
+
+
+# --- the schedule, without time --------------------------------------------------------------------
+
+
+def test_an_idle_schedule_has_one_pause() -> None:
+    schedule = PollSchedule(lambda: 5.0)
+    schedule.begin(0.0)
+    assert [schedule.pause(now) for now in (0.0, 1.0, 100.0)] == [5.0, 5.0, 5.0]
+
+
+def test_an_eager_schedule_waits_for_a_share_of_the_silence_and_never_longer_than_its_delay() -> None:
+    schedule = PollSchedule(lambda: 5.0, eager_for=lambda: FOR_EVER, quickest=0.01)
+    schedule.begin(0.0)
+    assert schedule.pause(0.0) == 0.01
+    assert schedule.pause(4.0) == 4.0 / SHARE_OF_SILENCE
+    assert schedule.pause(100.0) == 5.0
+    schedule.found(100.0)
+    assert schedule.pause(100.0) == 0.01
+
+
+def test_a_schedule_is_eager_for_as_long_as_it_is_told() -> None:
+    schedule = PollSchedule(lambda: 5.0, eager_for=lambda: 0.1, quickest=0.01)
+    schedule.begin(0.0)
+    assert schedule.pause(0.09) < 5.0
+    assert schedule.pause(0.11) == 5.0
+
+
+def test_a_schedule_stays_eager_after_rows_that_no_wake_up_announced_until_a_wake_up_announces_some() -> None:
+    schedule = PollSchedule(lambda: 5.0, quickest=0.01, heard_within=0.07)
+    schedule.begin(0.0)
+    assert schedule.pause(1.0) < 5.0, "a producer may have been writing before"
+    schedule.woken(1.0)
+    schedule.found(1.05)
+    assert schedule.pause(1.05) == 5.0
+    schedule.found(2.0)
+    assert schedule.pause(2.0) == 0.01
+    assert schedule.pause(10.0) == 8.0 / SHARE_OF_SILENCE

@@ -1,4 +1,4 @@
-"""Which servers the test session takes, and what a missing one means."""
+"""The servers of a test session, and the effect of a missing server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, mysql_root, slots_of
+from tests.kit.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, mysql_root, slots_of
 
 
 def offer(version: int, source: str = "somewhere") -> Offer:

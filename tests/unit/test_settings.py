@@ -57,15 +57,21 @@ def test_leafs_and_defaults_are_the_published_ones() -> None:
         "max_crashes": 3,
         "outcome_batch": 500,
         "outcome_delay": timedelta(milliseconds=20),
-        "shutdown_timeout": timedelta(seconds=30),
+        "shutdown_timeout": timedelta(seconds=25),
         "lock_heartbeat": timedelta(seconds=5),
         "subscription_ttl": timedelta(days=7),
+        "connect_timeout": timedelta(seconds=10),
+        "statement_timeout": timedelta(seconds=60),
+        "action_statement_timeout": timedelta(0),
         "notify": True,
         "record_empty_actions": True,
+        "validate_events": True,
         "purge_enabled": True,
         "keep_finished": timedelta(days=7),
         "keep_dead": timedelta(days=90),
         "dedup_retention": timedelta(days=100),
+        "pool_timeout": timedelta(seconds=30),
+        "balance": "partitioned",
     }
 
 
@@ -123,8 +129,8 @@ def test_a_value_that_is_no_duration_is_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize("leaf", [name for name in LEAFS if isinstance(getattr(Settings(), name), timedelta)])
-def test_only_a_delay_for_batching_and_a_time_to_stop_may_be_zero(leaf: str) -> None:
-    if leaf in {"outcome_delay", "shutdown_timeout"}:
+def test_only_a_delay_for_batching_a_time_to_stop_and_no_limit_may_be_zero(leaf: str) -> None:
+    if leaf in {"outcome_delay", "shutdown_timeout", "action_statement_timeout"}:
         assert getattr(settings_with(leaf, 0), leaf) == timedelta(0)
     else:
         assert refused_in_code(**{leaf: 0}).key == leaf
@@ -284,6 +290,32 @@ def test_a_bad_value_is_refused_under_the_name_that_was_written(
     error = refused(source)
 
     assert (error.key, error.value) == (key, value)
+
+
+def test_a_choice_is_one_of_its_words(toml: Path) -> None:
+    toml.write_text('[outboxio]\nbalance = "all"')
+
+    assert Settings(balance="all").balance == "all"
+    assert load(toml).balance == "all"
+    assert load(OUTBOXIO_BALANCE="all").balance == "all"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("partitoned", "; did you mean 'partitioned'?"),
+        ("ALL", "; did you mean 'all'?"),
+        ("none", ""),
+        ("", ""),
+        (True, ""),
+        (["all"], ""),
+    ],
+)
+def test_a_word_that_is_no_choice_is_refused_with_the_nearest_one(value: Any, hint: str) -> None:
+    expected = f"one of 'partitioned', 'all'{hint}"
+
+    assert refused_in_code(balance=value).expected == expected
+    assert refused({"balance": value}).expected == expected
 
 
 # --- load: environment ---------------------------------------------------------------------------

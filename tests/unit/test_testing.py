@@ -9,7 +9,7 @@ import pytest
 
 from outboxio import DrainTimeout, Event, EventEnvelope, InvalidEvent, Outbox, Settings, SettingsError
 from outboxio.testing import MovableClock, drain, emitted, expect_event, memory_outbox
-from tests.app import WALLETS, Deposit, Emit, Journal, MoneyDeposited, OpenWallet, WalletOpened
+from tests.kit.app import WALLETS, Deposit, Emit, Journal, MoneyDeposited, OpenWallet, WalletOpened
 
 NOON = datetime(2030, 1, 1, 12)
 

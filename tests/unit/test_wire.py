@@ -1,4 +1,4 @@
-"""What the tests count on the wire."""
+"""The statements that the tests count on the wire."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from tests.wire import number_of_statements, statements_in, watched
+from tests.kit.wire import number_of_statements, statements_in, watched
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""MySQL 8.0 and later, and MariaDB 10.11 and later, over aiomysql or asyncmy. MariaDB is MySQL plus its differences."""
+"""MySQL 8.0 and later, and MariaDB 10.11 and later, over aiomysql. MariaDB is MySQL plus its differences."""

@@ -1,76 +1,98 @@
-"""Connections of the loops, and statements on them."""
+"""The connection of a loop, and how statements run on any connection of aiomysql."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 import msgspec
 
-from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
-from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.driver import driver_of
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
+from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.flavour import Server, Statement
-from outboxio.waiting import to_the_end
+from outboxio.support.aio import to_the_end
 
 Arguments = Mapping[str, Any] | tuple[Any, ...] | None
 
-MOST_DEADLOCKS = 5  # of one statement; the server chooses whom it ends, and a few in a row are bad luck
+# Changes no row; a server that is read only for most users refuses the statement.
+CHANGES_NOTHING = "UPDATE eventlog.leases SET term = term WHERE name = ''"
 
-# Our statements mean the same whatever the server's defaults are. READ COMMITTED: under REPEATABLE READ an idle poll
-# locks the gaps in which producers insert. autocommit: else the first SELECT opens a transaction and a snapshot.
-# group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB.
+_limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+MOST_DEADLOCKS = 5  # of a statement: the server chooses the victim, and a few deadlocks in a row are bad luck
+
+# With these settings our statements mean the same on every server, with any defaults:
+# * READ COMMITTED (set in prepare): under REPEATABLE READ an idle poll locks the gaps in which producers insert.
+# * autocommit: without autocommit the first SELECT opens a transaction and a snapshot.
+# * sql_mode: strict, but without NO_ZERO_DATE. Fan-out copies a zero date that an operator has written into an event;
+#   a refusal would stop the fan-out of all events.
+# * group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB.
 LOOP_SETTINGS: Mapping[str, str | int] = {
     "autocommit": 1,
-    "sql_mode": "STRICT_ALL_TABLES,NO_ZERO_IN_DATE,NO_ZERO_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
+    "sql_mode": "STRICT_ALL_TABLES,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
     "innodb_lock_wait_timeout": 10,
     "group_concat_max_len": 2**30,
     "sql_notes": 0,
 }
 
 
-class Dedicated(DedicatedConnection):
-    """One connection for one loop."""
+class LoopConnection(BaseLoopConnection):
+    """The connection that a loop keeps for itself."""
 
-    def __init__(self, connect: Connect, release: Release, server: Server, *, keeps: bool = True) -> None:
-        super().__init__(connect, release, keeps=keeps)
+    def __init__(
+        self,
+        connect: Connect,
+        release: Release,
+        troubles: Troubles,
+        server: Server,
+        *,
+        guard: EventLoopGuard,
+        keeps: bool = True,
+        writes: bool = True,
+    ) -> None:
+        super().__init__(connect, release, troubles, guard=guard, keeps=keeps, writes=writes)
         self._server = server
         self._settings: dict[str, str | int] = dict(LOOP_SETTINGS)
         self._before: Mapping[str, Any] = {}
+        """The session settings that the connection had before :meth:`prepare`."""
         self._longest_silence: int | None = None
 
     def set(self, name: str, value: str | int) -> None:
-        """Apply a session setting as well, from the next opening on."""
+        """Add a session setting, from the next opening on."""
         self._settings[name] = value
 
     def end_silent_transactions(self, seconds: int) -> None:
-        """Let the server end this session when it is silent for so long within a transaction."""
+        """Have the server end this session after ``seconds`` of silence within a transaction."""
         self._longest_silence = seconds
 
     async def fetch(
-        self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
+        self, statement: Statement, args: Arguments = None, timeout: float | None = None
     ) -> list[tuple[Any, ...]]:
-        """Run one autocommit statement; its rows."""
+        """Run an autocommit statement; the rows."""
         async with self.opened() as connection:
             return await fetch(connection, self._server.spell(statement), args, timeout)
 
     async def fetch_each(self, statements: Statement, args: Arguments = None) -> list[list[tuple[Any, ...]]]:
-        """Run several autocommit statements in one message; the rows of each."""
+        """Run several autocommit statements in a single message; the rows of each."""
         async with self.opened() as connection:
             return await fetch_each(connection, self._server.spell(statements), args)
 
     async def fetch_all(self, part: str, number: int, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """Run one autocommit statement that is so many times ``part``, joined by UNION ALL; its rows."""
+        """Run an autocommit statement, ``number`` times ``part``, joined by UNION ALL; the rows."""
         async with self.opened() as connection:
             return await fetch(connection, " UNION ALL ".join([part] * number), args)
 
-    async def execute(self, statement: Statement, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
-        """Run one autocommit statement; the number of rows it changed.
+    async def execute(self, statement: Statement, args: Arguments = None, timeout: float | None = None) -> int:
+        """Run an autocommit statement; the number of rows that changed.
 
-        Once more after a deadlock, which leaves nothing of it: instances that start together write the same rows.
+        After a deadlock, which undoes the whole statement, the statement runs again, at most ``MOST_DEADLOCKS`` times:
+        processes that start together write the same rows.
         """
         async with self.opened() as connection:
             sql = self._server.spell(statement)
@@ -83,36 +105,35 @@ class Dedicated(DedicatedConnection):
             return await execute(connection, sql, args, timeout)
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run ``work`` on the connection in one transaction, committed unless it raises."""
-
-        async def whole(connection: Any, begin: str, commit: str) -> Any:
+        """Run ``work`` on the connection in a transaction, committed unless ``work`` raises."""
+        async with self.transaction() as (connection, begin, commit):
             await execute(connection, begin)
             result = await work(connection)
             await execute(connection, commit)
             return result
 
-        return await self.in_transaction_of(whole)
+    @asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[tuple[Any, str, str]]:
+        """The connection, and the statements that begin and commit a transaction on the connection.
 
-    async def in_transaction_of(self, work: Callable[[Any, str, str], Awaitable[Any]]) -> Any:
-        """Run ``work`` in a transaction that it begins and commits itself, in one message with its own statements.
-
-        It is given what begins one, and what commits it. If it raises, what there is of it is rolled back.
+        The code in the block sends both, each in a message with further statements. If the block raises, the
+        transaction is rolled back.
         """
         async with self.opened() as connection:
-            impatient = patient = ""
+            shorten = restore = ""
             if self._longest_silence is not None:
-                impatient = f"; {_set({'wait_timeout': self._longest_silence})}"
-                patient = f"; {_set({'wait_timeout': self._before['wait_timeout']})}"
+                shorten = f"; {_set({'wait_timeout': self._longest_silence})}"
+                restore = f"; {_set({'wait_timeout': self._before['wait_timeout']})}"
             try:
-                return await work(connection, f"START TRANSACTION{impatient}", f"COMMIT{patient}")
+                yield connection, f"START TRANSACTION{shorten}", f"COMMIT{restore}"
             except BaseException:
-                await to_the_end(self._roll_back(connection, patient))
+                await to_the_end(self._roll_back(connection, restore))
                 raise
 
-    async def _roll_back(self, connection: Any, patient: str) -> None:
+    async def _roll_back(self, connection: Any, restore: str) -> None:
         if not self.is_closed(connection):
             try:
-                await execute(connection, f"ROLLBACK{patient}", timeout=FAREWELL_TIMEOUT)
+                await execute(connection, f"ROLLBACK{restore}", timeout=FAREWELL_TIMEOUT)
             except Exception:
                 self.drop(connection)
 
@@ -125,32 +146,99 @@ class Dedicated(DedicatedConnection):
         }
         read = list(dict.fromkeys((*settings, "wait_timeout")))
         names = ", ".join(f"@@SESSION.{name}" for name in read)
-        (before,) = await fetch(connection, f"SELECT @@max_allowed_packet, {names}")
+        of_server = "@@max_allowed_packet, @@GLOBAL.innodb_read_only, @@GLOBAL.read_only"
+        (before,) = await fetch(connection, f"SELECT {of_server}, {names}")
         self._server.largest_packet = before[0]
-        self._before = dict(zip(read, before[1:], strict=True))
+        if self._writes and (before[1] or before[2]):
+            await self._refuse_read_only(connection)
+        self._before = dict(zip(read, before[3:], strict=True))
         await execute(connection, _set(settings))
+
+    async def _refuse_read_only(self, connection: Any) -> None:
+        """Raise :class:`OnlyReads` if the server refuses our writes.
+
+        A server that is read only for most users may still accept the writes of this user: only a write tells.
+        """
+        try:
+            await execute(connection, CHANGES_NOTHING)
+        except Exception as error:
+            if not self.is_read_only(error):
+                raise
+            raise OnlyReads(str(error)) from error
 
     async def restore(self, connection: Any) -> None:
         await execute(connection, _set(self._before), timeout=FAREWELL_TIMEOUT)
 
     def is_closed(self, connection: Any) -> bool:
-        return is_closed(connection)
+        return driver.is_closed(connection)
 
     def drop(self, connection: Any) -> None:
         drop(connection)
 
+    def is_read_only(self, error: Exception) -> bool:
+        return errors.is_read_only(error)
 
-def quiet_cursor(connection: Any) -> Any:
-    """A cursor that asks for no warnings."""
-    driver = driver_of(connection)
-    return driver.cursor(connection, driver.QuietCursor)
+
+def limit(connection: Any, seconds: float) -> None:
+    """Give each statement of ours on a connection ``seconds`` to be answered."""
+    _limits[connection] = seconds
+
+
+def limit_of(connection: Any) -> float:
+    """Seconds within which the server must answer a statement of ours."""
+    return _limits.get(connection, DEFAULT_LIMITS.statement_timeout)
+
+
+def waits_for(connection: Any) -> Hashable | None:
+    """A value that stays equal while the driver waits for one answer; ``None`` otherwise."""
+    transport, waiter = driver.transport(connection), driver.reads(connection)
+    if transport is None or waiter is None or driver.is_closed(connection):
+        return None
+    return waiter, transport.get_write_buffer_size()
+
+
+async def send(connection: Any, server: Server, *messages: bytes) -> None:
+    """Run messages on the connection of an action, in order. The statements return no rows.
+
+    All actions share a timer, which drops the connection after ``statement_timeout``.
+    """
+    for message in messages:
+        server.unanswered.begin(connection, server.give_up)
+        try:
+            await connection.query(message)
+            await driver.read_all(connection)
+        finally:
+            server.unanswered.end(connection)
+
+
+async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float | None = None) -> Any:
+    """Run a statement, or several with semicolons between them; the cursor after the last statement."""
+    async with asyncio.timeout(timeout or limit_of(connection)):
+        cursor = driver.cursor(connection, driver.QuietCursor)
+        await cursor.execute(sql, args)
+        while await cursor.nextset():
+            pass
+    return cursor
+
+
+async def execute(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float | None = None) -> int:
+    """Run a statement; the number of rows that changed."""
+    cursor = await run(connection, sql, args, timeout)
+    return int(cursor.rowcount)
+
+
+async def fetch(
+    connection: Any, sql: str, args: Arguments = None, timeout: float | None = None
+) -> list[tuple[Any, ...]]:
+    """Run a statement; the rows."""
+    return list(driver.rows(await run(connection, sql, args, timeout)))
 
 
 async def execute_each(connection: Any, sql: str, args: Arguments = None) -> list[int]:
-    """Run several statements in one message; the number of rows that each changed."""
+    """Run several statements in a single message; the number of rows that each statement changed."""
     counts: list[int] = []
-    async with asyncio.timeout(STATEMENT_TIMEOUT):
-        cursor = quiet_cursor(connection)
+    async with asyncio.timeout(limit_of(connection)):
+        cursor = driver.cursor(connection, driver.QuietCursor)
         await cursor.execute(sql, args)
         has_more = True
         while has_more:
@@ -159,71 +247,34 @@ async def execute_each(connection: Any, sql: str, args: Arguments = None) -> lis
     return counts
 
 
-async def send(connection: Any, message: bytes, server: Server) -> None:
-    """Run statements whose answers say nothing but that they have worked."""
-    server.unanswered.begin(connection, drop)
-    try:
-        await driver_of(connection).send(connection, message)
-    finally:
-        server.unanswered.end(connection)
-
-
-async def run(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> Any:
-    """Run a statement, or several with semicolons between them; the cursor after the last one."""
-    async with asyncio.timeout(timeout):
-        cursor = quiet_cursor(connection)
-        await cursor.execute(sql, args)
-        while await cursor.nextset():
-            pass
-    return cursor
-
-
-async def fetch(
-    connection: Any, sql: str, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT
-) -> list[tuple[Any, ...]]:
-    cursor = await run(connection, sql, args, timeout)
-    return list(await driver_of(connection).rows(cursor))
-
-
 async def fetch_each(connection: Any, sql: str, args: Arguments = None) -> list[list[tuple[Any, ...]]]:
-    """The rows of each of several statements that has any."""
+    """Run several statements in a single message; the rows of each statement that returns rows."""
     results: list[list[tuple[Any, ...]]] = []
-    rows = driver_of(connection).rows
-    async with asyncio.timeout(STATEMENT_TIMEOUT):
-        cursor = quiet_cursor(connection)
+    async with asyncio.timeout(limit_of(connection)):
+        cursor = driver.cursor(connection, driver.QuietCursor)
         await cursor.execute(sql, args)
         has_more = True
         while has_more:
             if cursor.description is not None:
-                results.append(list(await rows(cursor)))
+                results.append(list(driver.rows(cursor)))
             has_more = await cursor.nextset()
     return results
 
 
-async def execute(connection: Any, sql: str | bytes, args: Arguments = None, timeout: float = STATEMENT_TIMEOUT) -> int:
-    cursor = await run(connection, sql, args, timeout)
-    return int(cursor.rowcount)
-
-
-def is_closed(connection: Any) -> bool:
-    """Whether the connection is of no use: closed here, or by the server."""
-    return driver_of(connection).is_closed(connection)
-
-
 def is_usable(connection: Any) -> bool:
-    """Whether somebody else may have it: it is not lost, and has no transaction open."""
-    return not (is_closed(connection) or connection.get_transaction_status())
+    """True if the pool may give the connection to the next action: connected, and without an open transaction."""
+    return not (driver.is_closed(connection) or connection.get_transaction_status())
 
 
 async def hang_up(connection: Any) -> None:
-    """Say goodbye, and wait until its socket is closed: TLS says a goodbye of its own, which must not outlive the loop.
+    """Say goodbye to the server, and wait until the socket is closed.
 
-    A server that has nothing to say to that is waited for no longer than FAREWELL_TIMEOUT.
+    TLS has a goodbye too, which must not outlive the event loop: hence the wait. The wait for a server that does not
+    answer ends after FAREWELL_TIMEOUT.
     """
-    if is_closed(connection):
+    if driver.is_closed(connection):
         drop(connection)
         return
-    driver = driver_of(connection)
     transport = driver.transport(connection)
     try:
         async with asyncio.timeout(FAREWELL_TIMEOUT):
@@ -235,8 +286,8 @@ async def hang_up(connection: Any) -> None:
 
 
 def drop(connection: Any) -> None:
-    """Close it at once: what is still to be sent is of no interest any more."""
-    transport = driver_of(connection).transport(connection)
+    """Close the connection at once; bytes that are not sent yet are lost."""
+    transport = driver.transport(connection)
     if transport is not None:
         with suppress(Exception):
             transport.abort()
@@ -244,7 +295,7 @@ def drop(connection: Any) -> None:
 
 
 def id_list(ids: Iterable[UUID | str]) -> str:
-    """Ids as the inside of ``IN (...)``: they are UUIDs, so there is nothing in them to escape."""
+    """Ids for the inside of ``IN (...)``. UUIDs need no escaping."""
     return msgspec.json.encode(list(ids)).decode()[1:-1].replace('"', "'")
 
 

@@ -1,84 +1,150 @@
-"""One MySQL or MariaDB database: its pool for the application's actions, and a connection for each loop."""
+"""A MySQL or MariaDB database: the pool for the application's actions, and a connection for each loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
-from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch, hang_up, is_usable
-from outboxio.storage.mysql.driver import FOUND_ROWS, Driver, driver_of, is_connection, load
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.driver import ServerCalls
+from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.identity import Identity, Kin
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits, keep_alive
+from outboxio.storage.connections.loop_connection import Troubles
+from outboxio.storage.connections.pool import LARGEST_POOL, GiveBack
+from outboxio.storage.connections.server import ServerDatabase, together
+from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
+from outboxio.storage.connections.watch import Watch
+from outboxio.storage.mysql import driver, errors
+from outboxio.storage.mysql.connection import (
+    LoopConnection,
+    drop,
+    execute,
+    fetch,
+    hang_up,
+    is_usable,
+    limit,
+    waits_for,
+)
 from outboxio.storage.mysql.events import MysqlEvents
-from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server
-from outboxio.storage.mysql.lines import MysqlLines
+from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
+from outboxio.storage.mysql.ordering import MysqlOrdering
+from outboxio.storage.mysql.partitions import MysqlPartitions
+from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
+from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
-from outboxio.storage.mysql.url import connect_arguments, dialect_of, driver_named_by, where
-from outboxio.storage.pool import LARGEST_POOL, GiveBack, Pool
-from outboxio.waiting import heeding_cancellation, to_the_end
+from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
+from outboxio.storage.protocols import ClusterLock
+from outboxio.support.aio import heeding_cancellation, to_the_end
 
-CONNECT_TIMEOUT = 10.0
+NOW = for_flavours("SELECT CAST(UTC_TIMESTAMP(6) AS DATETIME(6))")
+CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
 
 
-class MysqlDatabase:
+class MysqlDatabase(ServerDatabase[LoopConnection]):
     stores_nul = True
     wakes_across_processes = False
+    _place_of = staticmethod(where)
 
-    def __init__(self, name: str, source: str | Any, direct_url: str | None = None) -> None:
-        self.name = name
-        self._url = source if isinstance(source, str) else None
-        self._arguments = None if self._url is None else connect_arguments(name, self._url)
-        self._direct_url = direct_url or self._url
-        self._direct_arguments = None if self._direct_url is None else connect_arguments(name, self._direct_url)
-        self._pool: Any = None if isinstance(source, str) else source
-        self._driver = load(driver_named_by(source)) if isinstance(source, str) else driver_of(source)
-        self._ours = Pool(connect=self._connect_for_actions, hang_up=self._release, drop=drop, is_usable=is_usable)
-        self._server = Server(FLAVOURS[dialect_of(source)] if isinstance(source, str) else MYSQL)
-        # What is seldom asked keeps no connection of a given pool from the application.
-        self._admin = self._loop_connection(keeps=self._url is not None)
-        self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
+    def __init__(
+        self,
+        name: str,
+        source: str | Any,
+        direct_url: str | None = None,
+        *,
+        guard: EventLoopGuard | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        urls = {url for url in (source, direct_url) if isinstance(url, str)}
+        self._arguments = {url: connect_arguments(name, url) for url in urls}
+        """The arguments of the driver's ``connect``, by URL."""
+        flavour = FLAVOURS[dialect_of(source)] if isinstance(source, str) else MYSQL
+        self._server = Server(flavour, limits, self._give_up)
+        super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
-        self.lines = MysqlLines(self._find)
+        self.ordering = MysqlOrdering(self._find)
         self.starts = MysqlStarts(self._find, self._settle, self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
+        self.partitions = MysqlPartitions(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
+        self._guard.when_taken_over(self._server.begin_anew)
 
     @property
     def dialect(self) -> str:
-        """What the URL says, until the server has said what it is."""
+        """The dialect of the URL, and after the first connection the dialect of the server."""
         return self._server.flavour.name
 
     def session(self) -> PooledSession:
-        return PooledSession(self._check_out, self._server)
+        restore = None if self._given else self._restore_and_give_back
+        return PooledSession(self._check_out, self._explain, self._server, restore)
+
+    reading = session
 
     def wrap(self, connection: Any) -> MysqlSession | None:
-        if not is_connection(connection):
+        if not driver.is_connection(connection):
             return None
-        return MysqlSession(connection, self._server, is_callers=True)
+        return MysqlSession(connection, self._server, is_given=True)
 
-    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> MysqlClusterLock:
-        # A settlement that writes events as well is a transaction of several statements, and so is fan-out. A process
-        # that freezes between them must not keep the lease rows locked that its successor raises, nor the rows that its
-        # successor makes: those of ordered handlers cannot be passed by.
+    async def require_own(self, connection: Any) -> None:
+        # The given pool may have no further connection for the question.
+        ours = self._ours.used if self._pool is None else getattr(self._pool, "_used", ())
+        if connection not in ours:
+            await self._own.require(connection, lambda: identity_of(connection))
+
+    async def _own_identity(self) -> tuple[Identity, Kin | None]:
+        connection = await self._connect()
+        try:
+            # A proxy may send a read outside of a transaction to a second server.
+            await execute(connection, "START TRANSACTION")
+            identity = await identity_of(connection)
+            await execute(connection, "ROLLBACK")
+            return identity, None
+        finally:
+            await to_the_end(self._release(connection))
+
+    def cluster_lock(
+        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
+    ) -> ClusterLock:
+        # A settlement that also writes events is a transaction of several statements, and so is a round of fan-out. A
+        # process that freezes within such a transaction must not keep the locks: a successor raises the lease rows of
+        # the settlement, and makes the rows of the fan-out, where locked rows of ordered handlers cannot be skipped.
         for loop in (self._settle, self._fanout):
             loop.end_silent_transactions(longest_silence(heartbeat))
-        return MysqlClusterLock(self._loop_connection(), self._server, owner, heartbeat)
+        if self._direct_url is None:  # the connections of a given pool belong to the application's event loop
+            session = self._dedicated()
+            self._connections.locks.add(session)
+            return MysqlClusterLock(session, self._server, owner, heartbeat)
+        guard = EventLoopGuard.of_shard(self.name)  # of the event loop of the thread
+        session = self._dedicated(guard=guard, troubles=TroublesOfThread(self._connections, self._guard))
+        lock = MysqlClusterLock(session, self._server, owner, heartbeat)
+        threaded = ThreadedLock(lock, session, heartbeat, longest_block)
+        self._connections.locks.add(threaded)
+        return threaded
 
     async def notify(self, channel: str, payload: str) -> None:
-        """MySQL cannot wake other processes: they poll."""
+        """Does nothing: MySQL cannot wake processes, so that each process polls."""
+
+    async def now(self) -> datetime:
+        moment: datetime = (await self._admin.fetch(NOW))[0][0]
+        return moment
+
+    async def lock_room(self) -> int | None:
+        return None
 
     async def refuse_shared_sessions(self) -> None:
-        """Two connections that are open at once never are one session, unless a proxy shares it."""
+        """Two connections that are open at once have two sessions, unless a proxy shares sessions."""
         opened = [await self._connect()]
         try:
             number = await _session_number(opened[0])
@@ -89,7 +155,7 @@ class MysqlDatabase:
             if is_shared:
                 raise PooledConnection(self.name)
         finally:
-            await to_the_end(_all(map(self._release, opened)))
+            await to_the_end(together(map(self._release, opened)))
 
     def require_room(self, loops: int) -> None:
         if self._url is None and self._pool.maxsize:
@@ -102,83 +168,139 @@ class MysqlDatabase:
         largest = LARGEST_POOL if self._url is not None else self._pool.maxsize or LARGEST_POOL
         return max(1, largest // 2)
 
-    async def release_loops(self) -> None:
-        ours = (self._fanout, self._find, self._settle, self._admin)
-        await to_the_end(_all(connection.close() for connection in ours))
-
-    async def close(self) -> None:
-        await self.release_loops()
-        await self._ours.close()
-
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
 
-    def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
-        return Dedicated(self._connect, self._release, self._server, keeps=keeps)
+    def _dedicated(
+        self,
+        *,
+        keeps: bool = True,
+        writes: bool = True,
+        guard: EventLoopGuard | None = None,
+        troubles: Troubles | None = None,
+    ) -> LoopConnection:
+        return LoopConnection(
+            self._connect, self._release, troubles or self._connections, self._server, guard=guard or self._guard,
+            keeps=keeps, writes=writes,
+        )  # fmt: skip
+
+    def _take_from(self, pool: Any) -> GivenPool:
+        release = partial(give_back, pool)
+
+        def acquire() -> Awaitable[Any]:
+            return heeding_cancellation(pool.acquire(), release)
+
+        return GivenPool(
+            pool, guard=self._guard, shard=self.name, timeout=self._limits.pool_timeout, acquire=acquire,
+            release=release, has_idle=lambda: pool.freesize > 0 and not pool._cond.locked(),
+            occupancy=lambda: Occupancy(pool.size - pool.freesize, pool.maxsize or 0),
+        )  # fmt: skip
+
+    def _answer_time(self, url: str) -> float:
+        seconds: float = self._arguments[url].get("connect_timeout", self._limits.connect_timeout)
+        return seconds
+
+    async def _connect_to_ask(self, url: str) -> Any:
+        return await self._open(self._arguments[url])
+
+    def _give_up(self, connection: Any) -> None:
+        self._connections.give_up(connection, f"no answer within {self._limits.statement_timeout:g} s")
+
+    async def _explain(self, connection: Any, error: Exception) -> Exception | None:
+        """The error to raise in place of the error that ended an action, if outboxio knows a clearer error."""
+        if errors.is_read_only(error):
+            try:
+                is_read_only = await does_not_write(connection, error)
+            except Exception:
+                is_read_only = True  # the server does not answer either
+            if is_read_only:
+                drop(connection)
+                self._ours.renew()
+                return self._connections.does_not_write(error, gives_up=False)
+        why = self._connections.why_given_up(connection)
+        return self._connections.unavailable(why) if why is not None and errors.is_unreachable(error) else None
 
     async def _check_out(self) -> tuple[Any, GiveBack]:
-        if self._arguments is None:
-            connection = await self._reaching(None, self._acquire)
-            self._server.greeted_by(connection)
-            return connection, partial(give_back, self._pool)
-        return await self._reaching(self._url, self._ours.acquire), self._ours.release
-
-    async def _acquire(self) -> Any:
-        """A connection of the given pool."""
-        return await heeding_cancellation(self._pool.acquire(), partial(give_back, self._pool))
+        if self._given is not None:
+            return await self._take_given(), self._given.release
+        connection = await self._reaching(self._url, self._ours.acquire)
+        if self._watch is not None:
+            self._watch.begin()
+        return connection, self._ours.release
 
     async def _connect_for_actions(self) -> Any:
-        # FOUND_ROWS: an UPDATE counts the rows that it found, as on every other database, not those that it changed.
-        connection = await _connect_with(self._driver, self._arguments or {}, client_flag=FOUND_ROWS)
-        self._server.greeted_by(connection)
+        # FOUND_ROWS: an UPDATE counts the rows that match, as on every other database, and not the rows that change.
+        connection = await self._open(self._arguments[self._url or ""], client_flag=driver.FOUND_ROWS)
+        await self._get_to_know(connection, self._watch)
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout):
+                await learn_to_restore(connection, self._server)
+        except BaseException:
+            drop(connection)
+            raise
         return connection
+
+    async def _restore_and_give_back(self, connection: Any) -> None:
+        try:
+            await restore(connection)
+        finally:
+            self._ours.release(connection)
 
     async def _connect(self) -> Any:
-        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
-        arguments = self._direct_arguments
-        if arguments is None:
-            connection = await self._reaching(None, self._acquire)
-        else:
-            connection = await self._reaching(self._direct_url, lambda: _connect_with(self._driver, arguments))
-        self._server.greeted_by(connection)
+        """A connection for a loop: of our own if there is a URL, otherwise a connection of the given pool."""
+        url = self._direct_url
+        if self._given is not None or url is None:
+            return await self._take_given()
+        connection = await self._reaching(url, lambda: self._open(self._arguments[url]))
+        await self._reaching(url, lambda: self._get_to_know(connection, self._loop_watch))
         return connection
 
-    async def _release(self, connection: Any) -> None:
-        if self._direct_arguments is None:
-            await give_back(self._pool, connection)
-        else:
-            await hang_up(connection)
+    async def _take_given(self) -> Any:
+        """A connection of the given pool."""
+        assert self._given is not None
+        connection = await self._reaching(None, self._given.acquire)
+        self._server.greeted_by(connection)
+        limit(connection, self._limits.statement_timeout)
+        return connection
+
+    async def _open(self, arguments: Mapping[str, Any], **more: Any) -> Any:
+        told: dict[str, Any] = {
+            "connect_timeout": self._limits.connect_timeout,
+            "autocommit": True,
+            "charset": "utf8mb4",
+            **arguments,
+            **more,
+        }
+        async with asyncio.timeout(told["connect_timeout"]):  # the driver's own timeout does not cover the greeting
+            connection = await heeding_cancellation(driver.connect(**told), hang_up)
+        keep_alive(driver.transport(connection))
+        limit(connection, self._limits.statement_timeout)
+        return connection
+
+    async def _get_to_know(self, connection: Any, watch: Watch | None) -> None:
+        """Learn the product of the server, and the session of the connection."""
+        self._server.greeted_by(connection)
+        if watch is not None:
+            try:
+                async with asyncio.timeout(self._limits.connect_timeout):
+                    watch.knows(connection, await session_of(connection))
+            except BaseException:
+                drop(connection)
+                raise
 
     async def _reaching(self, url: str | None, reach: Callable[[], Any]) -> Any:
         try:
             return await reach()
-        except (OSError, OverflowError, RuntimeError, self._driver.MySQLError) as error:
-            place = "the given pool" if url is None else where(url)
-            raise DatabaseUnavailable(self.name, place, _reason(error)) from error
-
-
-async def _connect_with(driver: Driver, arguments: Mapping[str, Any], **more: Any) -> Any:
-    told: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT,
-        "autocommit": True,
-        "charset": "utf8mb4",
-        **arguments,
-        **more,
-    }
-    async with asyncio.timeout(told["connect_timeout"]):  # the driver's own ends before the server's greeting
-        return await heeding_cancellation(driver.connect(**told), hang_up)
+        except (OSError, OverflowError, RuntimeError, driver.MySQLError) as error:
+            raise DatabaseUnavailable(self.name, where(url), _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
-    """What the driver says, with the cause that it does not say: a certificate, a socket that is not there."""
+    """The text of the driver's error, with the cause that the text leaves out: a certificate, a missing socket."""
     reason, cause = str(error) or type(error).__name__, error.__cause__
     return f"{reason}: {cause!r}" if cause is not None else reason
-
-
-async def _all(coroutines: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*coroutines)
 
 
 async def _session_number(connection: Any) -> int:

@@ -1,108 +1,169 @@
-"""The drivers: aiomysql, which is the default, and asyncmy, which has the same interface and a core in C.
+"""The only module that imports aiomysql, and PyMySQL below aiomysql: all uses of private attributes are here.
 
-What is not alike in the two, and what of their insides we reach for, is in a module for each, loaded when it is wanted.
+``pyproject.toml`` caps the version of aiomysql, because private attributes are used: ``_writer``, ``_reader``,
+``_result``, ``_rows`` and a few more. A test in ``tests/contract/test_mysql_storage.py`` fails where a new version
+renames such an attribute. Decision 14 says why aiomysql is the only driver.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
-DEFAULT = "aiomysql"
-NAMES = ("aiomysql", "asyncmy")
+# Neither package has types or stubs.
+import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import pymysql as _pymysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingModuleSource]
 
-FOUND_ROWS = 1 << 1  # of the protocol: an UPDATE counts the rows that it found
-TLS = 1 << 11  # of the protocol: the server speaks it
-NO_TLS = (2026, "TLS is required (ssl_mode), and the server has none")
+FOUND_ROWS = 1 << 1  # capability of the protocol: an UPDATE counts the rows that match, changed or not
+_TLS = 1 << 11  # capability of the protocol: the server speaks TLS
+_NO_TLS = (2026, "TLS is required (ssl_mode), and the server has none")
+_QUERY, _RESET_CONNECTION = b"\x03", 0x1F  # commands of the protocol
 
+_driver: Any = _aiomysql
+_below: Any = _pymysql
 
-class Driver(Protocol):
-    """A driver, as one module offers it."""
-
-    # Named as the drivers name them.
-    @property
-    def Connection(self) -> type[Any]: ...
-    @property
-    def Cursor(self) -> type[Any]: ...
-    @property
-    def QuietCursor(self) -> type[Any]: ...
-    @property
-    def MySQLError(self) -> type[Exception]: ...
-
-    async def connect(self, **arguments: Any) -> Any:
-        """A connection of our own, as the driver's ``connect`` makes it; one with ``ssl`` speaks TLS or to nobody."""
-        ...
-
-    def is_closed(self, connection: Any) -> bool:
-        """Whether it is closed, here or by the server."""
-        ...
-
-    def transport(self, connection: Any) -> asyncio.WriteTransport | None: ...
-
-    def sends_ahead(self, connection: Any) -> bool:
-        """Whether it could send statements now without waiting: their answers are read before anything else is sent."""
-        ...
-
-    def send_ahead(self, connection: Any, message: bytes) -> None:
-        """Do so, unless the connection is lost: then whatever comes next says so."""
-        ...
-
-    def cursor(self, connection: Any, kind: type[Any]) -> Any:
-        """A cursor of one of the kinds above."""
-        ...
-
-    async def rows(self, cursor: Any) -> Sequence[tuple[Any, ...]]:
-        """All rows of the result that a cursor is at."""
-        ...
-
-    async def send(self, connection: Any, message: bytes) -> None:
-        """Run statements whose answers say nothing but that they have worked."""
-        ...
-
-    def has_unread(self, connection: Any) -> bool:
-        """Whether the answers to what was sent ahead are still to be read."""
-        ...
-
-    async def say_goodbye(self, connection: Any) -> None:
-        """Close it, and wait until its socket is closed."""
-        ...
+Cursor: Any = _driver.Cursor
+Connection: type[Any] = _driver.Connection
+MySQLError: type[Exception] = _below.err.MySQLError
 
 
-def load(name: str) -> Driver:
-    """The driver of this name; :class:`ModuleNotFoundError` if it is not installed."""
-    if name == "asyncmy":
-        from outboxio.storage.mysql import with_asyncmy
+class QuietCursor(Cursor):  # type: ignore[misc]  # the driver has no types
+    """A cursor that never asks for warnings; the cursor of aiomysql asks in a further round trip.
 
-        return with_asyncmy
-    from outboxio.storage.mysql import with_aiomysql
+    Values that do not fit are errors on our connections (strict ``sql_mode``), so that warnings say no more.
+    """
 
-    return with_aiomysql
-
-
-def driver_of(connection: Any) -> Driver:
-    """The driver that made a connection or a pool."""
-    driver = _driver_of(connection.__class__)
-    if driver is None:
-        raise TypeError(f"{type(connection)} is of no driver for MySQL")
-    return driver
+    async def _show_warnings(self, conn: Any) -> None:
+        pass
 
 
-def is_connection(thing: Any) -> bool:
-    """Whether it is a connection of one of the drivers."""
-    driver = _driver_of(thing.__class__)
-    return driver is not None and isinstance(thing, driver.Connection)
+class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
+    """A connection that refuses a server without TLS if TLS is required, and can be garbage-collected quietly.
+
+    aiomysql itself would send the password in plain text to a server without TLS. And its ``__del__`` raises an error
+    that cannot be caught if the event loop is closed already.
+    """
+
+    how_to_restore: str | None = None
+
+    async def _request_authentication(self) -> None:
+        if self._ssl_context and not self.server_capabilities & _TLS:
+            raise _below.err.OperationalError(*_NO_TLS)
+        await super()._request_authentication()  # pyright: ignore[reportUnknownMemberType]
+
+    def __del__(self) -> None:
+        if self._loop.is_closed():
+            self._writer = None
+        super().__del__()  # pyright: ignore[reportUnknownMemberType]
 
 
-@lru_cache(maxsize=64)  # asked with every statement
-def _driver_of(kind: type[object]) -> Driver | None:
-    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    name = next((name for name in NAMES if name in packages), None)
-    return None if name is None else load(name)
+class _UnreadResult:
+    """A result with more results behind: aiomysql reads all results before the next statement goes out."""
+
+    unbuffered_active = False
+    has_next = True
 
 
-async def closed_sockets() -> None:
-    """After a connection that failed: a driver has only asked for its sockets to be closed."""
-    for _ in range(3):  # they must not outlive their loop
-        await asyncio.sleep(0)
+# Code that looks at the module of a connection's class finds aiomysql, as with a connection that aiomysql made.
+_OurConnection.__module__ = Connection.__module__
+
+
+def is_connection(candidate: Any) -> bool:
+    """True for a connection of aiomysql, opened by outboxio or by the application."""
+    return isinstance(candidate, Connection)
+
+
+async def connect(**arguments: Any) -> Any:
+    """A new connection; the arguments are the arguments of ``aiomysql.connect``. With ``ssl``, never without TLS."""
+    connection: Any = _OurConnection(**arguments)
+    try:
+        await connection._connect()
+    except Exception:
+        # aiomysql has only asked for the socket to be closed. Three turns of the event loop close the socket: no socket
+        # may outlive the loop.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        raise
+    return connection
+
+
+def is_closed(connection: Any) -> bool:
+    """True if the connection is of no use any more: closed here, or by the server."""
+    # The pool of aiomysql looks at the same attributes.
+    if connection.closed:
+        return True
+    reader = connection._reader
+    return bool(reader.at_eof() or reader.exception() is not None or getattr(reader, "eof_received", False))
+
+
+def transport(connection: Any) -> asyncio.WriteTransport | None:
+    return None if connection._writer is None else connection._writer.transport
+
+
+def reads(connection: Any) -> object | None:
+    """The future with which the driver waits for more bytes, new for each wait; ``None`` while it does not wait."""
+    reader = connection._reader
+    return None if reader is None else reader._waiter
+
+
+def can_send_ahead(connection: Any) -> bool:
+    """True if :func:`send_ahead` is possible now: no result of an earlier statement is unread."""
+    result = connection._result
+    return result is None or not (result.has_next or result.unbuffered_active)
+
+
+def send_ahead(connection: Any, message: bytes) -> None:
+    """Send statements without waiting; the driver reads the answers before the next statement goes out.
+
+    Does nothing on a connection that is lost: the next statement raises the error.
+    """
+    if not is_closed(connection):
+        connection._write_bytes(_packet(_QUERY + message))
+        connection._next_seq_id, connection._result = 1, _UnreadResult()
+
+
+def has_unread(connection: Any) -> bool:
+    """True if answers to :func:`send_ahead` are still to be read."""
+    return isinstance(connection._result, _UnreadResult)
+
+
+def _packet(command: bytes) -> bytes:
+    return len(command).to_bytes(4, "little") + command
+
+
+def cursor(connection: Any, kind: type[Any]) -> Any:
+    """A cursor of class ``Cursor`` or ``QuietCursor``."""
+    # ``connection.cursor()`` of aiomysql would make a future for the cursor.
+    connection._last_usage = connection._loop.time()
+    return kind(connection, connection._echo)
+
+
+def rows(cursor: Any) -> Sequence[tuple[Any, ...]]:
+    """All rows of the current result of a cursor."""
+    # ``cursor.fetchall()`` of aiomysql would make a future for the rows.
+    return cursor._rows or ()
+
+
+async def read_all(connection: Any) -> None:
+    """Read the answers to the rest of a message. Raises the error of the statement that failed."""
+    while connection._result.has_next:
+        await connection.next_result()
+
+
+async def reset(connection: Any, message: bytes) -> None:
+    """Have the server reset the session, and run statements that set the session up, in a single round trip."""
+    await connection._execute_command(_RESET_CONNECTION, b"")
+    connection._write_bytes(_packet(_QUERY + message))
+    await connection._read_ok_packet()
+    connection._next_seq_id, connection._result = 1, _UnreadResult()
+    await read_all(connection)
+
+
+async def say_goodbye(connection: Any) -> None:
+    """Close the connection, and wait until its socket is closed."""
+    writer = connection._writer
+    await connection.ensure_closed()
+    with suppress(OSError):  # the server has closed the socket first
+        await writer.wait_closed()

@@ -1,35 +1,42 @@
-"""What MySQL's and MariaDB's errors mean to us, by number and never by text."""
+"""The meaning of the errors of MySQL and MariaDB, by number and never by text."""
 
 from __future__ import annotations
 
 import asyncio
 
-LOCKED = 1205
-"""A lock was waited for too long, or on MariaDB may not be waited for."""
-MAY_NOT_WAIT = 3572
-"""A lock may not be waited for, on MySQL."""
-DEADLOCK = 1213
+from outboxio.errors import DatabaseUnavailable
 
-# A changed row under a snapshot, a lock waited for too long, a deadlock. After each the same again may succeed.
-_TRANSIENT = {1020, LOCKED, DEADLOCK}
-# The server has rolled back the whole transaction, not only the statement.
+LOCKED = 1205
+"""A wait for a lock took too long; on MariaDB also: the statement may not wait for a lock."""
+MAY_NOT_WAIT = 3572
+"""The statement may not wait for a lock (MySQL)."""
+DEADLOCK = 1213
+TOO_LARGE = 1301
+"""A result of a function, such as the JSON of a row, would be longer than max_allowed_packet."""
+
+# A row that changed since the snapshot, a wait for a lock that took too long, a deadlock, a table that changed since
+# the snapshot. The same statements may succeed when they run again.
+_TRANSIENT = {1020, LOCKED, DEADLOCK, 1412}
+# The server has rolled back the whole transaction, and not only the statement.
 _ROLLED_BACK = {1020, DEADLOCK}
 _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index
 
 _LACKS_RIGHTS = {1044, 1142, 1143, 1227, 1370}
 
-# Beside those that the driver calls errors of data or integrity: an index that is too long, a packet that is too large,
-# JSON that is malformed, too large, too deep, or refused by a check; a row that is too big; what a trigger raises.
+# Besides DataError and IntegrityError of the driver: an index that is too long, a packet that is too large, JSON that
+# is malformed, too large, too deep, or refused by a check, a row that is too big, an error that a trigger raises.
 _REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
 
-# The server cannot be reached, is going down or starting up, ended the session, or does not write for the time being.
+# The server cannot be reached, is starting up or going down, has ended the session, or is read only at present.
+_READ_ONLY = {1047, 1290, 1792, 1836, 1874, 3100}
+# The numbers of _READ_ONLY that also stand for unrelated options of the server, or for a READ ONLY transaction.
+AMBIGUOUS = {1290, 1792}
 _UNREACHABLE = {
-    1040, 1041, 1042, 1043, 1045, 1047, 1053, 1077, 1079, 1080, 1081, 1129, 1130, 1152, 1158, 1159, 1160, 1161,
-    1184, 1203, 1226, 1290, 1317, 1836, 1927, 2002, 2003, 2006, 2012, 2013, 2014, 2055, 3168, 3169, 4031,
+    *_READ_ONLY, 1040, 1041, 1042, 1043, 1045, 1053, 1077, 1079, 1080, 1081, 1129, 1130, 1152, 1158, 1159, 1160, 1161,
+    1184, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2012, 2013, 2014, 2055, 3168, 3169, 4031,
 }  # fmt: skip
 
-
-_OF_DRIVERS = ("pymysql.err", "asyncmy.errors")
+_MODULE = "pymysql.err"
 
 
 def number(error: BaseException) -> int | None:
@@ -43,7 +50,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def rolled_back(error: BaseException) -> bool:
-    """Whether the server has rolled back the whole transaction."""
+    """True if the server has rolled back the whole transaction."""
     return number(error) in _ROLLED_BACK
 
 
@@ -54,10 +61,17 @@ def refuses_value(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
+    if isinstance(error, DatabaseUnavailable):
+        return True
     if _is(error, "MySQLError"):
-        # Without a number: the driver has no connection any more, or lost track of what it reads.
+        # Without a number: the driver has lost the connection, or its place in the stream of packets.
         return number(error) in _UNREACHABLE or _is(error, "InterfaceError") or _is_out_of_step(error)
     return isinstance(error, OSError | TimeoutError | asyncio.IncompleteReadError)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """True if the server refused to write at all, or in this transaction."""
+    return number(error) in _READ_ONLY
 
 
 def lacks_schema(error: BaseException) -> bool:
@@ -73,5 +87,5 @@ def _is_out_of_step(error: BaseException) -> bool:
 
 
 def _is(error: BaseException, *kinds: str) -> bool:
-    """Whether it is an error of one of these kinds; the drivers, of which one may not be here, name them alike."""
-    return any(kind.__name__ in kinds and kind.__module__ in _OF_DRIVERS for kind in type(error).__mro__)
+    """True for an error of the driver with any of these class names. The driver need not be installed."""
+    return any(kind.__name__ in kinds and kind.__module__ == _MODULE for kind in type(error).__mro__)

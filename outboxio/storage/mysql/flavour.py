@@ -1,23 +1,23 @@
-"""MySQL and MariaDB: what they write differently, and everything else in one text.
+"""The differences between MySQL and MariaDB. Statements are written once, with a word in braces for a difference.
 
-Statements are written once, with a word in braces where the two differ: ``{text}`` for the type of our text columns
-within JSON_TABLE, say. A server tells which of the two it is when it is connected to, whatever its URL says.
+Example: ``{text}`` is the type of our text columns within JSON_TABLE. The server, and not the URL, decides between
+MySQL and MariaDB: the server names the product when a connection is opened.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
 
-from outboxio.storage.dedicated import STATEMENT_TIMEOUT
-from outboxio.waiting import TimeLimit
+from outboxio.storage.connections.limits import Limits
+from outboxio.support.aio import TimeLimit
 
 
 class Flavour(Struct, frozen=True):
-    """One of the two products."""
+    """MySQL or MariaDB."""
 
     name: str
     product: str
@@ -25,22 +25,25 @@ class Flavour(Struct, frozen=True):
     isolation: str
     """The session variable of the isolation level."""
     collation: str
-    """Of expressions on our connections. Where several collations meet in one expression, it must be this one."""
+    """The collation of expressions on our connections; an expression with several collations needs this collation."""
     can_refuse_to_wait: bool
-    """Whether a statement can say that it will not wait for a lock, without saying so for a whole session."""
+    """True if a single statement can refuse to wait for a lock. On MySQL only the whole session can."""
     aggregates_in_files: bool
-    """Whether to make one long text of several rows takes a table in a file."""
+    """True if an aggregate of several long texts takes a temporary table in a file."""
     words: Mapping[str, str]
 
     def says(self, version: str) -> bool:
-        """Whether a server that greets with this version is of this product."""
+        """True if a server with this version in the greeting is of this product."""
         return ("mariadb" in version.lower()) == (self.name == "mariadb")
 
 
-# {text}, {document}: a text column within JSON_TABLE, comparable with ours; without a character set of its own it would
-# have the selected database's, and lose what does not fit. {collate}: makes any other text comparable with ours. {id}:
-# the type of an id within JSON_TABLE; {id_of}: an id of there, as our columns have them. {hashing}: before a statement
-# whose joins may hash. {unwaiting}: before one that fails where it would wait for a lock, if it can be told to.
+# The words in braces:
+# * {text}, {document}: the type of a text column within JSON_TABLE, comparable with our columns. Without a character
+#   set the column would have the character set of the selected database, and lose characters.
+# * {collate}: makes any further text comparable with our columns.
+# * {id}: the type of an id within JSON_TABLE; {id_of x}: such an id in the type of our id columns.
+# * {hashing}: in front of a statement with joins that may hash.
+# * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
 MYSQL = Flavour(
     name="mysql",
     product="MySQL",
@@ -80,13 +83,13 @@ MARIADB = Flavour(
 FLAVOURS = {flavour.name: flavour for flavour in (MYSQL, MARIADB)}
 
 Statement = Mapping[str, str]
-"""One statement by the name of the flavour."""
+"""A statement for each product, by the name of the flavour."""
 
 _ID_OF = re.compile(r"\{id_of ([a-z.]+)\}")
 
 
-def in_both(text: str) -> Statement:
-    """The statement as each of the two takes it."""
+def for_flavours(text: str) -> Statement:
+    """The statement in the spelling of each product."""
     return {name: _spelled(text, flavour) for name, flavour in FLAVOURS.items()}
 
 
@@ -97,17 +100,27 @@ def _spelled(text: str, flavour: Flavour) -> str:
 
 
 class Server:
-    """What is known of the server behind one shard: a guess until the first connection, and then the truth."""
+    """The server behind a shard: the product that the URL names, and after the first connection the real product."""
 
-    def __init__(self, flavour: Flavour) -> None:
+    def __init__(self, flavour: Flavour, limits: Limits, give_up: Callable[[Any], None]) -> None:
+        """``give_up`` ends a connection without an answer in time."""
         self.flavour = flavour
         self.largest_packet = 16 * 2**20
-        """``max_allowed_packet``: the longest statement that it takes, in bytes."""
-        self.unanswered = TimeLimit(STATEMENT_TIMEOUT)
-        """For what actions have sent."""
+        """``max_allowed_packet``: the longest statement that the server accepts, in bytes."""
+        self.give_up = give_up
+        self._limits = limits
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """A new event loop takes over: the timers belong to an event loop."""
+        self.unanswered = TimeLimit(self._limits.statement_timeout)
+        """The time limit of our own statements for actions."""
+        longest = self._limits.action_statement_timeout
+        self.longest_statement = TimeLimit(longest) if longest else None
+        """The time limit of statements of the application; ``None`` without a limit."""
 
     def greeted_by(self, connection: Any) -> None:
-        """Learn from a new connection which product it is."""
+        """Learn the product from a new connection."""
         self.flavour = next(f for f in FLAVOURS.values() if f.says(connection.get_server_info()))
 
     def spell(self, statement: Statement) -> str:

@@ -1,9 +1,9 @@
-"""Cluster locks on MySQL and MariaDB: ``GET_LOCK`` and fencing terms, on one dedicated session.
+"""Cluster locks on MySQL and MariaDB: ``GET_LOCK`` and fencing terms, on a session for the locks alone (decision 4).
 
-A lock lasts exactly as long as the session: when the holder's process dies, its server closes the session and the
-next try of a standby succeeds. Standbys try; to wait inside ``GET_LOCK`` would take a connection for each name, MySQL
-rounds such waits up to whole seconds, and MariaDB 10.11 knows no endless one. ``wait_timeout`` makes the server end a
-session that has gone silent, so a frozen holder is replaced as well.
+A lock lasts as long as the session: when the process of the holder dies, the server closes the session, and the next
+try of a standby succeeds. Standbys try again and again. To wait inside ``GET_LOCK`` would take a connection for each
+name, MySQL rounds such waits up to whole seconds, and MariaDB 10.11 has no endless wait. ``wait_timeout`` makes the
+server end a silent session, so that a frozen holder is replaced too.
 """
 
 from __future__ import annotations
@@ -14,40 +14,44 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from outboxio.names import LockName
-from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, is_closed
-from outboxio.storage.mysql.flavour import Server, Statement, in_both
+from outboxio.model.lock_name import LockName
+from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.mysql.connection import Arguments, LoopConnection, execute, fetch
+from outboxio.storage.mysql.driver import is_closed
+from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.values import as_json
-from outboxio.storage.protocols import LONGEST_SILENCE, Acquired
+from outboxio.storage.protocols import LONGEST_SILENCE, LockGrant
 
-# Names of locks are the server's and not a database's, and so is the one eventlog.
-TRY = in_both("""
+# The names of locks are names of the whole server, and so is the database eventlog.
+TRY = for_flavours("""
 SELECT w.name FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w WHERE GET_LOCK(w.name, 0) = 1
 """)
-RELEASE = in_both("""
+RELEASE = for_flavours("""
 SELECT RELEASE_LOCK(w.name) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w
 """)
 GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = %(lease{place})s AND owner = %(owner)s"
 RELEASE_ALL = "SELECT RELEASE_ALL_LOCKS()"
 
-# Leases are locked in name order, as every writer does. Nobody else raises them: this session holds their locks.
-RAISE_TERMS = in_both("""
+# Every writer locks leases in the order of the names. Only this session raises the terms, because it holds the locks.
+RAISE_TERMS = for_flavours("""
 INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
 SELECT w.name, 1, %(owner)s, UTC_TIMESTAMP(6), 0 FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
 ON DUPLICATE KEY UPDATE term = eventlog.leases.term + 1, owner = %(owner)s, acquired_date = UTC_TIMESTAMP(6)
 """)
-TERMS = in_both("""
+TERMS = for_flavours("""
 SELECT l.name, l.term, l.released_term FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
 STRAIGHT_JOIN eventlog.leases l ON l.name = w.name
 """)
 
-HEARTBEAT = in_both("SELECT UTC_TIMESTAMP(6)")
+HEARTBEAT = for_flavours("SELECT UTC_TIMESTAMP(6)")
 
-LOOK_DELAY = 0.2  # seconds between two looks at whether the server has closed the connection; costs no round trip
+LOOK_DELAY = 0.2  # seconds between two checks whether the server has closed the connection, without a round trip
 
 
 class MysqlClusterLock:
-    def __init__(self, session: Dedicated, server: Server, owner: str, heartbeat: float) -> None:
+    proof = None
+
+    def __init__(self, session: LoopConnection, server: Server, owner: str, heartbeat: float) -> None:
         self._session = session
         self._server = server
         self._watched: Any = None
@@ -58,7 +62,7 @@ class MysqlClusterLock:
         self._lost: Callable[[], None] = _nothing
         self._look: asyncio.TimerHandle | None = None
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         by_text = {name.text: name for name in names}
         rows = await self._run(TRY, {"names": as_json(by_text)})
         taken = {by_text[row[0]].lease: by_text[row[0]] for row in rows}
@@ -66,14 +70,13 @@ class MysqlClusterLock:
             return {}
         leases = {"leases": as_json(sorted(taken)), "owner": self._owner}
         await self._run(RAISE_TERMS, leases)
-        return {taken[name]: Acquired(*terms) for name, *terms in await self._run(TERMS, leases)}
+        return {taken[name]: LockGrant(*terms) for name, *terms in await self._run(TERMS, leases)}
 
     async def try_probe(self, name: LockName) -> bool:
         return bool(await self._session.fetch(TRY, {"names": as_json([name.text])}, self._timeout))
 
-    async def heartbeat(self) -> datetime:
-        moment: datetime = (await self._run(HEARTBEAT))[0][0]
-        return moment
+    async def heartbeat(self) -> Proof:
+        return await measured(self._ask())
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._holds_session:
@@ -82,13 +85,10 @@ class MysqlClusterLock:
             await self._run(_give_back(len(leases)), {**given_back, "names": as_json(name.text for name in names)})
 
     async def listen(self, heard: Callable[[str], None]) -> None:
-        """Open the session, and watch over it. There are no wake-ups: other processes poll."""
-        try:
+        """Open the session, and watch the session. MySQL has no wake-ups between processes: every process polls."""
+        with self._session.dropped_on_failure():
             async with asyncio.timeout(self._timeout):
                 await self._session.use(self._watch)
-        except BaseException:
-            self._session.terminate()
-            raise
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self._lost = callback
@@ -96,37 +96,33 @@ class MysqlClusterLock:
     async def close(self) -> None:
         self._lost = _nothing
         self._stop_looking()
-        try:
-            if self._holds_session:
-                async with asyncio.timeout(self._timeout):
-                    await self._session.use(lambda connection: execute(connection, RELEASE_ALL))
-        except BaseException:
-            self._session.terminate()
-            raise
-        finally:
-            self._watched = None
+        watched, self._watched = self._watched, None
+        if watched is None:
             await self._session.close()
+        else:
+            await self._session.close_after(lambda connection: execute(connection, RELEASE_ALL), within=self._timeout)
 
     @property
     def _holds_session(self) -> bool:
-        """Whether the session that took the locks is still there."""
+        """True if the session that took the locks is still open."""
         return self._watched is not None and not is_closed(self._watched)
 
+    async def _ask(self) -> datetime:
+        moment: datetime = (await self._run(HEARTBEAT))[0][0]
+        return moment
+
     async def _run(self, statement: Statement, args: Arguments = None) -> list[tuple[Any, ...]]:
-        """Run a statement on the session that has the locks; on a new one it would prove nothing."""
+        """Run a statement on the session that holds the locks; on a new session an answer would prove no lock."""
 
         async def run_there(connection: Any) -> list[tuple[Any, ...]]:
             if connection is not self._watched:
                 raise ConnectionResetError("the session that holds the cluster locks has ended")
             return await fetch(connection, self._server.spell(statement), args, self._timeout)
 
-        try:
-            rows: list[tuple[Any, ...]] = await self._session.use(run_there)
+        # The server may have taken or kept locks unknown to this process; such locks end with the session.
+        with self._session.dropped_on_failure():
+            rows: list[tuple[Any, ...]] = await self._session.use_if_open(run_there)
             return rows
-        except BaseException:
-            # Locks may have been taken or kept that nobody knows of; they end with the session.
-            self._session.terminate()
-            raise
 
     async def _watch(self, connection: Any) -> None:
         if connection is self._watched:
@@ -138,7 +134,7 @@ class MysqlClusterLock:
             self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
 
     def _look_at_session(self) -> None:
-        """The driver tells nobody that the server has closed the connection, so it is asked."""
+        """Check whether the server has closed the connection: the driver reports no such event."""
         if self._holds_session:
             self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
         else:
@@ -152,12 +148,12 @@ class MysqlClusterLock:
 
 
 def longest_silence(heartbeat: float) -> int:
-    """Seconds after which the server ends a silent session: whole ones, and no fraction less than it is trusted."""
+    """Whole seconds after which the server ends a silent session: at least the time for which a lock is trusted."""
     return max(1, math.ceil(heartbeat * LONGEST_SILENCE))
 
 
 def _give_back(leases: int) -> Statement:
-    """One statement for each lease, in name order, and the locks, all in one message."""
+    """A statement for each lease, in the order of the names, and the release of the locks, in a single message."""
     given_back = [GIVE_BACK.format(place=place) for place in range(leases)]
     return {flavour: "; ".join((*given_back, release)) for flavour, release in RELEASE.items()}
 

@@ -1,4 +1,4 @@
-"""Removing what was kept long enough, on MySQL and MariaDB."""
+"""Retention on MySQL and MariaDB: old rows are removed in batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from uuid import UUID
 import msgspec
 from msgspec.json import decode
 
-from outboxio.storage.mysql.connection import Arguments, Dedicated, execute, fetch, id_list
-from outboxio.storage.mysql.flavour import Server, in_both
-from outboxio.storage.mysql.lines import BLOCKED
+from outboxio.storage.mysql.connection import Arguments, LoopConnection, execute, fetch, id_list
+from outboxio.storage.mysql.flavour import Server, for_flavours
+from outboxio.storage.mysql.ordering import BLOCKED
 from outboxio.storage.mysql.values import as_json
-from outboxio.storage.protocols import Purged
+from outboxio.storage.protocols import PurgeResult
 
-# What is to go is read first, without locks, and then removed by its ids: MySQL refuses a DELETE that looks at the
-# table which it empties. Indexes are named everywhere: with statistics from when the table was small the planner would
-# scan it for ever. A batch is one row, for the driver is slow at rows: how many were looked at, the last one, whether
-# all were made too lately to have ended long ago, those that go, and those that go unless they park a key.
-LOOK_AT_NOTIFICATIONS = in_both("""
+# The rows to remove are read first, without locks, and then removed by id: MySQL refuses a DELETE that reads the table
+# of the DELETE. All statements name an index: a planner with statistics from when the table was small would scan the
+# table.
+#
+# A batch comes as a single row, because the driver is slow at rows: the number of rows read, the last id, 1 if all rows
+# are too young to go, the ids to remove, and the ids to remove unless the row parks an ordering key.
+LOOK_AT_NOTIFICATIONS = for_flavours("""
 SELECT COUNT(*), MAX(l.id), MIN(l.is_young), JSON_ARRAYAGG(IF(l.goes AND NOT l.may_park, l.id, NULL)),
   JSON_ARRAYAGG(IF(l.goes AND l.may_park, l.id, NULL))
 FROM (
@@ -33,11 +35,11 @@ FROM (
   WHERE n.id > %(position)s ORDER BY n.id LIMIT %(limit)s) l
 """)
 
-# A row parks what is BLOCKED in the line of its key, under its own name or any other of its handler.
-NAMES = in_both("SELECT s.handler_name, s.aliases FROM eventlog.subscriptions s WHERE s.namespace = %(namespace)s")
+# A DEAD or EXPIRED row parks the BLOCKED rows of the same ordering key, under any name of the same handler.
+NAMES = for_flavours("SELECT s.handler_name, s.aliases FROM eventlog.subscriptions s WHERE s.namespace = %(namespace)s")
 _BY_LINE = "eventlog.event_notifications b FORCE INDEX (event_notifications_line)"
 _IN_LINE = f"b.namespace = n.namespace AND b.line_part = {BLOCKED} AND b.ordering_key = n.ordering_key"
-FIND_PARKING_NOTHING = in_both(f"""
+FIND_PARKING_NOTHING = for_flavours(f"""
 SELECT n.id FROM eventlog.event_notifications n FORCE INDEX (PRIMARY)
 WHERE n.id IN ({{ids}})
   AND (SELECT 1 FROM {_BY_LINE} WHERE {_IN_LINE} AND b.handler_name = n.handler_name LIMIT 1) IS NULL
@@ -53,7 +55,7 @@ WHERE id IN ({ids}) AND state IN ('SUCCEEDED', 'EXPIRED', 'SKIPPED', 'DEAD')
   AND updated_date < GREATEST(%(finished_before)s, %(dead_before)s)
 """
 
-LOOK_AT_EVENTS = in_both("""
+LOOK_AT_EVENTS = for_flavours("""
 SELECT COUNT(*), MAX(l.id), MIN(l.is_young), JSON_ARRAYAGG(IF(l.goes, l.id, NULL))
 FROM (
   SELECT e.id, e.event_date >= %(before)s AS is_young,
@@ -64,8 +66,8 @@ FROM (
 """)
 REMOVE_EVENTS = "DELETE eventlog.events FROM eventlog.events FORCE INDEX (PRIMARY) WHERE id IN ({ids})"
 
-# The oldest ones by the index of their date. A DELETE from one table alone takes no index that is named.
-REMOVE_CONSUMED = in_both("""
+# The oldest rows, by the index of the date. Only a DELETE with a join takes the name of an index.
+REMOVE_CONSUMED = for_flavours("""
 DELETE eventlog.consumed_events FROM (
   SELECT c.source AS s, c.external_id AS e, c.handler_name AS h
   FROM eventlog.consumed_events c FORCE INDEX (consumed_events_date)
@@ -78,13 +80,13 @@ _ids = msgspec.json.Decoder(list[str | None]).decode
 
 
 class MysqlRetention:
-    def __init__(self, admin: Dedicated, server: Server) -> None:
+    def __init__(self, admin: LoopConnection, server: Server) -> None:
         self._admin = admin
         self._server = server
 
     async def purge_notifications(
         self, namespace: str, position: UUID, finished_before: datetime, dead_before: datetime, limit: int
-    ) -> Purged:
+    ) -> PurgeResult:
         scope = {
             "namespace": namespace,
             "position": str(position),
@@ -97,19 +99,19 @@ class MysqlRetention:
         if candidates := _those(may_park):
             ids += await self._parking_nothing(namespace, candidates)
         removed = await self._remove(REMOVE_NOTIFICATIONS, ids, scope)
-        return Purged(removed, UUID(last) if looked_at >= limit and not all_young else None)
+        return PurgeResult(removed, UUID(last) if looked_at >= limit and not all_young else None)
 
-    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> Purged:
+    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> PurgeResult:
         scope = {"namespace": namespace, "position": str(position), "before": before, "limit": limit}
         looked_at, last, all_young, going = (await self._admin.fetch(LOOK_AT_EVENTS, scope))[0]
         removed = await self._remove(REMOVE_EVENTS, _those(going), scope)
-        return Purged(removed, UUID(last) if looked_at >= limit and not all_young else None)
+        return PurgeResult(removed, UUID(last) if looked_at >= limit and not all_young else None)
 
     async def purge_consumed(self, before: datetime, limit: int) -> int:
         return await self._admin.execute(REMOVE_CONSUMED, {"before": before, "limit": limit})
 
     async def _parking_nothing(self, namespace: str, ids: Sequence[str]) -> list[str]:
-        """Those of these rows behind which nothing is BLOCKED."""
+        """The ids of the rows that park no BLOCKED row."""
         subscribed = await self._admin.fetch(NAMES, {"namespace": namespace})
         names = {pair for name, aliases in subscribed for pair in permutations({name, *decode(aliases)}, 2)}
         find = self._server.spell(FIND_PARKING_NOTHING).replace("{ids}", id_list(ids))
@@ -124,5 +126,5 @@ class MysqlRetention:
 
 
 def _those(listed: str | None) -> list[str]:
-    """The ids of such a list, in which everything else is null."""
+    """The ids in a list of ids and nulls."""
     return [] if listed is None else [i for i in _ids(listed) if i is not None]

@@ -1,99 +1,171 @@
-"""Bringing MySQL's and MariaDB's tables up to date, and checking them."""
+"""Migrations and checks of the tables on MySQL and MariaDB."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from outboxio.errors import ConfigurationError, DatabaseError, SchemaOccupied
+from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
+from outboxio.storage.ddl import change_of
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import Dedicated, drop, execute, fetch
+from outboxio.storage.mysql.connection import LoopConnection, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.schema import (
     Found,
+    Rights,
+    drops_parts,
     files_to_apply,
+    has_part,
+    indexes_to_make,
     missing_parts,
+    pending_files,
+    reading,
     refuse_incomplete,
+    refuse_lacking,
     refuse_newer,
+    refuse_older,
+    refuse_unadoptable,
+    tables_of,
+    tells_older,
+    useless_indexes,
 )
 
 # Instances that start together take turns.
 TAKE_TURNS = "SELECT GET_LOCK('outboxio migrate', 60)"
 END_TURN = "SELECT RELEASE_LOCK('outboxio migrate')"
 TURN_TIMEOUT = 90.0
+INDEX_TIMEOUT = 86_400.0  # an index of a large table can take hours
 
-COLUMNS = "SELECT TABLE_NAME, COLUMN_NAME FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = 'eventlog'"
-INDEXES = "SELECT DISTINCT INDEX_NAME FROM information_schema.STATISTICS WHERE TABLE_SCHEMA = 'eventlog'"
+COLUMNS = "SELECT TABLE_NAME, COLUMN_NAME, PRIVILEGES FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = 'eventlog'"
+INDEXES = """
+SELECT TABLE_NAME, INDEX_NAME, NON_UNIQUE, COLUMN_NAME FROM information_schema.STATISTICS
+WHERE TABLE_SCHEMA = 'eventlog' ORDER BY TABLE_NAME, INDEX_NAME, SEQ_IN_INDEX
+"""
+# information_schema leaves out tables on which the user has no rights. A read of such a table is denied; a read of a
+# table that does not exist fails with a different error.
+PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_of("mysql")}
+USER = "SELECT CURRENT_USER()"
 VERSION = "SELECT COALESCE(MAX(version), 0) FROM eventlog.schema_versions"
+
+# A process announces its handlers every minute. older_seen_date is the evidence of a process of an older version.
+_WHILE_AGO = "UTC_TIMESTAMP(6) - INTERVAL 2 MINUTE"
+ANNOUNCED = f"SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE last_seen_date > {_WHILE_AGO}"
+ANNOUNCED_BY_OLDER = f"""
+SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE older_seen_date > {_WHILE_AGO}
+  OR last_seen_date > {_WHILE_AGO} AND NOT last_seen_date <=> partitioned_seen_date
+"""
 
 _STATEMENT_END = re.compile(r";[ \t]*\n")
 
 
 class MysqlSchema:
-    def __init__(self, admin: Dedicated, server: Server, shard: str) -> None:
+    def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         self._admin = admin
         self._server = server
         self._shard = shard
 
-    async def migrate(self) -> list[str]:
+    async def migrate(self, *, contract: bool = False) -> list[str]:
         try:
-            applied: list[str] = await self._admin.use(self._migrate_in_turn)
+            applied: list[str] = await self._admin.use(partial(self._migrate_in_turn, contract=contract))
         except Exception as error:
             if errors.lacks_rights(error):
-                raise self._rights_missing(error) from error
+                raise await self._rights_missing(error) from error
             raise
         return applied
 
-    async def check(self) -> None:
-        found: Found = await self._admin.use(self._look)
-        refuse_newer(self._shard, self._server.flavour.name, found)
-        refuse_incomplete(self._shard, self._server.flavour.name, found)
+    async def pending(self) -> list[str]:
+        return pending_files(self._dialect, await self._look_anew(reading(self._dialect)))
 
-    async def _migrate_in_turn(self, connection: Any) -> list[str]:
+    async def check(self, needed: Rights | None = None) -> None:
+        found = await self._look_anew(needed or reading(self._dialect), probes=True)
+        refuse_newer(self._shard, self._dialect, found)
+        refuse_incomplete(self._shard, self._dialect, found)
+
+    @property
+    def _dialect(self) -> str:
+        return self._server.flavour.name
+
+    async def _look_anew(self, needed: Rights, *, probes: bool = False) -> Found:
+        found: Found = await self._admin.use(partial(self._look, needed=needed, probes=probes))
+        return found
+
+    async def _migrate_in_turn(self, connection: Any, *, contract: bool) -> list[str]:
         if (await fetch(connection, TAKE_TURNS, timeout=TURN_TIMEOUT))[0][0] != 1:
             raise DatabaseError(
                 f"shard {self._shard!r}: another process has been migrating for a minute; try again when it is done"
             )
         try:
-            applied = await self._migrate(connection)
+            applied = await self._migrate(connection, contract=contract)
         except BaseException:
-            drop(connection)  # and with it the turn
+            drop(connection)  # ends the turn too
             raise
         await fetch(connection, END_TURN)
         return applied
 
-    async def _migrate(self, connection: Any) -> list[str]:
-        """Run the files that are not recorded. Every CREATE is committed by itself, so they can be run again.
+    async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
+        """Run the files that are not recorded. Every CREATE and ALTER commits by itself, so that a file can run again.
 
-        Tables that are there already, from an interrupted run or another tool, must be complete; they are left alone.
+        Tables that exist already, from an interrupted migration or a foreign tool, must be complete, and stay
+        unchanged. Only a table of an interrupted migration gets the columns and indexes of later files.
         """
-        found = await self._look(connection)
-        files = files_to_apply(self._shard, self._server.flavour.name, found)
-        missing = [part for part, _ in missing_parts(found) if not part.startswith("table ")]
-        if missing and files:
-            raise SchemaOccupied(self._shard, missing)
-        is_complete = not any(part != "table schema_versions" for part, _ in missing_parts(found))
+        found = await self._look(connection, reading(self._dialect))
+        files = files_to_apply(self._shard, self._dialect, found, contract=contract)
+        indexes = indexes_to_make(self._shard, self._dialect, found)
+        missing = [part for _, part in missing_parts(self._dialect, found)]
+        is_ours = "schema_versions" in found.columns  # the first table that migrate() creates
+        if any(p.kind != "table" and p not in indexes and not (p.is_added and is_ours) for p in missing):
+            refuse_unadoptable(self._shard, self._dialect, found)
+        if contract and (dropping := drops_parts(files, found)):
+            announced = ANNOUNCED_BY_OLDER if tells_older(found) else ANNOUNCED
+            refuse_older(self._shard, dropping, await fetch(connection, announced))
         for file in files:
             for statement in _statements(file.text):
-                await execute(connection, statement)
-        return [] if is_complete else [file.name for file in files]
+                await _run(connection, statement, found)
+        for index in indexes:
+            await execute(connection, index.statements[0], timeout=INDEX_TIMEOUT)
+        if all(part.words == "table schema_versions" for part in missing):
+            return [file.name for file in files if contract and file.is_contract]
+        return [*(file.name for file in files), *(index.words for index in indexes)]
 
-    async def _look(self, connection: Any) -> Found:
+    async def _look(self, connection: Any, needed: Rights, *, probes: bool = False) -> Found:
+        """The tables that exist. Raises :class:`RightsMissing` if the user lacks a needed right.
+
+        ``probes``: also read the tables that are missing in information_schema.
+        """
         self._refuse_old(connection)
         columns: dict[str, set[str]] = defaultdict(set)
-        for table, column in await fetch(connection, COLUMNS):
+        held: dict[str, set[str]] = defaultdict(set)
+        for table, column, privileges in await fetch(connection, COLUMNS):
             columns[table].add(column)
-        indexes = {row[0] for row in await fetch(connection, INDEXES)}
+            held[table] |= set(privileges.upper().split(","))
+        if probes:
+            held |= {table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, table)}
+        [(user,)] = await fetch(connection, USER)
+        refuse_lacking(self._shard, user, _quoted(user), needed, held)
         version = (await fetch(connection, VERSION))[0][0] if "version" in columns["schema_versions"] else 0
-        return Found(dict(columns), indexes, version)
+        return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), version))
 
-    def _rights_missing(self, error: Exception) -> DatabaseError:
-        return DatabaseError(
-            f"shard {self._shard!r}: the user lacks rights on the database eventlog ({error}): give them as the first "
-            f"lines of sql/{self._server.flavour.name}/0001_events.sql say, or have somebody else apply these files"
-        )
+    async def _with_indexes(self, connection: Any, found: Found) -> Found:
+        listed: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+        for table, index, is_no_key, column in await fetch(connection, INDEXES):
+            listed[table, index, is_no_key].append(column or "")
+        columns = {index: ", ".join(names) for (_, index, _), names in listed.items() if index != "PRIMARY"}
+        keys: dict[str, set[str]] = defaultdict(set)
+        for (table, _, is_no_key), names in listed.items():
+            if not is_no_key:
+                keys[table].add(", ".join(names))
+        found.invalid = useless_indexes(self._dialect, columns)
+        found.indexes = columns.keys() - found.invalid
+        found.keys = keys
+        return found
+
+    async def _rights_missing(self, error: Exception) -> RightsMissing:
+        user = (await self._admin.fetch({self._dialect: USER}))[0][0]
+        grant = f"GRANT CREATE, DROP, ALTER, INDEX, SELECT, INSERT, UPDATE, DELETE ON eventlog.* TO {_quoted(user)}"
+        return RightsMissing(self._shard, user, f"rights on the database eventlog ({error})", [grant])
 
     def _refuse_old(self, connection: Any) -> None:
         flavour, text = self._server.flavour, connection.get_server_info()
@@ -105,8 +177,37 @@ class MysqlSchema:
             )
 
 
+async def _run(connection: Any, statement: str, found: Found) -> None:
+    """Run a statement of a file, unless an interrupted migration has run the statement already.
+
+    ``found``: the tables before the migration. A table that is not among these tables is new, and gets all changes.
+    """
+    change = change_of(statement)
+    if change is None:
+        await execute(connection, statement)
+    elif change.table not in found.columns or has_part(change, found) == change.drops:
+        await execute(connection, statement, timeout=INDEX_TIMEOUT)
+
+
+async def _is_denied(connection: Any, table: str) -> bool:
+    try:
+        await fetch(connection, PROBES[table])
+    except Exception as error:
+        if errors.lacks_rights(error):
+            return True
+        if not errors.lacks_schema(error):
+            raise
+    return False
+
+
+def _quoted(user: str) -> str:
+    """``name@host`` in the spelling of a GRANT."""
+    name, _, host = user.rpartition("@")
+    return f"'{name}'@'{host}'"
+
+
 def _statements(text: str) -> Iterator[str]:
-    """The statements of a file, one by one: each ends with a semicolon at the end of its line."""
+    """The statements of a file; each statement ends with a semicolon at the end of a line."""
     for statement in _STATEMENT_END.split(text):
         if re.sub(r"--[^\n]*", "", statement).strip():
             yield statement

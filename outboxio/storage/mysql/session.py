@@ -1,62 +1,50 @@
-"""A pooled connection, checked out for one transaction of the application."""
+"""A transaction of the application, on a connection of aiomysql."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
-from outboxio.errors import InvalidEvent
-from outboxio.event import ActionRecord, EventRecord
-from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import drop, fetch, id_list, is_closed, run, send
-from outboxio.storage.mysql.driver import Driver, driver_of
-from outboxio.storage.mysql.flavour import Server, in_both
-from outboxio.storage.mysql.values import Escape, as_json, as_moment, as_rows, as_value, escape_of
-from outboxio.storage.pool import GiveBack
-from outboxio.storage.protocols import CommitLost, Consumed, Owed, TransactionLost
-from outboxio.waiting import to_the_end
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.mysql import driver, errors
+from outboxio.storage.mysql.columns import notifications_of, partition_of
+from outboxio.storage.mysql.connection import Arguments, drop, fetch, id_list, run, send
+from outboxio.storage.mysql.flavour import Server, for_flavours
+from outboxio.storage.mysql.insertion import insertions, refusal_of
+from outboxio.storage.mysql.restoring import may_leave_something
+from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, TransactionLost
+from outboxio.storage.statements import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
+from outboxio.support.aio import to_the_end
 
-logger = logging.getLogger(__name__)
-
-# A transaction that has ended does not know its savepoint: that tells it apart whatever ended it, a deadlock that was
-# swallowed, a CREATE TABLE, a COMMIT inside a procedure. After it, statements would be committed one by one.
-# It is committed in one message with giving the savepoint up. Earlier, a savepoint of its own tells whether there is
-# any transaction: without one it is forgotten at once. To give up the first one would give up the user's, too.
-# While nothing was run but single statements that read or change rows, and none of them failed, nothing can have ended
-# it: then there is no savepoint yet.
+# Decision 9. A transaction can end behind the session's back: by a deadlock (the action swallowed the error), by CREATE
+# TABLE, by a COMMIT inside a procedure. The server would then commit each further statement by itself. A savepoint
+# reveals the end, because the savepoints of a transaction end with the transaction:
+# * RELEASE_SAVEPOINT, in a message with COMMIT, fails unless the transaction of SET_SAVEPOINT is still open. Released
+#   earlier, the savepoint would take the savepoints of the application behind it along.
+# * IS_OPEN fails without any transaction, because the server forgets a savepoint outside of a transaction at once.
+# * While every message was a single statement that reads or changes rows, and no statement failed, the transaction
+#   cannot have ended: no savepoint is set yet.
 BEGIN = "START TRANSACTION"
-MARK = "SAVEPOINT outboxio"
-STILL_MARKED = "RELEASE SAVEPOINT outboxio"
+BEGIN_READING = b"START TRANSACTION READ ONLY"
+SET_SAVEPOINT = "SAVEPOINT outboxio"
+RELEASE_SAVEPOINT = "RELEASE SAVEPOINT outboxio"
 IS_OPEN = "SAVEPOINT outboxio_open; RELEASE SAVEPOINT outboxio_open"
-AROUND = 128  # bytes of a message that are not its rows', at most
 _NO_SUCH_SAVEPOINT = 1305
-_TOO_LARGE = 1301
 
-# What commits by itself what was written before it. Atomic groups: each comment is passed over in one way only.
-_COMMITS = re.compile(
-    r"(?>\s+|;|--[^\n]*\n|#[^\n]*\n|/\*.*?\*/)*+"
-    r"((?:ALTER|CREATE|DROP)\s+(?!TEMPORARY\b)\w+|RENAME\s+\w+|TRUNCATE|GRANT|REVOKE|LOCK\s+\w+|UNLOCK\s+\w+|FLUSH|"
-    r"ANALYZE\s+\w+|OPTIMIZE\s+\w+|REPAIR\s+\w+|CHECK\s+TABLE|SET\s+PASSWORD|SET\s+(?:@@|SESSION\s+)?AUTOCOMMIT)",
-    re.IGNORECASE | re.DOTALL,
-)
+_COMMITS = re.compile(rf"\s*+({IMPLICIT_COMMITS})", re.IGNORECASE)
 
-# What these call, functions and triggers, is not allowed to commit either. A semicolon may begin another statement.
+# A function or a trigger that such a statement calls may not commit either. Behind a semicolon there may be a second
+# statement.
 _READS_OR_CHANGES_ROWS = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH)\b[^;]*\Z", re.IGNORECASE)
 
-# What differs from event to event comes first, and then what the action's rows share.
-INSERT_EVENTS = """
-INSERT INTO eventlog.events (id, model_id, model_type, event_type, payload, ordering_key, topic, available_at,
-  namespace, action_id, action_name, action_params, started_date, completion_date, event_date, source, correlation_id,
-  causation_id, headers, hops, delivered)
-VALUES """
-
-# Rows that another process works on are passed by: two at once still have one effect. The index is named, for a planner
-# that believes the table to be small would scan it, and under REPEATABLE READ lock all of it.
+# Locked rows are skipped: two processes that claim at once still have a single effect. FORCE INDEX: a planner with old
+# statistics of a small table would scan the table, and lock every row under REPEATABLE READ.
 CLAIM = """
 SELECT n.id, n.errors FROM eventlog.event_notifications n FORCE INDEX (PRIMARY)
 WHERE n.id IN ({ids}) AND FIND_IN_SET(n.state, %s) FOR UPDATE SKIP LOCKED
@@ -66,26 +54,28 @@ UPDATE eventlog.event_notifications n FORCE INDEX (PRIMARY)
 SET n.state = %s, n.attempts = %s, n.updated_date = %s WHERE n.id IN ({ids})
 """
 
-# As fan-out makes them, but for what the caller says. The event is this transaction's own, so nobody else has made any.
-OWE = in_both("""
-INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, errors, correlation_id,
-  causation_id, headers, hops, retention_from)
-SELECT o.id, e.id, o.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date,
-  e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, o.state, o.attempts,
-  o.next_retry_at, %(now)s, %(now)s, e.sequence, o.ordering_key, o.priority, o.errors, e.correlation_id,
-  e.causation_id, e.headers, e.hops, GREATEST(COALESCE(e.available_at, %(now)s), %(now)s)
+# As fan-out makes notifications, but for the columns that the application decides. No process can have made any before:
+# the event belongs to this transaction.
+_INTO, _SELECT = notifications_of({
+    "id": "o.id", "event_id": "e.id", "handler_name": "o.handler_name", "state": "o.state", "attempts": "o.attempts",
+    "next_retry_at": "o.next_retry_at", "created_date": "%(now)s", "updated_date": "%(now)s",
+    "ordering_key": "o.ordering_key", "priority": "o.priority", "errors": "o.errors",
+    "partition_number": partition_of("e.namespace", "o.handler_name", "o.ordering_key", "e.id"),
+    "retention_from": "GREATEST(COALESCE(e.available_at, %(now)s), %(now)s)",
+})  # fmt: skip
+INSERT_NOTIFICATIONS = for_flavours(f"""
+{_INTO}
+{_SELECT}
 FROM JSON_TABLE(%(owed)s, '$[*]' COLUMNS (
-  id {id} PATH '$[0]', handler_name {text} PATH '$[1]', state {text} PATH '$[2]', attempts INT PATH '$[3]',
-  next_retry_at DATETIME(6) PATH '$[4]', errors {document} PATH '$[5]',
-  ordering_key {text} PATH '$[6]', priority INT PATH '$[7]')) o
+  id {{id}} PATH '$[0]', handler_name {{text}} PATH '$[1]', state {{text}} PATH '$[2]', attempts INT PATH '$[3]',
+  next_retry_at DATETIME(6) PATH '$[4]', errors {{document}} PATH '$[5]',
+  ordering_key {{text}} PATH '$[6]', priority INT PATH '$[7]')) o
 STRAIGHT_JOIN eventlog.events e FORCE INDEX (PRIMARY) ON e.id = %(event_id)s
 """)
 DELIVER = "UPDATE eventlog.events e FORCE INDEX (PRIMARY) SET e.delivered = TRUE WHERE e.id = %(event_id)s"
 
-# Whoever comes second waits for the first to commit, and then sees what it wrote: a locking read sees it in an old
-# snapshot, too.
+# Of two transactions that insert the same row, the second waits until the first commits, and then sees the row of the
+# first: the locking read (FOR UPDATE) sees the row in spite of an older snapshot.
 CONSUME = """
 INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
 VALUES (%s, %s, %s, %s, %s, %s) ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
@@ -100,127 +90,79 @@ WHERE source = %s AND external_id = %s AND handler_name IN ({names})
 """
 
 
-def insertions(
-    action: ActionRecord, events: Sequence[EventRecord], escape: Escape, largest_packet: int
-) -> Iterator[bytes]:
-    """The statements that write the rows of one action: one, unless it would be longer than the server takes."""
-    shared = _spelled(escape, _of_action(action))
-    statement = INSERT_EVENTS.encode()
-    begun, room = statement, largest_packet - AROUND
-    for event in events:
-        row = f"({_spelled(escape, _of_event(event))}, {shared}, FALSE)".encode()
-        if len(INSERT_EVENTS) + len(row) >= room:
-            raise InvalidEvent(
-                f"event {event.event_type or 'of ' + action.action_name}",
-                f"its row has {len(row)} bytes with the action's parameters; the server's max_allowed_packet is "
-                f"{largest_packet}: raise it, or store what is large elsewhere",
-            )
-        if statement is not begun and len(statement) + len(row) + 2 >= room:
-            yield statement
-            statement = begun
-        statement = statement + row if statement is begun else statement + b",\n" + row
-    yield statement
-
-
-def _of_event(event: EventRecord) -> tuple[Any, ...]:
-    return (
-        event.id, event.model_id, event.model_type, event.event_type, event.payload, event.ordering_key, event.topic,
-        event.available_at,
-    )  # fmt: skip
-
-
-def _of_action(action: ActionRecord) -> tuple[Any, ...]:
-    return (
-        action.namespace, action.action_id, action.action_name, action.action_params, action.started_date,
-        action.completion_date, action.completion_date, action.source, action.correlation_id, action.causation_id,
-        action.headers, action.hops,
-    )  # fmt: skip
-
-
-def _spelled(escape: Escape, values: Sequence[Any]) -> str:
-    """Values of our own rows; the driver takes three times as long."""
-    return ", ".join([
-        "NULL" if value is None
-        else escape(value) if isinstance(value, str)
-        else f"'{value}'" if isinstance(value, UUID)
-        else f"'{as_moment(value)}'" if isinstance(value, datetime)
-        else str(int(value))
-        for value in values
-    ])  # fmt: skip
-
-
-async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server) -> None:
-    """Write the rows of one action on a driver's connection, in the transaction that is open there."""
-    await _send(connection, action, insertions(action, events, escape_of(connection), server.largest_packet), server)
-
-
-async def _send(connection: Any, action: ActionRecord, messages: Iterable[bytes], server: Server) -> None:
-    for message in messages:
-        try:
-            await send(connection, message, server)
-        except Exception as error:
-            if errors.number(error) != _TOO_LARGE:
-                raise
-            raise InvalidEvent(
-                f"an event of {action.action_name}",
-                "its JSON, as the server spells it, is longer than the server's max_allowed_packet of "
-                f"{server.largest_packet} bytes: raise it, or store what is large elsewhere",
-            ) from error
-
-
 class MysqlSession:
-    """One transaction on one driver's connection; or a caller's own connection, with the transaction that it has.
+    """A transaction on a connection: a connection of ours, or the application's own with an open transaction.
 
-    It may begin in one message with the application's first statement.
+    On a connection of ours, BEGIN may travel together with the first statement of the application (decision 13).
     """
 
-    def __init__(self, connection: Any, server: Server, *, is_callers: bool = False) -> None:
+    def __init__(self, connection: Any, server: Server, *, is_given: bool = False) -> None:
+        """``is_given``: the application gave the connection, with a transaction that is not ours to begin or end."""
         self._connection = connection
         self._server = server
-        self._is_callers = is_callers
+        self._is_given = is_given
         self._is_to_begin = False
-        self._is_marked = True  # there is nothing to mark: no transaction yet, or the caller's own
-        self._is_doubtful = False
+        """True until BEGIN, which travels with the next statement."""
+        self._has_savepoint = True  # no transaction of ours yet, or the application's own: no savepoint is needed
+        self._may_have_ended = False
+        """True after a statement that failed: the server may have rolled back."""
         self._is_over = False
         self._has_run = False
-        self._is_running = False
-
-    @property
-    def _driver(self) -> Driver:
-        return driver_of(self._connection)
+        self._is_running = self._is_too_long = False
+        self.may_have_left_something = False
+        """True if a statement of the action may have changed the session of the connection."""
 
     @property
     def connection(self) -> Any:
-        if not self._is_marked:  # whoever asks for it uses it at once: behind this, on the same wire
-            self._driver.send_ahead(self._connection, _joined(*self._opening()))
+        self.may_have_left_something = True
+        if not self._has_savepoint:  # the application's next statement follows on the same connection
+            driver.send_ahead(self._connection, _joined(*self._opening()))
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
-        self._is_to_begin, self._is_marked = True, False
-        if not (soon and self._driver.sends_ahead(self._connection)):
-            await self._mark()
+        self._is_to_begin, self._has_savepoint = True, False
+        if not (soon and driver.can_send_ahead(self._connection)):
+            await self._set_savepoint()
+
+    async def begin_reading(self) -> None:
+        try:
+            await send(self._connection, self._server, BEGIN_READING)
+        except BaseException:
+            self.discard()  # the transaction may have begun or not
+            raise
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
         if action is not None and events:
-            statements = self._write(action, events, ends=True)
+            messages = self._insertions(action, events, ends=True)
         elif self._is_to_begin:
             self._is_to_begin = False
-            return  # nothing was done
+            return  # the action ran no statement
         else:
-            statements = send(self._connection, _joined(*self._opening(ends=True), "COMMIT"), self._server)
+            messages = [_joined(*self._opening(ends=True), "COMMIT")]
         try:
-            await self._require_open(statements)
+            await send(self._connection, self._server, *messages)
         except Exception as error:
-            if errors.is_unreachable(error):
+            if (refusal := self._refusal_of(error, action)) is not None:
+                raise refusal from error
+            if errors.is_unreachable(error) and not errors.is_read_only(error):  # read only: the server rolled back
                 raise CommitLost from error
+            raise
+
+    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        try:
+            await send(self._connection, self._server, *self._insertions(action, events, ends=False))
+        except Exception as error:
+            if (refusal := self._refusal_of(error, action)) is not None:
+                raise refusal from error
             raise
 
     async def rollback(self) -> None:
         if self._is_to_begin:
             self._is_to_begin = False
-        elif self._is_running:  # a task was left behind with a statement, whose answer would be taken for ROLLBACK's
+        elif self._is_running:
+            # A task that the action left behind still waits for an answer, and would take the answer of ROLLBACK.
             self.discard()
-        elif not is_closed(self._connection):
+        elif not driver.is_closed(self._connection):
             await run(self._connection, "ROLLBACK", timeout=10)
 
     def discard(self) -> None:
@@ -230,16 +172,20 @@ class MysqlSession:
         if not self._is_over and (
             self._is_to_begin
             or self._connection.get_transaction_status()
-            or self._driver.has_unread(self._connection)
-            or (self._is_callers and not self._connection.get_autocommit())
+            or driver.has_unread(self._connection)
+            or (self._is_given and not self._connection.get_autocommit())
         ):
             return True
-        return is_closed(self._connection)  # one that is gone speaks for itself, with the driver's own error
+        return driver.is_closed(self._connection)  # then the next statement raises the driver's own error
 
-    def would_commit(self, sql: str) -> str | None:
-        # As the first statement it commits nothing, and what comes after it is refused.
-        words = _COMMITS.match(sql) if self._has_run else None
-        return None if words is None else words[1]
+    def would_end(self, sql: str) -> str | None:
+        # As the first statement such a statement commits no rows; the statements behind are refused.
+        if self._has_run and (words := _COMMITS.match(sql)) is not None:
+            return words[1]
+        if (ending := MYSQL.ending_in(sql, has_run=self._has_run)) is None and "\\" not in sql:
+            return None
+        escapes = not self._connection.server_status & NO_BACKSLASH_ESCAPES
+        return ending if escapes else MYSQL_NOT_ESCAPING.ending_in(sql, has_run=self._has_run)
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         count, _, _ = await self._run(sql, args)
@@ -256,146 +202,155 @@ class MysqlSession:
     async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
         if not ids:
             return {}
-        await self._mark()
+        await self._set_savepoint()
         rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids)), (",".join(states),))
         return {UUID(row[0]): row[1] for row in rows}
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
         if ids:
-            await self._mark()
+            await self._set_savepoint()
             await run(self._connection, FINISH.format(ids=id_list(ids)), (state, attempts, now))
 
-    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+    async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
         listed = as_json(
             (
-                o.id,
-                o.handler_name,
-                o.state,
-                o.attempts,
-                as_moment(o.next_retry_at),
-                o.errors,
-                o.ordering_key,
+                o.id, o.handler_name, o.state, o.attempts, as_moment(o.next_retry_at), o.errors, o.ordering_key,
                 o.priority,
             )
             for o in sorted(owed, key=lambda o: o.id)
-        )
+        )  # fmt: skip
         args = {"event_id": str(event_id), "owed": listed, "now": as_value(now)}
-        statements = f"{self._server.spell(OWE)}; {DELIVER}" if owed else DELIVER
-        opening = () if self._is_callers else self._opening()
-        await self._require_open(run(self._connection, "; ".join([*opening, statements]), args))
+        statements = f"{self._server.spell(INSERT_NOTIFICATIONS)}; {DELIVER}" if owed else DELIVER
+        opening = () if self._is_given else self._opening()
+        await self._run_in_transaction("; ".join([*opening, statements]), args)
 
-    async def consume(self, consumed: Consumed) -> Consumed:
+    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
         rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
-        await self._mark()
+        await self._set_savepoint()
         await run(self._connection, CONSUME, (*key, *rest))
         (row,) = await fetch(self._connection, CONSUMED, key)
-        return Consumed(*key, UUID(row[0]), row[1], row[2])
+        return ConsumeResult(*key, UUID(row[0]), row[1], row[2])
 
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
-        await self._mark()
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
+        await self._set_savepoint()
         seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
         rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
         return [
-            Consumed(source, external_id, name, UUID(event_id), payload_hash, moment)
+            ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, moment)
             for _, _, name, event_id, payload_hash, moment in rows
         ]
 
-    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        await self._require_open(self._write(action, events, ends=False))
-
-    async def _write(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> None:
-        """Write the rows of one action, and commit if it ``ends``."""
+    def _insertions(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> list[bytes]:
+        """The messages that write the rows of an action; with ``ends``, the last message commits."""
         messages = list(insertions(action, events, escape_of(self._connection), self._server.largest_packet))
-        if not self._is_callers:
+        if not self._is_given:
             messages[0] = _joined(*self._opening(ends=ends and len(messages) == 1), messages[0])
             if ends and len(messages) > 1:
                 messages[-1] = _joined(*self._opening(ends=True), messages[-1])
             if ends:
                 messages[-1] = _joined(messages[-1], "COMMIT")
-        await _send(self._connection, action, messages, self._server)
+        return messages
+
+    def _refusal_of(self, error: Exception, action: ActionRecord | None) -> Exception | None:
+        """The error to raise in place of the driver's, if the transaction has ended or the rows are too large."""
+        if errors.number(error) == _NO_SUCH_SAVEPOINT:
+            return TransactionLost()
+        return None if action is None else refusal_of(error, action, self._server)
 
     def _opening(self, *, ends: bool = False) -> list[str]:
-        """What goes before statements of ours, in one message with them: the transaction begins, or is still there.
+        """The statements in front of our own in a message: begin the transaction, or prove that there is a transaction.
 
-        It is marked as well, unless it ``ends`` in this message.
+        The opening sets the savepoint as well, unless the transaction ``ends`` in this message.
         """
         if self._is_to_begin:
             opening = [BEGIN]
         elif ends:
-            opening = [STILL_MARKED] if self._is_marked else [IS_OPEN] if self._is_doubtful else []
+            opening = [RELEASE_SAVEPOINT] if self._has_savepoint else [IS_OPEN] if self._may_have_ended else []
         else:
             opening = [IS_OPEN]
-        if not (ends or self._is_marked):
-            opening.append(MARK)
-        self._is_to_begin = self._is_doubtful = False
-        self._is_marked = not ends
+        if not (ends or self._has_savepoint):
+            opening.append(SET_SAVEPOINT)
+        self._is_to_begin = self._may_have_ended = False
+        self._has_savepoint = not ends
         return opening
 
-    async def _mark(self) -> None:
-        """Mark the transaction, unless it is; begin it, if that was to come with the application's first statement."""
-        if not self._is_marked:
+    async def _set_savepoint(self) -> None:
+        """Set the savepoint, unless there is one already; before, begin the transaction that is still to begin."""
+        if not self._has_savepoint:
             try:
-                await send(self._connection, _joined(*self._opening()), self._server)
+                await send(self._connection, self._server, _joined(*self._opening()))
             except BaseException:
-                self.discard()  # nobody knows whether it began
+                self.discard()  # the transaction may have begun or not
                 raise
 
-    async def _require_open(self, statements: Awaitable[Any]) -> None:
-        """Run statements of which the first release a savepoint; without it there is no transaction any more."""
+    async def _run_in_transaction(self, statements: str, args: Arguments = None) -> None:
+        """Run statements behind IS_OPEN. Raises :class:`TransactionLost` if the transaction has ended."""
         try:
-            await statements
+            await run(self._connection, statements, args)
         except Exception as error:
             if errors.number(error) == _NO_SUCH_SAVEPOINT:
                 raise TransactionLost from error
             raise
 
-    def _spelled(self, value: Any) -> str:
+    def _literal(self, value: Any) -> str:
         if isinstance(value, bytes | bytearray):
             return f"X'{value.hex()}'"
-        spelled: str = self._connection.escape(as_value(value))
-        return spelled
+        literal: str = self._connection.escape(as_value(value))
+        return literal
 
     async def _run(self, sql: str, args: Sequence[Any]) -> tuple[int, list[str], Sequence[Any]]:
-        """How many rows a statement touched, the names of its columns, and its rows.
+        """Run a string of the application: the number of rows, the names of the columns, and the rows.
 
-        Of several statements, the first's; but all are waited for, for any of them may end the transaction.
+        Of several statements, the result is that of the first. All answers are read, because any of the statements may
+        end the transaction.
         """
-        # As the driver does, but for bytes, which not every version of it can write. Without arguments a percent sign
-        # is only a percent sign.
-        statement = sql % tuple(map(self._spelled, args)) if args else sql
-        driver = self._driver
+        # As the driver fills in values, except for bytes, which some versions of the driver cannot write. Without
+        # arguments a percent sign is a percent sign.
+        statement = sql % tuple(map(self._literal, args)) if args else sql
+        longest = self._server.longest_statement
         self._is_running = True
+        if longest is not None:
+            longest.begin(self, MysqlSession._end_statement)
         try:
-            if self._is_doubtful:  # without a transaction it would be committed alone
-                await self._require_open(run(self._connection, IS_OPEN))
-                self._is_doubtful = False
+            if self._may_have_ended:  # without a transaction the server would commit the statement by itself
+                await self._run_in_transaction(IS_OPEN)
+                self._may_have_ended = False
             before = self._before(sql)
             if before and len(statement) > self._server.largest_packet // 8:
-                await self._mark()  # there may be no room for both
+                await self._set_savepoint()  # a message may be too small for all
                 before = []
-            self._is_to_begin, self._is_marked = False, self._is_marked or MARK in before
+            self._is_to_begin, self._has_savepoint = False, self._has_savepoint or SET_SAVEPOINT in before
             self._has_run = True
+            self.may_have_left_something = self.may_have_left_something or may_leave_something(sql)
             cursor = driver.cursor(self._connection, driver.Cursor)
             await cursor.execute("; ".join([*before, statement]) if before else statement)
             for _ in before:
                 await cursor.nextset()
             columns = [column[0] for column in cursor.description or ()]
-            found = int(cursor.rowcount), columns, await driver.rows(cursor) if columns else ()
+            found = int(cursor.rowcount), columns, driver.rows(cursor) if columns else ()
             while await cursor.nextset():
                 pass
         except BaseException as error:
-            self._is_doubtful, self._is_over = True, self._is_over or errors.rolled_back(error)
+            self._may_have_ended, self._is_over = True, self._is_over or errors.rolled_back(error)
+            if self._is_too_long and isinstance(error, Exception):
+                raise TimeoutError("a statement took longer than action_statement_timeout; it was given up") from error
             raise
         finally:
             self._is_running = False
+            if longest is not None:
+                longest.end(self)
         return found
 
+    def _end_statement(self) -> None:
+        self._is_too_long = True
+        self.discard()
+
     def _before(self, sql: str) -> list[str]:
-        """What goes before a statement of the application's, in one message with it."""
+        """The statements in front of a statement of the application, in a single message."""
         before = [BEGIN] if self._is_to_begin else []
-        if not (self._is_marked or _READS_OR_CHANGES_ROWS.match(sql)):
-            before.append(MARK)
+        if not (self._has_savepoint or _READS_OR_CHANGES_ROWS.match(sql)):
+            before.append(SET_SAVEPOINT)
         return before
 
 
@@ -404,29 +359,52 @@ def _joined(*statements: str | bytes) -> bytes:
 
 
 class PooledSession:
-    """Checks a connection out of a pool, and gives it back."""
+    """Checks a connection out of a pool for a transaction, and gives the connection back."""
 
-    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]], server: Server) -> None:
+    def __init__(
+        self,
+        check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]],
+        explain: Callable[[Any, Exception], Awaitable[Exception | None]],
+        server: Server,
+        restore: GiveBack | None = None,
+    ) -> None:
+        """``explain`` returns the error to raise in place of the error that ended the transaction, or ``None``.
+
+        ``restore`` gives a connection back after an action that may have changed the session.
+        """
         self._check_out = check_out
+        self._explain = explain
         self._server = server
+        self._restore = restore
 
     async def __aenter__(self) -> MysqlSession:
         self._connection, self._give_back = await self._check_out()
-        return MysqlSession(self._connection, self._server)
+        self._session = MysqlSession(self._connection, self._server)
+        return self._session
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (giving := self._give_back(self._connection)) is not None:
-            await to_the_end(giving)
+        give_back = self._give_back
+        if self._restore is not None and self._session.may_have_left_something:
+            give_back = self._restore
+        explained: Exception | None = None
+        try:
+            if isinstance(error, Exception):
+                explained = await self._explain(self._connection, error)
+        finally:
+            if (giving := give_back(self._connection)) is not None:
+                await to_the_end(giving)
+        if explained is not None:
+            raise explained from error
 
 
 async def give_back(pool: Any, connection: Any) -> None:
-    """Give a connection back to a pool of a driver's, and wake whoever waits for one.
+    """Give a connection back to a given pool.
 
-    aiomysql's wakes nobody by itself when it takes back a connection that is lost: without free ones, whoever waits
-    would wait for ever.
+    aiomysql wakes no task when the pool takes back a connection that is lost. Without free connections the waiting
+    tasks would wait for ever, so ``clear`` wakes the tasks.
     """
     await pool.release(connection)
-    if is_closed(connection) and not pool.freesize:
+    if driver.is_closed(connection) and not pool.freesize:
         await pool.clear()

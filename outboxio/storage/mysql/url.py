@@ -1,4 +1,4 @@
-"""URLs of MySQL and MariaDB: what they say, as the drivers take it."""
+"""URLs of MySQL and MariaDB, as arguments of the driver's ``connect``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from outboxio.errors import ConfigurationError
-from outboxio.storage.mysql.driver import DEFAULT
 
 DEFAULT_PORT = 3306
 OPTIONS = ("unix_socket", "ssl_mode", "ssl_ca", "ssl_cert", "ssl_key", "connect_timeout")
@@ -16,7 +15,7 @@ SSL_MODES = ("DISABLED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 
 
 def connect_arguments(shard: str, url: str) -> dict[str, Any]:
-    """The arguments of a driver's ``connect``; :class:`ConfigurationError` for what is not understood.
+    """The arguments of the driver's ``connect``. Raises :class:`ConfigurationError` for options that do not exist.
 
     ``mysql://user:password@host:3306/database?ssl_mode=VERIFY_IDENTITY&ssl_ca=/etc/ssl/ca.pem``, or
     ``mysql://user@/database?unix_socket=/run/mysqld/mysqld.sock``.
@@ -25,7 +24,7 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in OPTIONS:
-            # What is no word may be the rest of a password.
+            # A name that is no word may be the rest of a password.
             told = repr(name) if not name or name.isidentifier() else "that is no word"
             raise ConfigurationError(
                 f"shard {shard!r} has a URL with the option {told}; there are {', '.join(OPTIONS)}"
@@ -52,13 +51,10 @@ def dialect_of(url: str) -> str:
     return urlsplit(url).scheme.partition("+")[0]
 
 
-def driver_named_by(url: str) -> str:
-    """``mysql+asyncmy://host/database`` names its driver."""
-    return urlsplit(url).scheme.partition("+")[2] or DEFAULT
-
-
-def where(url: str) -> str:
-    """What of a URL may be shown: no user, no password."""
+def where(url: str | None) -> str:
+    """The parts of a URL that may be shown: neither user nor password. ``None`` is the given pool."""
+    if url is None:
+        return "the given pool"
     parts = urlsplit(url)
     socket = dict(parse_qsl(parts.query)).get("unix_socket")
     database = parts.path.removeprefix("/")
@@ -87,7 +83,7 @@ def _seconds(shard: str, text: str) -> float:
 
 
 def _ssl_context(shard: str, options: Mapping[str, str]) -> ssl.SSLContext | None:
-    """As MySQL's own clients understand these options. A certificate authority means that it is asked."""
+    """The TLS context, as MySQL's own clients read these options: with ``ssl_ca`` alone the mode is VERIFY_CA."""
     default = "VERIFY_CA" if "ssl_ca" in options else "REQUIRED" if "ssl_cert" in options else "DISABLED"
     mode = options.get("ssl_mode", default).upper()
     if mode not in SSL_MODES:

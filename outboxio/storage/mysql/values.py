@@ -1,4 +1,4 @@
-"""How values are written for MySQL, and how rows are read."""
+"""How values are written for MySQL and MariaDB, and how rows are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.clock import naive_utc
+from outboxio.support.clock import naive_utc
 
 
 class Row(tuple[Any, ...]):
-    """A row whose columns are reached by index and by name, as those of the other drivers are."""
+    """A row with columns by index and by name, as rows of the drivers for PostgreSQL and SQLite."""
 
     _places: Mapping[str, int]
 
@@ -28,7 +28,7 @@ class Row(tuple[Any, ...]):
 
 
 def as_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Rows of one result; columns of one name are reached by index."""
+    """Rows of a result. Of columns with the same name, the name is the first column."""
     if not rows:
         return []
     kind = _kind_of_row(tuple(names))
@@ -45,13 +45,13 @@ def _kind_of_row(names: tuple[str, ...]) -> Any:
 
 Escape = Callable[[str], str]
 
-_NO_BACKSLASH_ESCAPES = 1 << 9  # of the protocol, in a session's status
+NO_BACKSLASH_ESCAPES = 1 << 9  # of the protocol, in a session's status
 
 _AS_THEY_ARE = {str, int, float, bytes, type(None)}
 
 
 def as_value(value: Any) -> Any:
-    """A value of the application as the driver takes it: moments in UTC, UUIDs as text, members as their value."""
+    """A value of the application as the driver takes it: moments in UTC, UUIDs as text, enum members as the value."""
     if type(value) in _AS_THEY_ARE:
         return value
     match value:
@@ -66,11 +66,12 @@ def as_value(value: Any) -> Any:
 
 
 def escape_of(connection: Any) -> Escape:
-    """How this session writes a text as a literal; in single quotes nothing else has a meaning.
+    """The function that writes a text as a literal for this session: it doubles quotes, and escapes backslashes.
 
-    The drivers write more of it in another way, for people who read logs, and take five times as long.
+    No further character has a meaning within single quotes. The driver also escapes control characters, for people who
+    read logs, and takes five times as long.
     """
-    return _doubling_quotes if connection.server_status & _NO_BACKSLASH_ESCAPES else _escaping_backslashes
+    return _doubling_quotes if connection.server_status & NO_BACKSLASH_ESCAPES else _escaping_backslashes
 
 
 def _escaping_backslashes(text: str) -> str:
@@ -82,7 +83,7 @@ def _doubling_quotes(text: str) -> str:
 
 
 def as_json(values: Iterable[Any]) -> str:
-    """A list as the one text that JSON_TABLE takes apart again."""
+    """A list as a JSON text for JSON_TABLE."""
     return msgspec.json.encode(list(values)).decode()
 
 

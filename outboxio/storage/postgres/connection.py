@@ -1,18 +1,27 @@
-"""Connections of the loops, over asyncpg."""
+"""Loop connections over asyncpg, and the helpers that all statements share."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import asyncpg
 
-from outboxio.storage.dedicated import FAREWELL_TIMEOUT, STATEMENT_TIMEOUT, Connect, DedicatedConnection, Release
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
+from outboxio.storage.postgres import errors
+from outboxio.storage.postgres.plans import is_outdated
+from outboxio.storage.postgres.server_info import ONLY_READS, only_reads
 
-# The loops' statements are written for one plan each. These keep it whatever the statistics say, and keep the
-# database's own defaults (a serializable one, say) from changing what they mean.
+# Each statement of a loop is written for one plan. These settings keep the plan independent of the statistics, and keep
+# defaults of the database (serializable, for example) from changing the meaning. search_path: PostgreSQL prefers an
+# operator or function with exactly matching arguments, in any schema of the path, to a function of pg_catalog that
+# needs a cast. So a user who may create objects in such a schema could run code with the rights of outboxio.
 LOOP_SETTINGS: Mapping[str, str] = {
+    "search_path": "pg_catalog, pg_temp",
     "default_transaction_isolation": "read committed",
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
@@ -22,56 +31,103 @@ LOOP_SETTINGS: Mapping[str, str] = {
 }
 
 
-class Dedicated(DedicatedConnection):
-    """One connection for one loop.
+class LoopConnection(BaseLoopConnection):
+    """The connection of one loop.
 
-    A statement with parameters is prepared when it is used for the first time, in a message of its own. If the client
-    freezes, or the network falls silent, before the next message, the server's session is neither idle nor idle in a
-    transaction, so no timeout ends it, and it keeps its locks. So whoever holds locks here runs statements that were
-    prepared before it took them, or that have no parameters.
+    A statement with parameters is prepared at its first use, in a separate message. If the process freezes, or the
+    network falls silent, before the next message, the server session is neither idle nor idle in a transaction. Then no
+    timeout ends the session, and the session keeps its locks. So while a loop connection holds locks, it runs only
+    statements that were prepared before the locks were taken, or that have no parameters.
     """
 
-    def __init__(self, connect: Connect, release: Release, settings: Mapping[str, str], *, keeps: bool = True) -> None:
-        super().__init__(connect, release, keeps=keeps)
+    def __init__(
+        self,
+        connect: Connect,
+        release: Release,
+        troubles: Troubles,
+        settings: Mapping[str, str],
+        *,
+        guard: EventLoopGuard,
+        timeout: float = DEFAULT_LIMITS.statement_timeout,
+        keeps: bool = True,
+        writes: bool = True,
+    ) -> None:
+        """``timeout``: the seconds for a statement, unless the call of the method says otherwise."""
+        super().__init__(connect, release, troubles, guard=guard, keeps=keeps, writes=writes)
         self._settings = dict(settings)
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> float:
+        """Seconds in which the server must answer a statement."""
+        return self._timeout
 
     def set(self, name: str, value: str) -> None:
-        """Apply a session setting as well, from the next opening on."""
+        """Add a session setting, which is applied when the connection is opened the next time."""
         self._settings[name] = value
 
-    async def fetch(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> list[Any]:
-        """Run one autocommit statement; its rows."""
+    async def fetch(self, sql: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run an autocommit statement; the rows."""
         async with self.opened() as connection:
-            rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout)
+            rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout or self._timeout)
             return rows
 
-    async def execute(self, sql: str, *args: Any, timeout: float = STATEMENT_TIMEOUT) -> int:
-        """Run one autocommit statement; the number of rows it touched."""
+    async def execute(self, sql: str, *args: Any, timeout: float | None = None) -> int:
+        """Run an autocommit statement; the number of rows that the statement touched."""
         async with self.opened() as connection:
-            return row_count(await connection.execute(sql, *args, timeout=timeout))
+            return row_count(await connection.execute(sql, *args, timeout=timeout or self._timeout))
 
-    async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run ``work`` on the connection in one transaction, committed unless it raises."""
+    async def look(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run ``work`` on the connection as it is, within the time of one statement."""
+        async with self.opened() as connection, asyncio.timeout(self._timeout):
+            return await work(connection)
+
+    async def in_transaction(self, work: Callable[[Any], Awaitable[Any]], *, timeout: float | None = None) -> Any:
+        """Run ``work`` in one transaction within ``timeout`` seconds; COMMIT unless ``work`` raises.
+
+        ``work`` runs a second time if a statement was prepared before a table changed: the driver prepares it again.
+        """
+        try:
+            return await self._in_transaction(work, timeout)
+        except Exception as error:
+            if not is_outdated(error):
+                raise
+        return await self._in_transaction(work, timeout)
+
+    async def _in_transaction(self, work: Callable[[Any], Awaitable[Any]], timeout: float | None) -> Any:
         async with self.opened() as connection:
+            # A timer drops the connection. A cancellation would not help: the driver would wait for the answer to
+            # ROLLBACK.
+            end = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._late, connection)
             has_begun = False
             try:
                 async with connection.transaction():
                     has_begun = True
                     return await work(connection)
             except BaseException as error:
-                # Where BEGIN or ROLLBACK was cut short it may be open, and whatever came next would be part of it.
+                # After an interrupted BEGIN or ROLLBACK the transaction may be open: later statements would join the
+                # transaction.
                 if not (has_begun and isinstance(error, Exception) and is_usable(connection)):
                     self.drop(connection)
                 raise
+            finally:
+                if end is not None:
+                    end.cancel()
+
+    def _late(self, connection: Any) -> None:
+        self.drop(connection)
+        self._troubles.unanswered()
 
     async def prepare(self, connection: Any) -> None:
-        await connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in self._settings.items()))
+        if self._writes and only_reads(connection):
+            raise OnlyReads(ONLY_READS)
+        await connection.execute(applying(self._settings), timeout=self._timeout)
 
     async def restore(self, connection: Any) -> None:
         await connection.execute("; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT)
 
     def is_closed(self, connection: Any) -> bool:
-        """Whether the connection is of no use; a pool takes one back by itself when the server ends it."""
+        """True if the connection is of no use: closed, or taken back by a given pool after the server ended it."""
         try:
             return bool(connection.is_closed())
         except asyncpg.InterfaceError:
@@ -80,27 +136,74 @@ class Dedicated(DedicatedConnection):
     def drop(self, connection: Any) -> None:
         drop(connection)
 
+    def is_read_only(self, error: Exception) -> bool:
+        return errors.is_read_only(error)
+
+
+class OurConnection(asyncpg.Connection):
+    """A connection that outboxio has opened."""
+
+    __slots__ = ("is_asking",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_asking = False
+        """True while a statement without arguments runs. The driver itself knows of statements with arguments."""
+
+    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
+        return super().execute(query, *args, timeout=timeout) if args else self._execute_alone(query, timeout)
+
+    async def _execute_alone(self, query: str, timeout: float | None) -> str:
+        self.is_asking = True
+        try:
+            return await super().execute(query, timeout=timeout)
+        finally:
+            self.is_asking = False
+
+    def waits_for(self) -> tuple[int, int] | None:
+        """The answer that the connection waits for. Cursors, COPY, and statements prepared by hand are not seen."""
+        driver: Any = self  # the types of the driver leave out private attributes
+        if self.is_closed() or not (self.is_asking or driver._stmt_exclusive_section._acquired):
+            return None
+        return driver._protocol.queries_count, driver._transport.get_write_buffer_size()
+
+
+def underlying(connection: Any) -> Any:
+    """The driver's connection behind the proxy of a pool."""
+    return getattr(connection, "_con", None) or connection
+
 
 def is_usable(connection: Any) -> bool:
-    """Whether somebody else may have it: it is not lost, and has no transaction open."""
+    """True if the connection is open and has no transaction open."""
     return not (connection.is_closed() or connection.is_in_transaction())
 
 
 def drop(connection: Any) -> None:
-    """Close it at once."""
-    with suppress(asyncpg.InterfaceError):  # its pool has it back already
+    """Close the connection at once, without a goodbye."""
+    with suppress(asyncpg.InterfaceError):  # the pool has already taken the connection back
         connection.terminate()
 
 
-def as_texts(values: Iterable[Any]) -> list[str | None]:
-    """Values for a parameter ``$1::text[]::bigint[]``, or of another type.
+def applying(settings: Mapping[str, str]) -> str:
+    """The statements that apply session settings."""
+    return "; ".join(f"SELECT pg_catalog.set_config('{name}', '{value}', FALSE)" for name, value in settings.items())
 
-    The driver asks the server about every array type but this one, on each new connection anew, and for 20 ms.
+
+def quoted(text: str) -> str:
+    """A text as a literal that does not depend on the session setting ``standard_conforming_strings``."""
+    return "E'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
+
+
+def as_texts(values: Iterable[Any]) -> list[str | None]:
+    """Values for a parameter such as ``$1::text[]::bigint[]``.
+
+    For each other array type the driver asks the server once per connection, which takes 20 ms. The driver also turns
+    the first and the last moment of Python's calendar into infinity, which is before or after every moment.
     """
     return [None if value is None else str(value) for value in values]
 
 
 def row_count(status: str) -> int:
-    """The number in a command tag such as ``UPDATE 3``; 0 where there is none."""
+    """The number in a command tag such as ``UPDATE 3``; 0 for a tag without a number."""
     number = status.rpartition(" ")[2]
     return int(number) if number.isdecimal() else 0

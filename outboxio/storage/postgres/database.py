@@ -1,11 +1,11 @@
-"""One PostgreSQL database: its pool for the application's actions, and a connection for each loop."""
+"""A PostgreSQL database: the pool of the actions, the connections of the loops, and NOTIFY."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,94 +13,193 @@ from urllib.parse import urlsplit
 import asyncpg
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
-from outboxio.storage.dedicated import FAREWELL_TIMEOUT
-from outboxio.storage.pool import LARGEST_POOL, GiveBack, Pool
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.driver import ServerCalls
+from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.identity import Identity, Kin
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, keep_alive
+from outboxio.storage.connections.loop_connection import OnlyReads, Troubles
+from outboxio.storage.connections.pool import LARGEST_POOL, GiveBack
+from outboxio.storage.connections.server import ServerDatabase, together
+from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
+from outboxio.storage.connections.watch import Watch
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.connection import LOOP_SETTINGS, Dedicated, drop, is_usable
+from outboxio.storage.postgres.connection import (
+    LOOP_SETTINGS,
+    LoopConnection,
+    OurConnection,
+    drop,
+    is_usable,
+    quoted,
+    underlying,
+)
 from outboxio.storage.postgres.events import PostgresEvents
-from outboxio.storage.postgres.lines import PostgresLines
+from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
+from outboxio.storage.postgres.ordering import PostgresOrdering
+from outboxio.storage.postgres.partitions import PostgresPartitions
+from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
+from outboxio.storage.postgres.server_info import (
+    LOCK_ROOM,
+    ONLY_READS,
+    identity_of,
+    is_standby,
+    only_reads,
+    session_of,
+    sessions_of,
+    writes,
+)
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
 from outboxio.storage.postgres.starts import PostgresStarts
 from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
-from outboxio.storage.protocols import LONGEST_SILENCE
-from outboxio.waiting import to_the_end
+from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
+from outboxio.support.aio import TimeLimit, to_the_end
+from outboxio.support.log import log_of
 
-logger = logging.getLogger(__name__)
+logger = log_of(__name__)
 
-CONNECT_TIMEOUT = 10.0
-NOTIFY_TIMEOUT = 2.0  # a wake-up must neither hold up the heartbeat, which goes the same way, nor the end
+NOTIFY_TIMEOUT = 2.0  # seconds: NOTIFY shares its session with the heartbeat and must not delay it, nor the shutdown
 
-NOTIFY = "NOTIFY {}, '{}'"
+# Without parameters, so that the statement is a single message (see LoopConnection).
+NOTIFY = "NOTIFY {}, {}"
+NOW = "SELECT pg_catalog.timezone('UTC', pg_catalog.clock_timestamp())"
 
 
-class PostgresDatabase:
+async def hang_up(connection: Any) -> None:
+    await connection.close(timeout=FAREWELL_TIMEOUT)
+
+
+def where(url: str | None) -> str:
+    """The address without the password."""
+    if url is None:
+        return "the given pool"
+    parts = urlsplit(url)
+    return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
+
+
+DRIVER = ServerCalls(is_usable, hang_up, drop, OurConnection.waits_for, sessions_of)
+
+
+class PostgresDatabase(ServerDatabase[LoopConnection]):
     dialect = "postgres"
+    _place_of = staticmethod(where)
     stores_nul = False
     wakes_across_processes = True
 
-    def __init__(self, name: str, source: str | asyncpg.Pool[Any], direct_url: str | None = None) -> None:
-        self.name = name
-        self._url = source if isinstance(source, str) else None
-        self._direct_url = direct_url or self._url
-        self._behind_proxy = direct_url is not None
-        self._pool = None if isinstance(source, str) else source
-        self._ours = Pool(connect=self._connect_for_actions, hang_up=_hang_up, drop=drop, is_usable=is_usable)
-        # What is seldom asked keeps no connection of a given pool from the application.
-        self._admin = self._loop_connection(keeps=self._url is not None)
-        self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
-        self._lock_session: Dedicated | None = None
+    def __init__(
+        self,
+        name: str,
+        source: str | asyncpg.Pool[Any],
+        direct_url: str | None = None,
+        *,
+        guard: EventLoopGuard | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        super().__init__(name, source, direct_url, DRIVER, guard=guard, limits=limits)
+        self._plans = Plans()
+        self._begin_anew()
+        self._guard.when_taken_over(self._begin_anew)
+        self._lock_session: LockSession | None = None
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
-        self.lines = PostgresLines(self._find)
+        self.ordering = PostgresOrdering(self._find)
         self.starts = PostgresStarts(self._find, self._settle, self._admin)
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
+        self.partitions = PostgresPartitions(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> PooledSession:
-        return PooledSession(self._check_out, is_ours=self._url is not None)
+        return PooledSession(
+            self._check_out, self._explain, self._answer_limit, is_ours=self._url is not None, plans=self._plans
+        )
+
+    reading = session
+
+    def _begin_anew(self) -> object:
+        """Start with an empty time limit on the new event loop."""
+        self._answer_limit = TimeLimit(self._limits.statement_timeout)
+        return None
 
     def wrap(self, connection: Any) -> PostgresSession | None:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
         return PostgresSession(connection) if is_ours else None
 
-    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> PostgresClusterLock:
+    async def require_own(self, connection: Any) -> None:
+        given, pool = underlying(connection), self._pool
+        # The given pool may have no second connection for the question, so its connections count as right without a
+        # check.
+        is_of_pool = pool is not None and getattr(given, "_pool_holder", None) in pool._holders
+        if not is_of_pool and given not in self._ours.used:
+            await self._own.require(given, lambda: identity_of(connection))
+
+    async def _own_identity(self) -> tuple[Identity, Kin | None]:
+        connection = await self._connect()
+        try:
+            identity = await identity_of(connection)
+            return identity, await identity.kin()
+        finally:
+            await to_the_end(self._release(connection))
+
+    def cluster_lock(
+        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
+    ) -> ClusterLock:
         silence = str(round(heartbeat * LONGEST_SILENCE * 1000))
-        # A settlement that writes events as well is a transaction of several statements. A process that freezes between
-        # them must not keep the lease rows locked that its successor raises.
+        # A settlement with events is a transaction of several statements. A process that freezes between two statements
+        # must not keep lease rows locked, because a new holder raises the terms of these rows.
         self._settle.set("idle_in_transaction_session_timeout", silence)
-        self._lock_session = Dedicated(self._connect, self._release, {**LOOP_SETTINGS, "idle_session_timeout": silence})
-        return PostgresClusterLock(self._lock_session, owner, channel, max(heartbeat, 1.0))
+        in_thread = self._direct_url is not None  # the connections of a given pool belong to the application's loop
+        session = self._dedicated(
+            guard=EventLoopGuard.of_shard(self.name) if in_thread else self._guard,
+            troubles=TroublesOfThread(self._connections, self._guard) if in_thread else self._connections,
+            idle_session_timeout=silence,
+        )
+        lock = PostgresClusterLock(session, owner, channel, max(heartbeat, 1.0))
+        threaded = ThreadedLock(lock, session, heartbeat, longest_block) if in_thread else None
+        self._lock_session = LockSession(session, threaded)
+        self._connections.locks.add(threaded or session)
+        return threaded or lock
 
     async def notify(self, channel: str, payload: str) -> None:
-        notify = NOTIFY.format(channel, payload.replace("'", "''"))
+        notify = NOTIFY.format(channel, quoted(payload))
         if self._lock_session is not None and self._lock_session.is_open:
-            with suppress(asyncpg.InterfaceError):  # it is being given back, or has just ended
+            with suppress(asyncpg.InterfaceError):  # the session is being closed, or has just ended
                 await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
                 return
         async with asyncio.timeout(NOTIFY_TIMEOUT):
             connection, give_back = await self._check_out()
         try:
             await connection.execute(notify, timeout=NOTIFY_TIMEOUT)
+        except TimeoutError:
+            self._connections.unanswered()
+            raise
         finally:
             if (giving := give_back(connection)) is not None:
                 await to_the_end(giving)
 
+    async def now(self) -> datetime:
+        moment: datetime = (await self._admin.fetch(NOW))[0][0]
+        return moment
+
+    async def lock_room(self) -> int | None:
+        room: int = (await self._admin.fetch(LOCK_ROOM))[0][0]
+        return room
+
     async def refuse_shared_sessions(self) -> None:
-        """Two connections that are open at once never have one server process, unless a proxy shares it."""
+        """Compare the server processes of two open connections: equal only behind a proxy that shares sessions."""
         opened = [await self._connect()]
         try:
-            pid = await _server_process(opened[0])
+            limit = self._limits.statement_timeout
+            pid = await _server_process(opened[0], limit)
             opened.append(await self._connect())
             async with opened[1].transaction():
-                if await _server_process(opened[1]) == pid:
+                if await _server_process(opened[1], limit) == pid:
                     raise PooledConnection(self.name)
         finally:
-            await to_the_end(_all(map(self._release, opened)))
+            await to_the_end(together(map(self._release, opened)))
 
     def require_room(self, loops: int) -> None:
         if self._url is None and self._pool is not None:
@@ -113,28 +212,62 @@ class PostgresDatabase:
         largest = LARGEST_POOL if self._url is not None or self._pool is None else self._pool.get_max_size()
         return max(1, largest // 2)
 
-    async def release_loops(self) -> None:
-        ours = (self._fanout, self._find, self._settle, self._admin)
-        await to_the_end(_all(connection.close() for connection in ours))
-
-    async def close(self) -> None:
-        await self.release_loops()
-        await self._ours.close()
-
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
 
-    def _loop_connection(self, *, keeps: bool = True) -> Dedicated:
-        return Dedicated(self._connect, self._release, LOOP_SETTINGS, keeps=keeps)
+    def _dedicated(
+        self,
+        *,
+        keeps: bool = True,
+        writes: bool = True,
+        guard: EventLoopGuard | None = None,
+        troubles: Troubles | None = None,
+        **settings: str,
+    ) -> LoopConnection:
+        return LoopConnection(
+            self._connect, self._release, troubles or self._connections, {**LOOP_SETTINGS, **settings},
+            guard=guard or self._guard, timeout=self._limits.statement_timeout, keeps=keeps, writes=writes,
+        )  # fmt: skip
+
+    def _take_from(self, pool: asyncpg.Pool[Any]) -> GivenPool:
+        def occupancy() -> Occupancy:
+            return Occupancy(pool.get_size() - pool.get_idle_size(), pool.get_max_size())
+
+        identities = Identities(pool, give_back_within=ENDING_TIMEOUT)
+        return GivenPool(
+            pool, guard=self._guard, shard=self.name, timeout=self._limits.pool_timeout, acquire=identities.acquire,
+            release=identities.release, has_idle=lambda: pool.get_idle_size() > 0, occupancy=occupancy,
+        )  # fmt: skip
+
+    def _explain(self, session: PostgresSession, error: Exception) -> Exception | None:
+        """An error of outboxio to raise in place of the driver's error; ``None`` to keep the driver's error."""
+        connection = session.connection
+        if errors.is_read_only(error) and not writes(
+            connection
+        ):  # if the server writes, the action itself has begun a read-only transaction
+            session.discard()
+            self._ours.renew()
+            return self._connections.does_not_write(error, gives_up=False)
+        why = None
+        if self._url is not None:
+            why = self._connections.why_given_up(connection)
+            if only_reads(connection):  # the action may have replaced or swallowed the refusal
+                self._ours.renew()
+        if session.is_late:
+            why = f"no answer within {self._limits.statement_timeout:g} s"
+        return self._connections.unavailable(why) if why is not None and errors.is_unreachable(error) else None
 
     async def _check_out(self) -> tuple[Any, GiveBack]:
-        pool = self._pool
-        if pool is not None:
-            return await self._reaching(None, pool.acquire), partial(_give_back, pool)
+        if self._given is not None:
+            return await self._reaching(None, self._given.acquire), partial(_give_back, self._given)
         connection = await self._reaching(self._url, self._ours.acquire)
+        if connection.refusals != self._plans.refusals:
+            await self._plans.renew(connection)
         connection.is_reset = False
+        if self._watch is not None:
+            self._watch.begin()
         return connection, self._give_back_ours
 
     def _give_back_ours(self, connection: ActionConnection) -> Coroutine[Any, Any, None] | None:
@@ -147,67 +280,92 @@ class PostgresDatabase:
         try:
             await connection.reset(timeout=ENDING_TIMEOUT)
         except Exception as error:
-            # The action has ended, one way or the other, and this changes nothing about it.
-            logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)
+            # The action has already ended: an error of the reset must not change the result.
+            logger.warning("a connection could not be reset, the pool opens another in its place: %s", error)
             connection.terminate()
         finally:
             self._ours.release(connection)
 
+    async def _connect_to_ask(self, url: str) -> Any:
+        return await asyncpg.connect(url, timeout=self._limits.connect_timeout, statement_cache_size=0)
+
     async def _connect_for_actions(self) -> Any:
         # A proxy that shares sessions forgets prepared statements between transactions.
         cache: Mapping[str, Any] = {"statement_cache_size": 0} if self._behind_proxy else {}
-        return await asyncpg.connect(self._url, timeout=CONNECT_TIMEOUT, connection_class=ActionConnection, **cache)
+        connection = await self._open(
+            self._url, self._watch, connection_class=ActionConnection,
+            command_timeout=self._limits.action_statement_timeout or None, **cache,
+        )  # fmt: skip
+        if is_standby(connection):
+            await hang_up(connection)
+            raise self._connections.does_not_write(OnlyReads(ONLY_READS), gives_up=False)
+        return connection
 
     async def _connect(self) -> Any:
-        """A connection for a loop: of our own if we have a URL, otherwise one of the given pool's."""
+        """A connection for a loop: a new connection if a URL is known, otherwise a connection of the given pool."""
         if self._direct_url is None:
-            assert self._pool is not None
-            return await self._reaching(None, self._pool.acquire)
+            assert self._given is not None
+            return await self._reaching(None, self._given.acquire)
         url = self._direct_url
-        # Statements stay prepared: to prepare them anew every five minutes would be a moment to freeze in (Dedicated).
+        # Statements stay prepared: a new preparation every 5 minutes would be a moment to freeze in (see
+        # LoopConnection).
         return await self._reaching(
-            url, lambda: asyncpg.connect(url, timeout=CONNECT_TIMEOUT, max_cached_statement_lifetime=0)
+            url,
+            lambda: self._open(url, self._loop_watch, connection_class=OurConnection, max_cached_statement_lifetime=0),
         )
 
-    async def _release(self, connection: Any) -> None:
-        if self._direct_url is None:
-            assert self._pool is not None
-            await self._pool.release(connection)
-        else:
-            await _hang_up(connection)
+    async def _open(self, url: str | None, watch: Watch | None, **options: Any) -> Any:
+        limit = self._limits.connect_timeout
+        connection: Any = await asyncpg.connect(url, timeout=limit, **options)
+        try:
+            keep_alive(connection._transport)
+            if watch is not None:
+                watch.knows(connection, await session_of(connection, limit))
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
 
     async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
         try:
             return await connect()
         except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            raise DatabaseUnavailable(self.name, _where(url), str(error) or type(error).__name__) from error
+            raise DatabaseUnavailable(self.name, where(url), str(error) or type(error).__name__) from error
 
 
-async def _give_back(pool: asyncpg.Pool[Any], connection: Any) -> None:
+class LockSession:
+    """The session with the cluster locks, for statements that do not concern the locks."""
+
+    def __init__(self, session: LoopConnection, lock: ThreadedLock | None) -> None:
+        """``lock``: the lock with the thread in which the session lives; ``None`` if the session lives in no thread."""
+        self._session = session
+        self._lock = lock
+
+    @property
+    def is_open(self) -> bool:
+        return self._session.is_open if self._lock is None else self._lock.is_open
+
+    async def execute(self, sql: str, *args: Any, timeout: float) -> None:
+        """Run an autocommit statement. Raises ``asyncpg.InterfaceError`` if the session has ended."""
+
+        async def execute_there() -> None:
+            await self._session.use_if_open(lambda connection: connection.execute(sql, *args, timeout=timeout))
+
+        try:
+            await (execute_there() if self._lock is None else self._lock.in_thread(execute_there))
+        except ConnectionResetError as error:
+            raise asyncpg.InterfaceError(str(error)) from error
+
+
+async def _give_back(given: GivenPool, connection: Any) -> None:
     """Give a connection back to a given pool."""
     try:
-        await pool.release(connection, timeout=ENDING_TIMEOUT)
+        await given.release(connection)
     except Exception as error:
-        # The action has ended, one way or the other, and this changes nothing about it.
-        logger.warning("a connection could not be reset, the pool opens another in its place: %r", error)
+        # The action has already ended: an error of the pool must not change the result.
+        logger.warning("a connection could not be reset, the pool opens another in its place: %s", error)
 
 
-async def _hang_up(connection: Any) -> None:
-    await connection.close(timeout=FAREWELL_TIMEOUT)
-
-
-def _where(url: str | None) -> str:
-    """The address without the password."""
-    if url is None:
-        return "the given pool"
-    parts = urlsplit(url)
-    return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
-
-
-async def _all(coroutines: Iterable[Awaitable[None]]) -> None:
-    await asyncio.gather(*coroutines)
-
-
-async def _server_process(connection: Any) -> int:
-    pid: int = await connection.fetchval("SELECT pg_backend_pid()")
+async def _server_process(connection: Any, timeout: float) -> int:
+    pid: int = await connection.fetchval("SELECT pg_catalog.pg_backend_pid()", timeout=timeout)
     return pid

@@ -1,23 +1,28 @@
-"""What PostgreSQL's errors mean to us, by SQLSTATE and never by text."""
+"""The meaning of PostgreSQL's errors, by SQLSTATE and never by text."""
 
 from __future__ import annotations
 
 import asyncpg
 
+from outboxio.errors import DatabaseUnavailable
+from outboxio.storage.postgres.plans import is_outdated
+
 _TRANSIENT = {"40001", "40P01"}  # serialization failure, deadlock
 _LACKS_SCHEMA = {"42P01", "42703", "3F000"}  # undefined table, column, schema
+_READ_ONLY = "25006"  # a standby, or default_transaction_read_only
 _SHUTTING_DOWN = {"57P01", "57P02", "57P03", "57P05"}  # admin shutdown, crash, not accepting, idle session
 
 
 def is_transient(error: BaseException) -> bool:
-    return getattr(error, "sqlstate", None) in _TRANSIENT
+    return getattr(error, "sqlstate", None) in _TRANSIENT or is_outdated(error)
 
 
 def refuses_value(error: BaseException) -> bool:
-    """Whether the same value would be refused again.
+    """True if the same value would be refused again.
 
-    Class 22 is "data exception": NUL, a lone surrogate, a text too long; 54 is a program limit, a row too big; 23 is
-    a constraint, and P0001 what a trigger raises: a user's own, on our tables.
+    - Class 22, data exception: NUL, a lone surrogate, a text that is too long.
+    - Class 54, program limit: a row that is too big.
+    - Class 23, a constraint, and P0001, an error from a trigger: the application has added them to a table of outboxio.
     """
     if isinstance(error, asyncpg.PostgresError):
         return str(error.sqlstate)[:2] in ("22", "23", "54") or error.sqlstate == "P0001"
@@ -26,8 +31,15 @@ def refuses_value(error: BaseException) -> bool:
 
 def is_unreachable(error: BaseException) -> bool:
     if isinstance(error, asyncpg.PostgresError):
-        return str(error.sqlstate)[:2] == "08" or error.sqlstate in _SHUTTING_DOWN
+        return str(error.sqlstate)[:2] == "08" or error.sqlstate in _SHUTTING_DOWN or is_read_only(error)
+    if isinstance(error, DatabaseUnavailable):
+        return True
     return isinstance(error, OSError | TimeoutError | asyncpg.InterfaceError) and not _refused_by_driver(error)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """True if the server refused to write: a standby, or a read-only transaction."""
+    return getattr(error, "sqlstate", None) == _READ_ONLY
 
 
 def lacks_schema(error: BaseException) -> bool:
@@ -35,5 +47,5 @@ def lacks_schema(error: BaseException) -> bool:
 
 
 def _refused_by_driver(error: BaseException) -> bool:
-    """asyncpg could not even encode an argument."""
+    """True if asyncpg could not encode an argument."""
     return isinstance(error, asyncpg.InterfaceError) and isinstance(error, ValueError)

@@ -3,50 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import asyncpg
 
-from outboxio.event import EventRecord
-from outboxio.handover import Handover
-from outboxio.ids import uuid7
-from outboxio.notification import Notification
-from outboxio.storage.postgres.connection import Dedicated, as_texts
-from outboxio.storage.postgres.notifications import DUE_COLUMNS
-from outboxio.storage.protocols import FannedOut
+from outboxio.storage.postgres.columns import COPIED, DUE_COLUMNS, partition_of
+from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.notifications import as_notifications
+from outboxio.storage.protocols import FanoutRequest, FanoutResult, Waiting
+from outboxio.support.ids import uuid7
 
-_INTO = """
-INSERT INTO eventlog.event_notifications AS n (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
-  causation_id, headers, hops, retention_from)
+# The id is a UUIDv7: the time of the round, 20 bits of the event's sequence, 42 random bits. So a round appends
+# rows to the index of ids, and rows that are settled together lie together. The number is negative because of the
+# variant bits. gen_random_uuid() with the time written into its text took 1.9 us; this takes 0.5 us.
+_ID = """
+({id_head} || to_hex(((-2)::bigint << 62) + ((e.sequence & 1048575) << 42)
+    + floor(random() * 4398046511104)::bigint))::uuid
 """.strip()
 
-# An id is a UUIDv7 with the time of its batch, 20 bits of the event's sequence and 42 random ones: rows are appended to
-# the index of ids, and those that are settled together lie together. The number is negative for the variant's sake.
-# gen_random_uuid(), with the time put into its text, took 1.9 us instead of 0.5.
-_OWED = """
-SELECT ({id_head} || to_hex(((-2)::bigint << 62) + ((e.sequence & 1048575) << 42)
-    + floor(random() * 4398046511104)::bigint))::uuid, e.id, s.handler_name, e.namespace,
-  e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type,
-  e.event_type, e.payload, e.event_date, 'PENDING', 0, greatest(e.available_at, {now}), {now}, {now}, e.sequence,
-  CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id, e.causation_id,
-  e.headers, e.hops, greatest(e.available_at, {now})
-""".strip()
+_ORDERING_KEY = "CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END"
 
-# One statement, one snapshot: it joins every live subscription, not only those of this process, so an old version
-# that runs it serves the handlers of a newer one. The lateral scan walks each type by itself along its index, and
-# SKIP LOCKED never waits for a producer. An event on a topic whose type is subscribed as well is taken through its
-# type, so that no event is taken twice.
+# How fan-out and backfill make a notification of the event ``e`` for the subscription ``s``.
+_MADE = {
+    "id": _ID,
+    "event_id": "e.id",
+    "handler_name": "s.handler_name",
+    **{column: f"e.{column}" for column in COPIED},
+    "state": "'PENDING'",
+    "attempts": "0",
+    "next_retry_at": "greatest(e.available_at, {now})",
+    "created_date": "{now}",
+    "updated_date": "{now}",
+    "ordering_key": _ORDERING_KEY,
+    "priority": "s.priority",
+    "retention_from": "greatest(e.available_at, {now})",
+    "partition_number": f"""
+CASE WHEN {{partitions}} > 1 THEN {partition_of(_ORDERING_KEY, "e.id", "{partitions}")} ELSE 0::smallint END
+""".strip(),
+}
+_INTO = f"INSERT INTO eventlog.event_notifications AS n ({', '.join(_MADE)})"
+_OWED = f"SELECT {', '.join(_MADE.values())}"
+
+# One statement reads one snapshot and joins the live subscriptions of all processes, so that a process of an old
+# version also serves the handlers of a new version. The lateral scan walks the index of each type separately, and SKIP
+# LOCKED never waits for a producer. An event is taken through its type if the type and the topic both have
+# subscriptions, once.
 #
-# A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a rename was
-# taken back, that is the one that was seen earlier.
+# A handler name that is an alias of a live handler gets no new rows. If two names are aliases of each other, because a
+# rename was taken back, the name that was seen earlier gets none.
 #
-# What ordered handlers want is taken up to a horizon, the last event of a key that filled its room: the events of such
-# a key that come next are not known. Any type may be on a topic that an ordered handler wants. Where nothing is
-# ordered, the horizon is never worked out.
+# Events for ordered handlers are taken up to a horizon: the last event of a key that reached the limit, because the
+# next events of that key are unknown. An event of any type may be on a topic with an ordered handler. Without ordered
+# handlers PostgreSQL never computes the horizon.
 _TAKEN = "(NOT e.ordered OR e.sequence <= coalesce((SELECT sequence FROM horizon), e.sequence))"
 _RENAMED = """
 SELECT a.name FROM live l CROSS JOIN LATERAL jsonb_array_elements_text(l.aliases) AS a(name)
@@ -54,11 +63,16 @@ WHERE l.aliases <> '[]' AND NOT EXISTS (
   SELECT FROM live o WHERE o.handler_name = a.name AND o.aliases @> to_jsonb(l.handler_name::text)
     AND (o.last_seen_date, o.handler_name) > (l.last_seen_date, l.handler_name))
 """
-# Below what was reached lie events that are delivered, whose entries in the index stay for as long as any transaction
-# may still want them: a backlog is read on from there.
-_AFTER = "CASE WHEN t.ordered OR rooms.after IS NULL THEN (-2)::bigint << 62 ELSE rooms.after END AS after"
-# The commit does not wait for the disk: if the server fails before the next one that does, its events are undelivered
-# again, and fanned out again. Outcomes wait, and with them all that was written before.
+# The index keeps entries of delivered events for as long as an open transaction may read them. So a round continues
+# behind the scan position of the round before. The numbers of the transactions tell up to which sequence no transaction
+# can commit an event any more.
+_AFTER = """
+coalesce(CASE WHEN t.ordered THEN $10::bigint ELSE coalesce(limits.after, $9::bigint) END, (-2)::bigint << 62) AS after
+""".strip()
+_OLDEST_OPEN, _NEXT = (f"(SELECT pg_snapshot_{end}(pg_current_snapshot())::text::bigint)" for end in ("xmin", "xmax"))
+# synchronous_commit = off: the commit does not wait for the disk (decision 15). If the server crashes before a later
+# synchronous commit, the events of the round are undelivered again, and the next round takes the events again. Outcomes
+# commit synchronously, and make all earlier rounds durable.
 _FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
@@ -66,19 +80,21 @@ WITH live AS MATERIALIZED (
 ), renamed AS MATERIALIZED (
   {_RENAMED}
 ), subscribed AS MATERIALIZED (
-  SELECT * FROM live WHERE handler_name NOT IN (SELECT name FROM renamed)
-), rooms AS MATERIALIZED (
-  SELECT * FROM unnest($4::text[], $5::text[]::bigint[], $8::text[]::bigint[]) AS room(key, size, after)
+  SELECT live.*, p.partitions FROM live
+  LEFT JOIN eventlog.handler_partitions p ON p.namespace = $1 AND p.handler_name = live.handler_name
+  WHERE live.handler_name NOT IN (SELECT name FROM renamed)
+), limits AS MATERIALIZED (
+  SELECT * FROM unnest($4::text[], $5::text[]::bigint[], $8::text[]::bigint[]) AS l(key, size, after)
 ), types AS MATERIALIZED (
-  SELECT t.event_type, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
+  SELECT t.event_type, coalesce(limits.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
   FROM (SELECT event_type, bool_or(ordered) OR (SELECT coalesce(bool_or(ordered), FALSE) FROM subscribed
           WHERE topic <> '') AS ordered
         FROM subscribed WHERE topic = '' GROUP BY event_type) t
-    LEFT JOIN rooms ON rooms.key = t.event_type
+    LEFT JOIN limits ON limits.key = t.event_type
 ), topics AS MATERIALIZED (
-  SELECT t.topic, coalesce(rooms.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
+  SELECT t.topic, coalesce(limits.size, greatest(1, $6::bigint / count(*) OVER ())) AS size, t.ordered, {_AFTER}
   FROM (SELECT topic, bool_or(ordered) AS ordered FROM subscribed WHERE topic <> '' GROUP BY topic) t
-    LEFT JOIN rooms ON rooms.key = '#' || t.topic
+    LEFT JOIN limits ON limits.key = '#' || t.topic
 ), batch AS MATERIALIZED (
   SELECT e.*, e.event_type AS key, types.size, types.ordered FROM types CROSS JOIN LATERAL (
     SELECT ctid AS place, * FROM eventlog.events
@@ -95,11 +111,11 @@ WITH live AS MATERIALIZED (
     SELECT max(sequence) AS last FROM batch WHERE ordered GROUP BY key HAVING count(*) >= min(size)) filled
 ), made AS (
   {_INTO}
-  {_OWED.format(now="$2", id_head="$7")}
+  {_OWED.format(now="$2", id_head="$7", partitions="s.partitions")}
   FROM batch e JOIN subscribed s ON s.event_type = e.event_type
   WHERE {_TAKEN}
   UNION ALL
-  {_OWED.format(now="$2", id_head="$7")}
+  {_OWED.format(now="$2", id_head="$7", partitions="s.partitions")}
   FROM batch e JOIN subscribed s ON s.topic = e.topic AND s.topic <> ''
   WHERE {_TAKEN} AND NOT EXISTS (
     SELECT FROM subscribed o WHERE o.handler_name = s.handler_name AND o.event_type = e.event_type)
@@ -110,33 +126,34 @@ WITH live AS MATERIALIZED (
 )
 SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
   count(*) >= min(size) OR NOT bool_and({_TAKEN}) AS is_full, (SELECT count(*) FROM made) AS notifications,
-  max(sequence) FILTER (WHERE {_TAKEN}) AS reached, set_config('synchronous_commit', 'off', TRUE){{no_row}}
+  max(sequence) FILTER (WHERE {_TAKEN}) AS reached, {_OLDEST_OPEN} AS oldest_open, {_NEXT} AS next,
+  set_config('synchronous_commit', 'off', TRUE){{no_row}}
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
-_COLUMNS = 6
-_NO_ROW = f"NULL::uuid, {'NULL::text, ' * 4}NULL::int, {'NULL::bigint, ' * 3}NULL::text"
+_COLUMNS = 8
+_NO_ROW = f"NULL::uuid, {'NULL::text, ' * 4}NULL::int, {'NULL::bigint, ' * 3}NULL::smallint, NULL::text"
 
 
-def _plainly(unless_made: str) -> str:
+def _without_handoff(unless_made: str) -> str:
     return _FAN_OUT.format(unless_made=unless_made, made="1", no_row="")
 
 
-def _handing_over(unless_made: str) -> str:
-    """The same, and behind it the rows that it has made, as they would be found, for whoever takes them at once."""
+def _with_handoff(unless_made: str) -> str:
+    """The same, and behind the counts the due rows for the dispatcher of this process (handoff, decision 16)."""
     return f"""
 {_FAN_OUT.format(unless_made=unless_made, made="n.*", no_row=f", {_NO_ROW}")}
 UNION ALL
 (SELECT {", ".join(["NULL"] * _COLUMNS)}, {DUE_COLUMNS}
-FROM made n WHERE n.handler_name = ANY ($9::text[]) AND n.next_retry_at <= $2 LIMIT $10)
+FROM made n WHERE n.handler_name = ANY ($11::text[]) AND n.next_retry_at <= $2 LIMIT $12)
 """
 
 
-# To be ready for a row that is there already costs a twentieth of the statement, and a record of WAL for each row; and
-# there is none, unless somebody has set `delivered` back. So that is found out by the unique index.
-FAN_OUT, FAN_OUT_HANDING_OVER = _plainly(""), _handing_over("")
+# A notification exists before its fan-out only if an operator has set ``delivered`` back. ON CONFLICT costs 6 to 11 %
+# of a drain and a record of WAL per row. So fan-out uses ON CONFLICT only after the unique index has reported a row.
+FAN_OUT, FAN_OUT_WITH_HANDOFF = _without_handoff(""), _with_handoff("")
 UNLESS_MADE = "ON CONFLICT (event_id, handler_name) DO NOTHING"
-MADE_BEFORE = {FAN_OUT: _plainly(UNLESS_MADE), FAN_OUT_HANDING_OVER: _handing_over(UNLESS_MADE)}
-MADE_BEFORE_FOR = 60.0  # seconds, after some had been made before
+WITH_CONFLICTS = {FAN_OUT: _without_handoff(UNLESS_MADE), FAN_OUT_WITH_HANDOFF: _with_handoff(UNLESS_MADE)}
+CONFLICTS_LAST = 60.0  # seconds with ON CONFLICT after a conflict
 
 ANY_UNDELIVERED = f"""
 WITH live AS MATERIALIZED (
@@ -160,14 +177,23 @@ COUNT_UNDELIVERED = """
 SELECT count(*) FROM eventlog.events WHERE namespace = $1 AND delivered = FALSE AND event_type IS NOT NULL
 """
 
+WAITING = """
+SELECT count(*), min(e.event_date) FROM unnest($2::text[]) AS k(key) CROSS JOIN LATERAL (
+  SELECT event_date FROM eventlog.events
+  WHERE namespace = $1 AND {column} = k.key AND delivered = FALSE AND {column} IS NOT NULL AND event_type IS NOT NULL
+  ORDER BY sequence LIMIT $3) e
+"""
+WAITING_BY_TYPE, WAITING_BY_TOPIC = WAITING.format(column="event_type"), WAITING.format(column="topic")
+
 PAYLOADS = """
 SELECT payload::text FROM eventlog.events WHERE namespace = $1 AND event_type = ANY ($2::text[]) ORDER BY sequence
 """
 
-# What a handler had under a former name of its own is not made again.
+# An event for which the handler has a row under an alias gets no second row.
+_PARTITIONS = "(SELECT partitions FROM eventlog.handler_partitions WHERE namespace = $1 AND handler_name = $2)"
 BACKFILL = f"""
 {_INTO}
-{_OWED.format(now="$5", id_head="$6")}
+{_OWED.format(now="$5", id_head="$6", partitions=_PARTITIONS)}
 FROM eventlog.events e JOIN eventlog.subscriptions s
   ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')
 WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
@@ -180,61 +206,55 @@ ON CONFLICT (event_id, handler_name) DO NOTHING
 
 
 class PostgresEvents:
-    def __init__(self, fanout: Dedicated, admin: Dedicated) -> None:
+    def __init__(self, fanout: LoopConnection, admin: LoopConnection) -> None:
         self._fanout = fanout
         self._admin = admin
-        self._made_before_until = float("-inf")
+        self._conflicts_until = float("-inf")
 
-    async def fan_out(
-        self,
-        namespace: str,
-        now: datetime,
-        seen_since: datetime,
-        rooms: Mapping[str, int],
-        batch_size: int,
-        after: Mapping[str, int] | None = None,
-        *,
-        expected: bool = False,
-        committed: Sequence[EventRecord] = (),
-        handover: Handover | None = None,
-    ) -> FannedOut:
-        rows = await self._fan_out(
-            FAN_OUT if handover is None else FAN_OUT_HANDING_OVER,
-            namespace,
-            now,
-            seen_since,
-            list(rooms.keys()),
-            as_texts(rooms.values()),
-            batch_size,
+    async def fan_out(self, request: FanoutRequest) -> FanoutResult:
+        limits, handoff = request.limits, request.handoff
+        statement = FAN_OUT if handoff is None else FAN_OUT_WITH_HANDOFF
+        args = (
+            request.namespace,
+            request.now,
+            request.seen_since,
+            list(limits.keys()),
+            as_texts(limits.values()),
+            request.batch_size,
             id_head(),
-            as_texts((after or {}).get(key) for key in rooms),
-            *(() if handover is None else (list(handover.names), handover.most)),
+            as_texts(request.after.get(key) for key in limits),
+            request.behind,
+            request.closed,
+            *(() if handoff is None else (list(handoff.names), handoff.most)),
         )
-        if handover is not None:
-            handover.hand([Notification(*row[_COLUMNS:]) for row in rows if row["key"] is None])
+        time = asyncio.get_running_loop().time
+        try:
+            has_conflicts = time() < self._conflicts_until
+            rows = await self._fanout.fetch(WITH_CONFLICTS[statement] if has_conflicts else statement, *args)
+        except asyncpg.UniqueViolationError:
+            self._conflicts_until = time() + CONFLICTS_LAST
+            rows = await self._fanout.fetch(WITH_CONFLICTS[statement], *args)
+        if handoff is not None:
+            handoff.hand(as_notifications(row[_COLUMNS:] for row in rows if row["key"] is None))
             rows = [row for row in rows if row["key"] is not None]
-        return FannedOut(
+        return FanoutResult(
             events={row["key"]: row["events"] for row in rows},
             full=frozenset(row["key"] for row in rows if row["is_full"]),
             notifications=rows[0]["notifications"] if rows else 0,
             reached={row["key"]: row["reached"] for row in rows},
+            transactions=(rows[0]["oldest_open"], rows[0]["next"]) if rows else None,
         )
-
-    async def _fan_out(self, statement: str, *args: Any) -> list[Any]:
-        """Run the statement; if rows are there already, in the form that passes them by, and so for a minute."""
-        time = asyncio.get_running_loop().time
-        if time() >= self._made_before_until:
-            try:
-                return await self._fanout.fetch(statement, *args)
-            except asyncpg.UniqueViolationError:
-                self._made_before_until = time() + MADE_BEFORE_FOR
-        return await self._fanout.fetch(MADE_BEFORE[statement], *args)
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         return bool((await self._admin.fetch(ANY_UNDELIVERED, namespace, seen_since))[0][0])
 
     async def count_undelivered(self, namespace: str) -> int:
         return int((await self._admin.fetch(COUNT_UNDELIVERED, namespace))[0][0])
+
+    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
+        statement = WAITING_BY_TOPIC if are_topics else WAITING_BY_TYPE
+        (row,) = await self._admin.fetch(statement, namespace, list(keys), most)
+        return Waiting(row[0], row[1])
 
     async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
         return [row[0] for row in await self._admin.fetch(PAYLOADS, namespace, list(types))]
@@ -246,5 +266,5 @@ class PostgresEvents:
 
 
 def id_head() -> str:
-    """The first half of a UUIDv7, in hexadecimal digits: its time and its version."""
+    """The first half of a UUIDv7 in hexadecimal digits: the time and the version."""
     return uuid7().hex[:16]

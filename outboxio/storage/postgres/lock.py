@@ -1,28 +1,29 @@
-"""Cluster locks on PostgreSQL: session advisory locks, fencing terms, and LISTEN, on one dedicated session.
+"""Cluster locks on PostgreSQL: session advisory locks, fencing terms and LISTEN on a single session (decision 4).
 
-A lock lasts exactly as long as the session: when the holder's process dies, its server closes the session and the
-next try of a standby succeeds. Standbys try; they do not wait inside ``pg_advisory_lock``, which would pin the oldest
-snapshot of the whole cluster for as long as it waits. ``idle_session_timeout`` makes the server end a session that
-has gone silent, so a frozen holder is replaced as well.
+A lock lasts exactly as long as the session. When the holder's process dies, the server closes the session, and the next
+try of a standby succeeds. A standby tries and does not wait inside ``pg_advisory_lock``, because a waiting statement
+keeps the oldest snapshot of the whole database server. ``idle_session_timeout`` makes the server end a silent session,
+so that a standby also replaces a frozen holder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from outboxio.names import LockName
-from outboxio.storage.postgres.connection import Dedicated, as_texts
-from outboxio.storage.protocols import Acquired
+from outboxio.model.lock_name import LockName
+from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.postgres.connection import LoopConnection, as_texts, quoted
+from outboxio.storage.protocols import LockGrant
+from outboxio.support.log import log_of
 
-logger = logging.getLogger(__name__)
+logger = log_of(__name__)
 
-# One statement takes what is free and raises its terms. Leases are locked in name order, as every writer does. Whether
-# the former term was given back is told by the row as it is when it is locked, not by a snapshot from before.
+# The statement takes the free locks and raises their terms. All writers lock leases in the order of the names.
+# released_term is read from the locked row, not from a snapshot of before the lock.
 ACQUIRE = """
 WITH taken AS MATERIALIZED (
   SELECT w.name FROM unnest($1::text[], $2::text[]::bigint[]) AS w(name, key) WHERE pg_try_advisory_lock(w.key)
@@ -33,21 +34,24 @@ ON CONFLICT (name) DO UPDATE SET term = leases.term + 1, owner = excluded.owner,
 RETURNING name, term, released_term
 """
 
-# Without a lease: only to find out whether two shards are one database.
+# Without a lease: only shows if two shards share a database.
 TRY = "SELECT pg_try_advisory_lock($1)"
 
-# Without parameters, so that one message does it all (see Dedicated). Who tries meanwhile waits for the lease row.
+# Without parameters, so that the statements are a single message (see LoopConnection). The ACQUIRE of a standby waits
+# for the lease row in the meantime.
 GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = {} AND owner = {}"
 RELEASE = "SELECT pg_advisory_unlock({})"
 
-# The beat also sends this session a wake-up of its own: if it does not come back, LISTEN is dead although the session
+# The heartbeat also sends a probe to its own session: without the probe's return, LISTEN is dead although the session
 # lives.
 HEARTBEAT = "SELECT clock_timestamp() AT TIME ZONE 'UTC', pg_notify($1, $2)"
 HEARTBEAT_IN_SILENCE = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
 
 
 class PostgresClusterLock:
-    def __init__(self, session: Dedicated, owner: str, channel: str | None, timeout: float) -> None:
+    proof = None
+
+    def __init__(self, session: LoopConnection, owner: str, channel: str | None, timeout: float) -> None:
         self._session = session
         self._owner = owner[:255]
         self._channel = channel
@@ -58,60 +62,44 @@ class PostgresClusterLock:
         self._probe = f"probe {secrets.token_hex(8)}"
         self._unheard = 0
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         by_lease = {name.lease: name for name in names}
-        try:
-            rows = await self._session.fetch(
-                ACQUIRE, list(by_lease), as_texts(n.key for n in by_lease.values()), self._owner, timeout=self._timeout
-            )
-        except BaseException:
-            # Locks may have been taken that nobody knows of; they end with the session.
-            self._session.terminate()
-            raise
-        return {by_lease[row["name"]]: Acquired(row["term"], row["released_term"]) for row in rows}
+        with self._session.dropped_on_failure():  # a lock of which only the server knows ends with the session
+            rows = await self._fetch(ACQUIRE, list(by_lease), as_texts(n.key for n in by_lease.values()), self._owner)
+        return {by_lease[row["name"]]: LockGrant(row["term"], row["released_term"]) for row in rows}
 
     async def try_probe(self, name: LockName) -> bool:
         return bool((await self._session.fetch(TRY, name.key, timeout=self._timeout))[0][0])
 
-    async def heartbeat(self) -> datetime:
-        try:
+    async def heartbeat(self) -> Proof:
+        with self._session.dropped_on_failure():
             if self._channel is None:
-                rows = await self._session.fetch(HEARTBEAT_IN_SILENCE, timeout=self._timeout)
-            else:
-                await self._doubt_silence()
-                rows = await self._session.fetch(HEARTBEAT, self._channel, self._probe, timeout=self._timeout)
-        except BaseException:
-            self._session.terminate()
-            raise
-        moment: datetime = rows[0][0]
-        return moment
+                return await measured(self._ask(HEARTBEAT_IN_SILENCE))
+            await self._repeat_listen_if_silent()
+            return await measured(self._ask(HEARTBEAT, self._channel, self._probe))
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._session.is_open:
-            try:
-                leases = sorted(name.lease for name in names)
-                given_back = [GIVE_BACK.format(_literal(lease), _literal(self._owner)) for lease in leases]
-                released = [RELEASE.format(name.key) for name in names]
+            leases = sorted(name.lease for name in names)
+            given_back = [GIVE_BACK.format(quoted(lease), quoted(self._owner)) for lease in leases]
+            released = [RELEASE.format(name.key) for name in names]
+            with self._session.dropped_on_failure():
                 await self._session.execute("; ".join((*given_back, *released)), timeout=self._timeout)
-            except BaseException:
-                self._session.terminate()  # they end with the session
-                raise
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         async def start(connection: Any) -> None:
             if connection is not self._watched:
+                if self._watched is not None:  # the end of the former session went unnoticed
+                    self._lost()
                 self._heard = heard
                 if self._channel is not None:
                     await connection.add_listener(self._channel, self._on_notification)
                 connection.add_termination_listener(self._ended)
                 self._watched, self._unheard = connection, 0
 
-        try:
+        with self._session.dropped_on_failure():
             async with asyncio.timeout(self._timeout):
                 await self._session.use(start)
-        except BaseException:
-            self._session.terminate()
-            raise
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self._lost = callback
@@ -119,18 +107,34 @@ class PostgresClusterLock:
     async def close(self) -> None:
         self._lost = _nothing
         watched, self._watched = self._watched, None
-        try:
-            if watched is not None and self._session.is_open:
-                watched.remove_termination_listener(self._ended)
-                async with asyncio.timeout(self._timeout):
-                    if self._channel is not None:
-                        await watched.remove_listener(self._channel, self._on_notification)
-                    await watched.reset()  # every lock that is left
-        except BaseException:
-            self._session.terminate()
-            raise
-        finally:
+
+        async def reset(connection: Any) -> None:
+            if connection is watched:
+                connection.remove_termination_listener(self._ended)
+                if self._channel is not None:
+                    await connection.remove_listener(self._channel, self._on_notification)
+                await connection.reset()  # every lock that is left
+
+        if watched is None:
             await self._session.close()
+        else:  # close_after waits for its turn, because a NOTIFY may be under way on the session
+            await self._session.close_after(reset, within=self._timeout)
+
+    async def _ask(self, sql: str, *args: Any) -> datetime:
+        moment: datetime = (await self._fetch(sql, *args))[0][0]
+        return moment
+
+    async def _fetch(self, sql: str, *args: Any) -> list[Any]:
+        """Run a statement on the session with the locks: the answer of a new session would prove nothing."""
+
+        async def fetch_there(connection: Any) -> list[Any]:
+            if connection is not self._watched:
+                raise ConnectionResetError("the session that holds the cluster locks has ended")
+            rows: list[Any] = await connection.fetch(sql, *args, timeout=self._timeout)
+            return rows
+
+        rows: list[Any] = await self._session.use_if_open(fetch_there)
+        return rows
 
     def _on_notification(self, connection: Any, pid: int, channel: str, payload: Any) -> None:
         if payload == self._probe:
@@ -138,8 +142,8 @@ class PostgresClusterLock:
         elif not str(payload).startswith("probe "):
             self._heard(str(payload))
 
-    async def _doubt_silence(self) -> None:
-        """Listen anew if the last probe never came back; until one does, polling finds the work."""
+    async def _repeat_listen_if_silent(self) -> None:
+        """Repeat LISTEN if the last probe did not return. Until a probe returns, polling finds the work."""
         if self._unheard and self._watched is not None:
             if self._unheard == 1:
                 logger.warning("wake-ups do not arrive any more; listening anew, polling meanwhile")
@@ -150,18 +154,14 @@ class PostgresClusterLock:
 
             async with asyncio.timeout(self._timeout):
                 await self._session.use(listen_anew)
-            for missed in ("events", "notifications"):  # nobody knows what went unheard
+            for missed in ("events", "notifications"):  # wake-ups of both kinds may have been lost
                 self._heard(missed)
         self._unheard += 1
 
     def _ended(self, connection: Any) -> None:
-        self._watched = None
-        self._lost()
-
-
-def _literal(text: str) -> str:
-    """Quoted in the way that means the same whatever the session thinks of backslashes."""
-    return "E'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
+        if self._watched is None or self._session.is_closed(self._watched):
+            self._watched = None
+            self._lost()
 
 
 def _nothing() -> None:

@@ -2,92 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-import msgspec
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import DueQuery, Notification, NotificationRecord, checked, record_of
+from outboxio.model.outcome import Bucket
+from outboxio.storage.postgres.columns import DUE_COLUMNS, OF_NOTIFICATION, PARTITION_NOW, RECORD_COLUMNS
+from outboxio.storage.postgres.connection import LoopConnection, as_texts, row_count
+from outboxio.storage.postgres.session import insertion
 
-from outboxio.notification import Context, Notification, NotificationRecord, Wanted
-from outboxio.outcome import Bucket
-from outboxio.storage.postgres.connection import Dedicated, as_texts, row_count
-from outboxio.storage.postgres.session import insert_events
-
-_JSON = {"action_params", "payload", "headers", "errors"}
-
-
-def _selected(columns: Sequence[str]) -> str:
-    """The columns in order; JSON as text, whatever codec the connection's owner has set for it."""
-    return ", ".join(f"n.{c}::text" if c in _JSON else f"n.{c}" for c in columns)
-
-
-def _context() -> str:
-    """Everything of :class:`Context` in one column: decoding a column takes the driver longer than this the server."""
-    return f"json_build_array({', '.join(f'n.{column}' for column in Context.__struct_fields__)})::text"
-
-
-def _micros(column: str) -> str:
-    return f"(date_part('epoch', n.{column}) * 1000000)::bigint"
-
-
-DUE_COLUMNS = f"""{_selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
-  {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, {_context()}"""
-_RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
-
-# One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
-# that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
+# The statement walks the index once for each partition of a handler name, from the partition's own scan position. So
+# finished rows are not read, and neither is the backlog of a handler without free slots. No row is claimed, because
+# this process holds the cluster lock of the partition (decision 2).
+#
+# The partition is in both bounds and in the order, and not in an equality: the index of an older version is in the
+# order of the dates, too. A planner that believes the table to be small might read all partitions along that index.
 FIND_DUE = f"""
-SELECT n.* FROM unnest($3::text[], $4::text[]::int[], $5::text[]::timestamp[], $6::text[]::bigint[])
-  AS w(handler_name, size, due, sequence)
+SELECT n.* FROM unnest(
+    $3::text[], $4::text[]::smallint[], $5::text[]::int[], $6::text[]::timestamp[], $7::text[]::bigint[])
+  AS w(handler_name, partition_number, size, due, sequence)
 CROSS JOIN LATERAL (
   SELECT {DUE_COLUMNS} FROM eventlog.event_notifications n
   WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
-    AND n.next_retry_at <= $2 AND (n.next_retry_at, n.sequence) > (w.due, w.sequence)
-  ORDER BY n.next_retry_at, n.sequence LIMIT w.size) n
+    AND (n.partition_number, n.next_retry_at, n.sequence) > (w.partition_number, w.due, w.sequence)
+    AND (n.partition_number, n.next_retry_at) <= (w.partition_number, $2)
+  ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT w.size) n
 """
 
-# The lease rows are locked shared by the very statement that writes: a successor that raises a term waits for it,
-# and once it has raised it this finds nothing. A plain join would write after the new term had committed.
+# The same statement locks the lease rows FOR SHARE and writes the outcomes (decision 3). A new holder that raises a
+# term waits for this statement; after the new term no row matches. A join without the lock could write after the commit
+# of the new term. A slot is a text such as ``score/3``: an array of texts is compared without a join.
 _HELD = """
 WITH held AS MATERIALIZED (
-  SELECT mine.handler_name FROM eventlog.leases l
-  JOIN unnest($4::text[], $5::text[], $6::bigint[]) AS mine(name, handler_name, term)
+  SELECT mine.slot FROM eventlog.leases l
+  JOIN unnest($4::text[], $5::text[], $6::bigint[]) AS mine(name, slot, term)
     ON l.name = mine.name AND l.term = mine.term
   ORDER BY l.name FOR SHARE OF l)
 """
 
-# Rows are reached by their primary key and nothing else. Said in this way, neither the state nor the handler's name
-# can lure a planner that believes the table to be small into walking another index.
+# Rows are reached by their primary key only. The form of the conditions on the state and on the slot keeps a planner
+# that believes the table to be small from a different index.
 _UNSETTLED = "state <> ALL ('{SUCCEEDED,EXPIRED,DEAD,SKIPPED}')"
-_IS_HELD = "ARRAY(SELECT handler_name FROM held) @> ARRAY[handler_name::text]"
+_IS_HELD = "ARRAY(SELECT slot FROM held) @> ARRAY[handler_name || '/' || partition_number]"
 
 SETTLE = f"""{_HELD}
 UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $7
 WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
-# The same, with what differs from row to row at the place of the row's id in $1.
+# The same with a due time and an error for each row, at the position of the row's id in $1. If an operator has stored
+# errors that are no JSON array, a new array replaces the value, so that the row can be settled.
 SETTLE_WITH_DETAILS = f"""{_HELD}
 UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_date = $7, (next_retry_at, errors) = (
-  SELECT coalesce(($8::timestamp[])[row.place], n.next_retry_at),
-    CASE WHEN jsonb_array_length(n.errors) >= 10 THEN n.errors - 0 ELSE n.errors END
-      || (($9::text[])[row.place])::jsonb
+  SELECT coalesce(($8::text[])[row.place]::timestamp, n.next_retry_at),
+    CASE WHEN jsonb_typeof(n.errors) <> 'array' THEN '[]' WHEN jsonb_array_length(n.errors) >= 10 THEN n.errors - 0
+      ELSE n.errors END || (($9::text[])[row.place])::jsonb
   FROM (SELECT array_position($1::uuid[], n.id) AS place) AS row)
 WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
 ANY_DUE = """
-SELECT EXISTS (SELECT FROM unnest($3::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+SELECT EXISTS (SELECT FROM unnest($3::text[], $4::text[]::smallint[]) AS w(handler_name, partition_number)
+CROSS JOIN LATERAL (
   SELECT FROM eventlog.event_notifications n
   WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
-    AND n.next_retry_at <= $2 ORDER BY n.next_retry_at, n.sequence LIMIT 1) n)
+    AND n.partition_number >= w.partition_number AND (n.partition_number, n.next_retry_at) <= (w.partition_number, $2)
+  ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT 1) n)
 """
 
 COUNT_STATES = "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = $1 GROUP BY state"
 
-# Jumps from one handler name to the next along the due index and that of lines, which has what is BLOCKED. Whatever
-# else is in line is no news, but to pass over it would be to read it; ``least`` passes over NULL.
+# Jumps from each handler name to the next along two indexes: the due index, and the index of the key queues, which
+# holds BLOCKED rows. The second index also holds rows of the first index: a condition that excludes those rows would
+# have to read each row. ``least`` ignores NULL.
 UNFINISHED_NAMES = """
 WITH RECURSIVE names(name) AS (
   SELECT ''
@@ -104,7 +94,7 @@ WITH RECURSIVE names(name) AS (
 SELECT name FROM names WHERE name <> ''
 """
 
-# Name by name: for several at once the planner would walk the lines of all names.
+# Name by name: for several names at once the planner would walk the key queues of all names.
 COUNT_UNFINISHED = """
 SELECT coalesce(sum((
   SELECT count(*) FROM eventlog.event_notifications
@@ -115,14 +105,26 @@ SELECT coalesce(sum((
 FROM unnest($2::text[]) AS w(handler_name)
 """
 
-# In the order of the index in which they are: for any other the planner would walk the primary key, and so the table.
-# Nothing is waited for, so it does not matter in which order they are locked.
+# Partition by partition: in the index of due rows the order of the dates holds within a partition.
+OLDEST_UNFINISHED = """
+SELECT first.created_date FROM generate_series(0, coalesce((
+  SELECT active FROM eventlog.handler_partitions WHERE namespace = $1 AND handler_name = $2), 1) - 1) AS p(number)
+CROSS JOIN LATERAL (
+  SELECT created_date, next_retry_at, sequence FROM eventlog.event_notifications
+  WHERE namespace = $1 AND handler_name = $2 AND partition_number BETWEEN p.number AND p.number
+    AND state IN ('PENDING', 'FAILED', 'DYING')
+  ORDER BY partition_number, next_retry_at, sequence LIMIT 1) first
+ORDER BY first.next_retry_at, first.sequence LIMIT 1
+"""
+
+# The rows are read in the order of their index: for a different order the planner would walk the primary key, and so
+# the table. The locking order does not matter, because SKIP LOCKED never waits.
 EXPIRE = """
 UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHERE id = ANY (ARRAY(
   SELECT due.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
     SELECT id FROM eventlog.event_notifications
     WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED') AND retention_from < $3
-    ORDER BY next_retry_at, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) due
+    ORDER BY partition_number, next_retry_at, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) due
   UNION ALL
   SELECT blocked.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
     SELECT id FROM eventlog.event_notifications
@@ -132,23 +134,26 @@ UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHE
 """
 
 SELECT = f"""
-SELECT {_selected(_RECORD_COLUMNS)} FROM eventlog.event_notifications n
+SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n
 WHERE n.namespace = $1 AND ($2::text IS NULL OR n.state = $2) AND ($3::text IS NULL OR n.handler_name = $3)
   AND ($4::text IS NULL OR n.event_type = $4)
 ORDER BY n.created_date, n.sequence, n.handler_name LIMIT $5
 """
 
-# An id may be a notification's or an event's; each is looked up in its own index, which OR would rule out.
+# An id may belong to a notification or to an event. Each kind has an index; OR would use neither.
 SELECT_BY_ID = f"""
-SELECT {_selected(_RECORD_COLUMNS)} FROM eventlog.event_notifications n
+SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n
 WHERE n.namespace = $1 AND n.id = ANY (
   $2::uuid[] || ARRAY(SELECT id FROM eventlog.event_notifications WHERE event_id = ANY ($2::uuid[])))
 ORDER BY n.created_date, n.sequence, n.handler_name
 """
 
-RETRY = """
-UPDATE eventlog.event_notifications
-SET state = 'PENDING', attempts = 0, next_retry_at = $3, retention_from = $3, updated_date = $3
+# A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
+RETRY = f"""
+UPDATE eventlog.event_notifications n
+SET state = 'PENDING', attempts = 0, next_retry_at = $3, retention_from = $3, updated_date = $3,
+  partition_number = CASE WHEN n.state IN ('PENDING', 'FAILED', 'DYING') THEN n.partition_number
+    ELSE {PARTITION_NOW} END
 WHERE namespace = $1 AND id = ANY ($2::uuid[])
 """
 
@@ -166,15 +171,16 @@ WHERE ARRAY['DEAD', 'EXPIRED'] @> ARRAY[state::text] AND id = ANY (ARRAY(
     ORDER BY sequence) n))
 """
 
-# A piece is so many rows along the primary key, however few of them are wanted: so none takes long. Since a row that
-# was replayed lies behind the position, it is not replayed again when it is soon finished again.
+# A piece reads 1,000 rows along the primary key, matching or not, so that each piece is short. The position moves past
+# a replayed row, so that a row which finishes again soon is not replayed twice.
 PIECE = 1000
-REPLAY = """
+REPLAY = f"""
 WITH looked AS MATERIALIZED (
   SELECT id FROM eventlog.event_notifications WHERE id > $2 ORDER BY id LIMIT $3
 ), replayed AS (
-  UPDATE eventlog.event_notifications
-  SET state = 'PENDING', attempts = 0, next_retry_at = $9, retention_from = $9, updated_date = $9
+  UPDATE eventlog.event_notifications n
+  SET state = 'PENDING', attempts = 0, next_retry_at = $9, retention_from = $9, updated_date = $9,
+    partition_number = {PARTITION_NOW}
   WHERE id = ANY (ARRAY(SELECT id FROM looked)) AND namespace = $1 AND $4::text[] @> ARRAY[handler_name::text]
     AND event_date >= $5 AND event_date < $6
     AND (cardinality($7::text[]) = 0 OR $7::text[] @> ARRAY[event_type::text])
@@ -185,7 +191,7 @@ SELECT (SELECT count(*) FROM replayed), count(*), (SELECT id FROM looked ORDER B
 
 
 class PostgresNotifications:
-    def __init__(self, find: Dedicated, settle: Dedicated, admin: Dedicated, shard: str) -> None:
+    def __init__(self, find: LoopConnection, settle: LoopConnection, admin: LoopConnection, shard: str) -> None:
         self._find = find
         self._settle = settle
         self._admin = admin
@@ -195,40 +201,43 @@ class PostgresNotifications:
     def can_settle(self) -> bool:
         return self._settle.is_open
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> list[Notification]:
-        # What is started must be settled: while handlers hold all of a given pool, it would be too late to ask it.
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> list[Notification]:
+        # The connection for outcomes is opened before a run starts: later the handlers may hold all connections of a
+        # given pool.
         await self._settle.ready()
         rows = await self._find.fetch(
             FIND_DUE,
             namespace,
             now,
             [w.handler_name for w in wanted],
+            as_texts(w.partition for w in wanted),
             as_texts(w.limit for w in wanted),
             as_texts(w.after[0] for w in wanted),
             as_texts(w.after[1] for w in wanted),
         )
-        return [Notification(*row) for row in rows]
+        return as_notifications(rows)
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
         return await self._settle.execute(*settlement(bucket, now))
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def settle_and_insert(connection: Any) -> int:
-            # The settlement goes last, for it locks leases: what follows it is COMMIT, which needs no preparation.
+            # The settlement comes last, because it locks leases: only COMMIT follows, which needs no preparation.
             for action, events in bucket.emitted:
-                await insert_events(connection, action, events)
+                await connection.execute(*insertion(action, events))
             settled = row_count(await connection.execute(*settlement(bucket, now)))
             if settled < len(bucket.outcomes):
                 raise _Refused
             return settled
 
         try:
-            return int(await self._settle.in_transaction(settle_and_insert))
+            return int(await self._settle.in_transaction(settle_and_insert, timeout=self._settle.timeout))
         except _Refused:
             return 0
 
-    async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
-        return bool((await self._admin.fetch(ANY_DUE, namespace, now, list(names)))[0][0])
+    async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool:
+        names, partitions = [slot.handler_name for slot in slots], as_texts(slot.partition for slot in slots)
+        return bool((await self._admin.fetch(ANY_DUE, namespace, now, names, partitions))[0][0])
 
     async def count_states(self, namespace: str) -> dict[str, int]:
         return {row[0]: row[1] for row in await self._admin.fetch(COUNT_STATES, namespace)}
@@ -238,6 +247,10 @@ class PostgresNotifications:
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
         return int((await self._admin.fetch(COUNT_UNFINISHED, namespace, list(names)))[0][0])
+
+    async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
+        rows = await self._admin.fetch(OLDEST_UNFINISHED, namespace, name)
+        return rows[0][0] if rows else None
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
         return await self._admin.execute(EXPIRE, namespace, list(names), before, now, limit)
@@ -278,30 +291,36 @@ class PostgresNotifications:
         return replayed
 
     def _record(self, row: Any) -> NotificationRecord:
-        values = dict(zip(_RECORD_COLUMNS, row, strict=True))
-        for column in _JSON:
-            values[column] = None if values[column] is None else msgspec.json.decode(values[column])
-        return NotificationRecord(shard=self._shard, **values)
+        return record_of(dict(zip(OF_NOTIFICATION, row, strict=True)), self._shard)
+
+
+def as_notifications(rows: Iterable[Any]) -> list[Notification]:
+    """Notifications of rows of ``DUE_COLUMNS``. Only the two moments can be NULL."""
+    found = [Notification(*row) for row in rows]
+    for row in found:
+        if row.retention_us is None or row.next_retry_us is None:  # pyright: ignore[reportUnnecessaryComparison]  # see _micros
+            checked(row)
+    return found
 
 
 class _Refused(Exception):
-    """The fence let some of a bucket through, and not all: take it all back."""
+    """The terms admitted only a part of the bucket: roll back."""
 
 
 def settlement(bucket: Bucket, now: datetime) -> list[Any]:
-    """The statement that writes a bucket, and its arguments."""
+    """The statement that writes a bucket, and the arguments."""
     leases = bucket.leases
     arguments = [
         bucket.ids,
         bucket.state,
         bucket.attempts,
         [lease.name for lease in leases],
-        [lease.handler_name for lease in leases],
+        [f"{lease.handler_name}/{lease.partition}" for lease in leases],
         [lease.term for lease in leases],
         now,
     ]
     if not bucket.has_details:
         return [SETTLE, *arguments]
-    due = [outcome.next_retry_at for outcome in bucket.outcomes]
+    due = as_texts(outcome.next_retry_at for outcome in bucket.outcomes)
     errors = [outcome.error for outcome in bucket.outcomes]
     return [SETTLE_WITH_DETAILS, *arguments, due, errors]

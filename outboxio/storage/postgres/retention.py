@@ -1,15 +1,15 @@
-"""Removing what was kept long enough on PostgreSQL, a batch at a time."""
+"""Removes old rows on PostgreSQL in batches."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from uuid import UUID
 
-from outboxio.storage.postgres.connection import Dedicated
-from outboxio.storage.protocols import Purged
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.protocols import PurgeResult
 
-# A batch is walked along the primary key, whatever its rows are. What may go is said once more of the rows that are
-# deleted, for an operator may have put one back meanwhile; in a form that lures no planner into another index.
+# A batch walks the primary key. DELETE repeats the conditions, because an operator may have retried a row in the
+# meantime. The form of the conditions keeps the planner on the primary key.
 _LOOKED_AT = """
 looked AS MATERIALIZED (
   SELECT {columns} FROM eventlog.{table} WHERE id > $2 ORDER BY id LIMIT $3)
@@ -19,8 +19,8 @@ SELECT (SELECT count(*) FROM removed), count(*), (SELECT id FROM looked ORDER BY
 FROM looked
 """
 
-# The names of one handler are one line: a row under an old name parks what waits under the new one. The names that a
-# row's own is one with are looked up only for rows that would go otherwise.
+# All names of a handler share a key queue: a row under an old name parks the rows under the new name. The related names
+# are looked up only for rows that would be removed otherwise.
 _PARKS = """
 state IN ('DEAD', 'EXPIRED') AND ordering_key IS NOT NULL AND (
   SELECT 1 FROM related r CROSS JOIN LATERAL (
@@ -72,22 +72,24 @@ DELETE FROM eventlog.consumed_events WHERE ctid = ANY (ARRAY(
 
 
 class PostgresRetention:
-    def __init__(self, admin: Dedicated) -> None:
+    def __init__(self, admin: LoopConnection) -> None:
         self._admin = admin
 
     async def purge_notifications(
         self, namespace: str, position: UUID, finished_before: datetime, dead_before: datetime, limit: int
-    ) -> Purged:
+    ) -> PurgeResult:
         return await self._purge(PURGE_NOTIFICATIONS, namespace, position, limit, finished_before, dead_before)
 
-    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> Purged:
+    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> PurgeResult:
         return await self._purge(PURGE_EVENTS, namespace, position, limit, before)
 
     async def purge_consumed(self, before: datetime, limit: int) -> int:
         return await self._admin.execute(PURGE_CONSUMED, before, limit)
 
-    async def _purge(self, statement: str, namespace: str, position: UUID, limit: int, *before: datetime) -> Purged:
+    async def _purge(
+        self, statement: str, namespace: str, position: UUID, limit: int, *before: datetime
+    ) -> PurgeResult:
         [(removed, looked_at, last, all_young)] = await self._admin.fetch(
             statement, namespace, position, limit, *before
         )
-        return Purged(removed, None if looked_at < limit or all_young else last)
+        return PurgeResult(removed, None if looked_at < limit or all_young else last)

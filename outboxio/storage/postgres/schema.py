@@ -1,29 +1,69 @@
-"""Bringing PostgreSQL's tables up to date, and checking them."""
+"""Migrates and checks the tables on PostgreSQL."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
-from outboxio.errors import SchemaOccupied
-from outboxio.storage.postgres.connection import Dedicated
+import asyncpg
+from msgspec import Struct
+
+from outboxio.errors import RightsMissing
+from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.schema import (
     Found,
+    Rights,
+    drops_parts,
     files_to_apply,
+    indexes_to_make,
     is_occupied,
-    missing_parts,
+    pending_files,
+    reading,
     refuse_incomplete,
+    refuse_lacking,
     refuse_newer,
+    refuse_older,
+    refuse_unadoptable,
+    tells_older,
 )
 
-# Instances that start together take turns; the lock ends with the transaction.
+# Processes that start together take turns. The lock ends with the transaction.
 TAKE_TURNS = "SELECT pg_advisory_xact_lock(hashtextextended('outboxio migrate', 0))"
 
-COLUMNS = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'eventlog'"
-# An index that failed to build is there and useless.
-INDEXES = """
-SELECT c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = 'eventlog' AND i.indisvalid
+# The system catalogues show all tables to all users. information_schema hides tables from a user without rights, so
+# that missing rights would look like missing tables.
+_OURS = "pg_catalog.pg_namespace n JOIN pg_catalog.pg_class t ON t.relnamespace = n.oid"
+_TABLES = "n.nspname = 'eventlog' AND t.relkind IN ('r', 'p', 'v', 'f')"
+COLUMNS = f"""
+SELECT t.relname, a.attname FROM {_OURS} JOIN pg_catalog.pg_attribute a ON a.attrelid = t.oid
+WHERE {_TABLES} AND a.attnum > 0 AND NOT a.attisdropped
+"""
+# An index whose build failed exists and is of no use (indisvalid is false).
+INDEXES = f"""
+SELECT t.relname, c.relname, i.indisvalid, i.indisunique AND i.indpred IS NULL AND i.indexprs IS NULL,
+  array_to_string(ARRAY(
+    SELECT a.attname FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+    JOIN pg_catalog.pg_attribute a ON a.attrelid = t.oid AND a.attnum = k.attnum
+    WHERE k.place <= i.indnkeyatts ORDER BY k.place), ', ')
+FROM {_OURS} JOIN pg_catalog.pg_index i ON i.indrelid = t.oid JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
+WHERE {_TABLES}
+"""
+# A right on any column is enough here. A right on a wrong column fails when the statement runs.
+RIGHTS = f"""
+SELECT t.relname, array_remove(ARRAY[
+  CASE WHEN has_any_column_privilege(t.oid, 'SELECT') THEN 'SELECT' END,
+  CASE WHEN has_any_column_privilege(t.oid, 'INSERT') THEN 'INSERT' END,
+  CASE WHEN has_any_column_privilege(t.oid, 'UPDATE') THEN 'UPDATE' END], NULL)
+FROM {_OURS} WHERE {_TABLES}
+"""
+USER = """
+SELECT current_user::text, quote_ident(current_user), quote_ident(current_database()),
+  has_database_privilege(current_database(), 'CREATE'), n.oid IS NOT NULL,
+  coalesce(has_schema_privilege(n.oid, 'USAGE'), FALSE), coalesce(has_schema_privilege(n.oid, 'CREATE'), FALSE),
+  (SELECT quote_ident(pg_get_userbyid(t.relowner)) FROM pg_catalog.pg_class t
+   WHERE t.relnamespace = n.oid AND t.relname = 'events')
+FROM (SELECT 1) AS one LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = 'eventlog'
 """
 VERSION = "SELECT coalesce(max(version), 0) FROM eventlog.schema_versions"
 ADOPT = """
@@ -31,47 +71,108 @@ CREATE TABLE IF NOT EXISTS eventlog.schema_versions
   (version INT PRIMARY KEY, file VARCHAR(255) NOT NULL, applied_date TIMESTAMP NOT NULL)
 """
 ADOPTED = "INSERT INTO eventlog.schema_versions VALUES ($1, $2, now() AT TIME ZONE 'UTC')"
+# A process announces its handlers every minute. ``older_seen_date`` is the evidence of a process of an older version.
+_WHILE_AGO = "clock_timestamp() AT TIME ZONE 'UTC' - INTERVAL '2 minutes'"
+ANNOUNCED = f"SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE last_seen_date > {_WHILE_AGO}"
+ANNOUNCED_BY_OLDER = f"""
+SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE older_seen_date > {_WHILE_AGO}
+  OR (last_seen_date > {_WHILE_AGO} AND last_seen_date IS DISTINCT FROM partitioned_seen_date)
+"""
+# Needs a right on the whole database, even if the schema exists.
+MAKE_SCHEMA = "CREATE SCHEMA IF NOT EXISTS eventlog;"
+
+
+class _User(Struct, frozen=True):
+    """The database user, and the user's rights."""
+
+    name: str
+    quoted: str
+    database: str
+    may_create_schemas: bool
+    has_schema: bool
+    may_use_schema: bool
+    may_create_tables: bool
+    owner: str | None
+    """The owner of the table ``events``."""
 
 
 class PostgresSchema:
-    def __init__(self, admin: Dedicated, shard: str) -> None:
+    def __init__(self, admin: LoopConnection, shard: str) -> None:
         self._admin = admin
         self._shard = shard
 
-    async def migrate(self) -> list[str]:
-        applied: list[str] = await self._admin.in_transaction(self._migrate)
+    async def migrate(self, *, contract: bool = False) -> list[str]:
+        try:
+            applied: list[str] = await self._admin.in_transaction(partial(self._migrate, contract=contract))
+        except asyncpg.InsufficientPrivilegeError as error:
+            raise self._cannot_make(error, await self._admin.use(_user)) from error
         return applied
 
-    async def check(self) -> None:
-        found: Found = await self._admin.use(_look)
+    async def pending(self) -> list[str]:
+        return pending_files("postgres", await self._admin.look(self._look))
+
+    async def check(self, needed: Rights | None = None) -> None:
+        found: Found = await self._admin.look(lambda connection: self._look(connection, needed))
         refuse_newer(self._shard, "postgres", found)
         refuse_incomplete(self._shard, "postgres", found)
 
-    async def _migrate(self, connection: Any) -> list[str]:
+    async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
         await connection.execute(TAKE_TURNS)
-        found = await _look(connection)
-        if is_occupied(found):
+        found = await self._look(connection)
+        if is_occupied("postgres", found):
             return await self._adopt(connection, found)
-        files = files_to_apply(self._shard, "postgres", found)
+        files = files_to_apply(self._shard, "postgres", found, contract=contract)
+        indexes = indexes_to_make(self._shard, "postgres", found)
+        if contract and (dropping := drops_parts(files, found)):
+            announced = ANNOUNCED_BY_OLDER if tells_older(found) else ANNOUNCED
+            refuse_older(self._shard, dropping, await connection.fetch(announced))
+        has_schema = bool(files) and (await _user(connection)).has_schema
         for file in files:
-            await connection.execute(file.text)
-        return [file.name for file in files]
+            await connection.execute(file.text.replace(MAKE_SCHEMA, "") if has_schema else file.text)
+        for index in indexes:
+            await connection.execute(index.statements[0])
+        return [*(file.name for file in files), *(index.words for index in indexes)]
 
     async def _adopt(self, connection: Any, found: Found) -> list[str]:
-        """Tables that another tool made: complete ones are recorded as applied, others are left alone."""
-        missing = [part for part, _ in missing_parts(found) if part != "table schema_versions"]
-        if missing:
-            raise SchemaOccupied(self._shard, missing)
+        """Record the files as applied if a different tool has made all tables completely; otherwise raise."""
+        refuse_unadoptable(self._shard, "postgres", found)
         await connection.execute(ADOPT)
         files = files_to_apply(self._shard, "postgres", found)
         await connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
         return []
 
+    async def _look(self, connection: Any, needed: Rights | None = None) -> Found:
+        """The existing tables. Raises :class:`RightsMissing` without the rights ``needed``, by default SELECT."""
+        columns: dict[str, set[str]] = defaultdict(set)
+        for table, column in await connection.fetch(COLUMNS):
+            columns[table].add(column)
+        await self._refuse_lacking(connection, needed or reading("postgres"))
+        indexes, invalid, keys = set[str](), set[str](), defaultdict[str, set[str]](set)
+        for table, index, is_valid, is_key, of_columns in await connection.fetch(INDEXES):
+            (indexes if is_valid else invalid).add(index)
+            if is_key and is_valid:
+                keys[table].add(of_columns)
+        version = await connection.fetchval(VERSION) if "version" in columns["schema_versions"] else 0
+        return Found({t: c for t, c in columns.items() if c}, indexes, version, invalid, keys)
 
-async def _look(connection: Any) -> Found:
-    columns: dict[str, set[str]] = defaultdict(set)
-    for table, column in await connection.fetch(COLUMNS):
-        columns[table].add(column)
-    indexes = {row[0] for row in await connection.fetch(INDEXES)}
-    version = await connection.fetchval(VERSION) if "version" in columns["schema_versions"] else 0
-    return Found(dict(columns), indexes, version, has_partial_indexes=True)
+    async def _refuse_lacking(self, connection: Any, needed: Rights) -> None:
+        user = await _user(connection)
+        if user.has_schema and not user.may_use_schema:
+            grant = f"GRANT USAGE ON SCHEMA eventlog TO {user.quoted}"
+            raise RightsMissing(self._shard, user.name, "USAGE on the schema eventlog", [grant])
+        held = {table: set(rights) for table, rights in await connection.fetch(RIGHTS)}
+        refuse_lacking(self._shard, user.name, user.quoted, needed, held)
+
+    def _cannot_make(self, error: Exception, user: _User) -> RightsMissing:
+        """The error for a file that could not be applied."""
+        if not user.has_schema:
+            lacking, grant = f"CREATE on the database {user.database}", f"GRANT CREATE ON DATABASE {user.database}"
+        elif not user.may_create_tables:
+            lacking, grant = "CREATE on the schema eventlog", "GRANT USAGE, CREATE ON SCHEMA eventlog"
+        else:
+            lacking, grant = f"the rights of the tables' owner, {user.owner} ({error})", f"GRANT {user.owner}"
+        return RightsMissing(self._shard, user.name, lacking, [f"{grant} TO {user.quoted}"])
+
+
+async def _user(connection: Any) -> _User:
+    return _User(*await connection.fetchrow(USER))

@@ -1,99 +1,126 @@
-"""A pooled connection, checked out for one transaction of the application."""
+"""The transactions of actions on PostgreSQL, and the pooled connections for transactions."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
 import asyncpg
 
-from outboxio.event import ActionRecord, EventRecord
-from outboxio.storage.pool import GiveBack
-from outboxio.storage.postgres.connection import as_texts, row_count
+from outboxio.errors import TransactionEnded
+from outboxio.model.action import cause_chain
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.postgres.columns import COPIED, JSON, OF_ACTION, OF_EVENT, partition_of
+from outboxio.storage.postgres.connection import OurConnection, as_texts, row_count
 from outboxio.storage.postgres.errors import is_unreachable
-from outboxio.storage.protocols import CommitLost, Consumed, Owed
-from outboxio.waiting import to_the_end
+from outboxio.storage.postgres.plans import Plans, is_outdated
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification
+from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
+from outboxio.support.aio import TimeLimit, to_the_end
+from outboxio.support.log import log_of
 
-logger = logging.getLogger(__name__)
+logger = log_of(__name__)
 
 ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for resetting a connection, before it is dropped
 
-# The shared columns are sent once, those of each event as arrays: one round trip however many events there are.
-INSERT_EVENTS = """
-INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
-    model_id, model_type, event_type, payload, event_date, delivered, ordering_key, topic, source, correlation_id,
-    causation_id, headers, available_at, hops)
-SELECT e.id, $1, $2, $3, $4::text::jsonb, $5, $6, e.model_id, e.model_type, e.event_type, e.payload::jsonb, $6, FALSE,
-    e.ordering_key, e.topic, $7, $8, $9, $10::text::jsonb, e.available_at, $11
-FROM unnest($12::text[]::uuid[], $13::text[], $14::text[], $15::text[], $16::text[], $17::text[], $18::text[],
-    $19::text[]::timestamp[]) AS e(id, model_id, model_type, event_type, payload, ordering_key, topic, available_at)
+# These statements run on the application's connections, with the application's search_path. So every function, operator
+# and type in them has its schema, or is a word of the grammar (timestamp, int, greatest): a function of the same name
+# in a schema of that path is never called in place of PostgreSQL's own.
+
+_VALUES = {
+    **{c: f"${n}::pg_catalog.text::pg_catalog.jsonb" if c in JSON else f"${n}" for n, c in enumerate(OF_ACTION, 1)},
+    **{column: f"e.{column}::pg_catalog.jsonb" if column in JSON else f"e.{column}" for column in OF_EVENT},
+    "event_date": f"${OF_ACTION.index('completion_date') + 1}",
+    "delivered": "FALSE",
+}
+_ARRAYS = ", ".join(
+    f"pg_catalog.unnest(${number}::pg_catalog.text[]{cast})"
+    for number, cast in enumerate(OF_EVENT.values(), len(OF_ACTION) + 1)
+)
+
+# The columns of the action are parameters, the columns of each event are arrays: a single round trip for all events.
+INSERT_EVENTS = f"""
+INSERT INTO eventlog.events ({", ".join(_VALUES)})
+SELECT {", ".join(_VALUES.values())}
+FROM ROWS FROM ({_ARRAYS}) AS e({", ".join(OF_EVENT)})
 """
 
-
-# Rows that another process works on are passed by: two at once still have one effect. Their states are asked for in a
-# form that lures no planner into another index than that of the ids.
+# Rows with the lock of a different process are skipped, so that two processes together have one effect. The form of the
+# condition on the states keeps every planner on the index of the ids.
 CLAIM = """
-SELECT id, errors::text FROM eventlog.event_notifications
-WHERE id = ANY ($1::uuid[]) AND $2::text[] @> ARRAY[state::text] FOR UPDATE SKIP LOCKED
+SELECT id, errors::pg_catalog.text FROM eventlog.event_notifications
+WHERE id OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.uuid[])
+  AND $2::pg_catalog.text[] OPERATOR(pg_catalog.@>) ARRAY[state::pg_catalog.text] FOR UPDATE SKIP LOCKED
 """
 FINISH = """
-UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $4 WHERE id = ANY ($1::uuid[])
+UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date = $4
+WHERE id OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.uuid[])
 """
 
-# The event was written by this very transaction, so nobody else knows of it yet.
-OWE = """
+# The same transaction has written the event, so the event is still invisible outside.
+_NEW = {
+    "id": "o.id",
+    "event_id": "e.id",
+    "handler_name": "o.handler_name",
+    **{column: f"e.{column}" for column in COPIED},
+    "state": "o.state",
+    "attempts": "o.attempts",
+    "next_retry_at": "o.next_retry_at",
+    "created_date": "$2",
+    "updated_date": "$2",
+    "ordering_key": "o.ordering_key",
+    "priority": "o.priority",
+    "errors": "o.errors::pg_catalog.jsonb",
+    "retention_from": "greatest(e.available_at, $2)",
+    "partition_number": f"""
+CASE WHEN p.partitions OPERATOR(pg_catalog.>) 1 THEN {partition_of("o.ordering_key", "e.id", "p.partitions")}
+ELSE 0::smallint END
+""".strip(),
+}
+OWE = f"""
 WITH delivered AS (
-  UPDATE eventlog.events SET delivered = TRUE WHERE id = $1 RETURNING *
+  UPDATE eventlog.events SET delivered = TRUE WHERE id OPERATOR(pg_catalog.=) $1 RETURNING *
 )
-INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, errors, correlation_id,
-  causation_id, headers, hops, retention_from)
-SELECT o.id, e.id, o.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date,
-  e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date, o.state, o.attempts,
-  o.next_retry_at, $2, $2, e.sequence, o.ordering_key, o.priority, o.errors::jsonb, e.correlation_id, e.causation_id,
-  e.headers, e.hops, greatest(e.available_at, $2)
-FROM delivered e CROSS JOIN unnest($3::uuid[], $4::text[], $5::text[], $6::int[], $7::timestamp[], $8::text[],
-  $9::text[], $10::int[]) AS o(id, handler_name, state, attempts, next_retry_at, errors, ordering_key, priority)
+INSERT INTO eventlog.event_notifications ({", ".join(_NEW)})
+SELECT {", ".join(_NEW.values())}
+FROM delivered e CROSS JOIN ROWS FROM (
+    pg_catalog.unnest($3::pg_catalog.uuid[]), pg_catalog.unnest($4::pg_catalog.text[]),
+    pg_catalog.unnest($5::pg_catalog.text[]), pg_catalog.unnest($6::int[]),
+    pg_catalog.unnest($7::pg_catalog.text[]::timestamp[]),
+    pg_catalog.unnest($8::pg_catalog.text[]), pg_catalog.unnest($9::pg_catalog.text[]), pg_catalog.unnest($10::int[])
+  ) AS o(id, handler_name, state, attempts, next_retry_at, errors, ordering_key, priority)
+  LEFT JOIN eventlog.handler_partitions p
+    ON p.namespace OPERATOR(pg_catalog.=) e.namespace AND p.handler_name OPERATOR(pg_catalog.=) o.handler_name
 """
 
+_CONSUMED = ", ".join(ConsumeResult.__struct_fields__)
 
-# Whoever comes second waits for the first to commit, and then sees what it wrote.
-CONSUME = """
-INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+# The second of two concurrent transactions waits for the commit of the first, and then reads the row of the first.
+CONSUME = f"""
+INSERT INTO eventlog.consumed_events ({_CONSUMED})
 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (source, external_id, handler_name) DO NOTHING
 """
-CONSUMED = """
-SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
-WHERE source = $1 AND external_id = $2 AND handler_name = $3
-"""
-
-SEEN = """
-SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
-WHERE source = $1 AND external_id = $2 AND handler_name = ANY ($3::text[])
+CONSUMED = f"""
+SELECT {_CONSUMED} FROM eventlog.consumed_events
+WHERE source OPERATOR(pg_catalog.=) $1 AND external_id OPERATOR(pg_catalog.=) $2
+  AND handler_name OPERATOR(pg_catalog.=) ANY ($3::pg_catalog.text[])
 """
 
 
-async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-    """Write the rows of one action on an asyncpg connection, in one statement."""
-    await connection.execute(
+_of_action = attrgetter(*OF_ACTION)
+
+
+def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
+    """The statement that inserts the rows of an action, and the arguments."""
+    return [
         INSERT_EVENTS,
-        action.namespace,
-        action.action_id,
-        action.action_name,
-        action.action_params,
-        action.started_date,
-        action.completion_date,
-        action.source,
-        action.correlation_id,
-        action.causation_id,
-        action.headers,
-        action.hops,
+        *_of_action(action),
         as_texts(e.id for e in events),
         _unless_null([e.model_id for e in events]),
         _unless_null([e.model_type for e in events]),
@@ -102,88 +129,138 @@ async def insert_events(connection: Any, action: ActionRecord, events: Sequence[
         _unless_null([e.ordering_key for e in events]),
         _unless_null([e.topic for e in events]),
         _unless_null(as_texts(e.available_at for e in events)),
-    )
+    ]
 
 
 def _unless_null(column: list[str | None]) -> list[str | None]:
-    """A column of ``INSERT_EVENTS``: ``unnest`` fills it up with NULL, and the driver is slow at ``None``."""
+    """The column, or an empty list if all values are ``None``: the driver is slow at ``None``, ``unnest`` adds NULL."""
     return [] if column.count(None) == len(column) else column
 
 
-class PostgresSession:
-    """One transaction on one asyncpg connection; given to a caller, or wrapped around a caller's own connection."""
+def ending_in(sql: str, connection: Any) -> str | None:
+    """The words with which ``sql`` ends the transaction, with literals read as this server session reads them."""
+    if (words := POSTGRES.ending_in(sql)) is None and "\\" not in sql:
+        return None
+    escapes = connection.get_settings().standard_conforming_strings == "off"
+    return POSTGRES_ESCAPING.ending_in(sql) if escapes else words
 
-    def __init__(self, connection: Any, *, is_ours: bool = False) -> None:
-        """``is_ours``: it is a :class:`ActionConnection`."""
+
+class PostgresSession:
+    """A transaction on an asyncpg connection: a pooled connection, or a connection of the application."""
+
+    def __init__(
+        self, connection: Any, *, is_ours: bool = False, limit: TimeLimit | None = None, plans: Plans | None = None
+    ) -> None:
+        """``is_ours``: the connection is an :class:`ActionConnection`.
+
+        ``limit``: the time for BEGIN, and the time for writing events and COMMIT. ``plans`` is told of each statement
+        that was prepared before a table changed.
+        """
         self._connection = connection
         self._is_ours = is_ours
+        self._limit = limit
+        self._plans = plans
+        self.is_late = False
+        """True if the server did not answer within the limit, so that the connection was dropped."""
         self._transaction: Any = None
+        self._is_untouched = False
         self._wrote = False
+        self._reads = False
 
     @property
     def connection(self) -> Any:
+        self._is_untouched = False
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
-        self._transaction = self._connection.transaction()
+        await self._start(self._connection.transaction())
+
+    async def begin_reading(self) -> None:
+        self._reads = True
+        await self._start(self._connection.transaction(readonly=True))
+
+    async def _start(self, transaction: Any) -> None:
+        self._transaction = transaction
+        if self._limit is not None:
+            self._limit.begin(self, PostgresSession._give_up)
         try:
-            await self._transaction.start()
+            await transaction.start()
         except BaseException:
-            self.discard()  # nobody knows whether it began
+            self.discard()  # BEGIN may have reached the server
             raise
+        finally:
+            if self._limit is not None:
+                self._limit.end(self)
+        self._is_untouched = True
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
-        if action is not None and events:
-            await self.insert_events(action, events)
-        elif not self._wrote:
-            # COMMIT of a failed transaction is a silent ROLLBACK; any statement before it tells.
-            await self._connection.execute("SELECT 1")
+        connection, limit = self._connection, self._limit
+        if limit is not None:
+            limit.begin(self, PostgresSession._give_up)
         try:
-            if self._is_ours:
-                self._connection.end_with_reset()
-            await self._transaction.commit()
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            if is_unreachable(error):
-                raise CommitLost from error
-            raise
+            if action is not None and events:
+                await connection.execute(*insertion(action, events))
+            elif not self._wrote:
+                # COMMIT of a failed transaction is a ROLLBACK without an error; any statement before COMMIT raises.
+                await connection.execute("SELECT 1")
+            try:
+                if self._is_ours:
+                    connection.end_with_reset()
+                await self._transaction.commit()
+            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+                if is_unreachable(error):
+                    raise CommitLost from error
+                raise
+        finally:
+            if limit is not None:
+                limit.end(self)
+
+    def _give_up(self) -> None:
+        self.is_late = True
+        self.discard()
 
     async def rollback(self) -> None:
         if self._is_gone():
             return
         if self._connection.is_in_transaction():
+            if self._reads and self._is_ours:
+                self._connection.end_with_reset()
             async with asyncio.timeout(ENDING_TIMEOUT):
                 await self._transaction.rollback()
         else:
-            self.discard()  # the caller's SQL ended the transaction behind the driver's back
+            self.discard()  # SQL of the application has ended the transaction, and the driver does not know
 
     def discard(self) -> None:
         if not self._is_gone():
             self._connection.terminate()
 
     def in_transaction(self) -> bool:
-        # A connection that is gone speaks for itself, with the driver's own error.
+        # On a closed connection the next statement raises the driver's own error.
         return self._is_gone() or bool(self._connection.is_in_transaction())
 
-    def would_commit(self, sql: str) -> str | None:
-        return None  # CREATE and its like are part of the transaction
+    def would_end(self, sql: str) -> str | None:
+        return ending_in(sql, self._connection)
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
-        return row_count(await self._connection.execute(sql, *args))
+        run = self._connection.execute
+        return row_count(await (self._first(run, sql, args) if self._is_untouched else run(sql, *args)))
 
     async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]:
-        return list(await self._connection.fetch(sql, *args))
+        run = self._connection.fetch
+        return list(await (self._first(run, sql, args) if self._is_untouched else run(sql, *args)))
 
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None:
-        return await self._connection.fetchrow(sql, *args)
+        run = self._connection.fetchrow
+        return await (self._first(run, sql, args) if self._is_untouched else run(sql, *args))
 
     async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
-        rows = await self._connection.fetch(CLAIM, list(ids), list(states))
+        rows = await self.fetch(CLAIM, (list(ids), list(states)))
         return {row[0]: row[1] for row in rows}
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
         await self._connection.execute(FINISH, sorted(ids), state, attempts, now)
 
-    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
+    async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
         await self._connection.execute(
             OWE,
             event_id,
@@ -192,57 +269,101 @@ class PostgresSession:
             [o.handler_name for o in owed],
             [o.state for o in owed],
             [o.attempts for o in owed],
-            [o.next_retry_at for o in owed],
+            as_texts(o.next_retry_at for o in owed),
             [o.errors for o in owed],
             [o.ordering_key for o in owed],
             [o.priority for o in owed],
         )
         self._wrote = True
 
-    async def consume(self, consumed: Consumed) -> Consumed:
+    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
         rest = (consumed.event_id, consumed.payload_hash, consumed.consumed_date)
         await self._connection.execute(CONSUME, *key, *rest)
-        return Consumed(*key, *await self._connection.fetchrow(CONSUMED, *key))
+        return ConsumeResult(*await self._connection.fetchrow(CONSUMED, *key[:2], [consumed.handler_name]))
 
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
-        rows = await self._connection.fetch(SEEN, source, external_id, list(handler_names))
-        return [Consumed(*row) for row in rows]
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
+        rows = await self._connection.fetch(CONSUMED, source, external_id, list(handler_names))
+        return [ConsumeResult(*row) for row in rows]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        await insert_events(self._connection, action, events)
+        await self._connection.execute(*insertion(action, events))
         self._wrote = True
 
+    async def _first(self, run: Callable[..., Awaitable[Any]], sql: str, args: Sequence[Any]) -> Any:
+        """Run the first statement of the transaction, and once more in a new transaction if a table changed since."""
+        self._is_untouched = False
+        try:
+            return await run(sql, *args)
+        except Exception as error:
+            if not is_outdated(error):
+                raise
+            await self._begin_again(error)
+            return await run(sql, *args)
+
+    async def _begin_again(self, error: Exception) -> None:
+        """Replace the transaction. The only statement failed, so no work is lost."""
+        if self._plans is not None:
+            self._plans.heed([error])
+        await self._connection.reload_schema_state()
+        await self._transaction.rollback()
+        await self.begin()
+        self._is_untouched = False
+
     def _is_gone(self) -> bool:
-        """Whether the connection is closed. The pool takes a lost one back at once, and then it refuses to answer."""
+        """True if the connection is closed. A pool takes a closed connection back at once; then the proxy raises."""
         try:
             return bool(self._connection.is_closed())
         except asyncpg.InterfaceError:
             return True
 
 
-class ActionConnection(asyncpg.Connection):
-    """A connection of our own pool. What undoes the session's settings goes along with COMMIT, not after it."""
+# RESET ALL leaves the role and temporary tables: the next action would run as a different user, or read the temporary
+# table of an earlier action. RESET SESSION AUTHORIZATION also resets a role that the connection was opened with, so
+# that is first.
+RESET_IDENTITY = "RESET SESSION AUTHORIZATION;\nRESET ROLE;\n"
+DISCARD_TABLES = "\nDISCARD TEMP;"
 
-    __slots__ = ("_has_listeners", "_is_ending", "is_reset")
+
+class ActionConnection(OurConnection):
+    """A connection of our own pool. The statements that reset the session travel in the same message as COMMIT."""
+
+    __slots__ = ("_has_listeners", "_is_ending", "is_reset", "refusals")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_ending = self._has_listeners = False
         self.is_reset = True
-        """Whether the session is as it was when it was opened."""
+        """True if the session has the state of a new connection."""
+        self.refusals = 0
+        """The refusals of the shard that this connection has taken into account; see :class:`Plans`."""
 
     def end_with_reset(self) -> None:
-        """The next statement is the transaction's last, and the session's."""
+        """Send the reset with the next statement, which ends the transaction."""
         self._is_ending = True
 
-    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
-        if not self._is_ending:
-            return await super().execute(query, *args, timeout=timeout)
+    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
+        if args:
+            return asyncpg.Connection.execute(self, query, *args, timeout=timeout)
+        if self._is_ending:
+            return self._end(query, timeout)
+        if ";" in query[:-1]:
+            self._refuse_to_end(query)
+        return super().execute(query, timeout=timeout)
+
+    async def _end(self, query: str, timeout: float | None) -> str:
         self._is_ending = False
-        status = await super().execute(f"{query}\n{self.get_reset_query()}", timeout=timeout)
+        status: str = await super().execute(f"{query}\n{self.get_reset_query()}", timeout=timeout)
         self.is_reset = not self._has_listeners
         return status
+
+    def _refuse_to_end(self, query: str) -> None:
+        """Refuse statements that end the transaction: the driver would not notice a new transaction."""
+        if self.is_in_transaction() and (words := ending_in(query, self)) is not None:
+            raise TransactionEnded("an action", words)
+
+    def get_reset_query(self) -> str:
+        return RESET_IDENTITY + super().get_reset_query() + DISCARD_TABLES
 
     async def reset(self, *, timeout: float | None = None) -> None:
         await super().reset(timeout=timeout)
@@ -259,19 +380,40 @@ class ActionConnection(asyncpg.Connection):
 
 
 class PooledSession:
-    """Checks a connection out of a pool, and gives it back."""
+    """Checks a connection out of a pool, and gives the connection back."""
 
-    def __init__(self, check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]], *, is_ours: bool) -> None:
-        """``is_ours``: the connections are :class:`ActionConnection`."""
+    def __init__(
+        self,
+        check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]],
+        explain: Callable[[PostgresSession, Exception], Exception | None],
+        limit: TimeLimit,
+        *,
+        is_ours: bool,
+        plans: Plans,
+    ) -> None:
+        """``explain`` returns an error to raise instead. ``is_ours``: connections are :class:`ActionConnection`."""
         self._check_out = check_out
+        self._explain = explain
+        self._limit = limit
         self._is_ours = is_ours
+        self._plans = plans
 
     async def __aenter__(self) -> PostgresSession:
         self._connection, self._give_back = await self._check_out()
-        return PostgresSession(self._connection, is_ours=self._is_ours)
+        self._session = PostgresSession(self._connection, is_ours=self._is_ours, limit=self._limit, plans=self._plans)
+        return self._session
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (giving := self._give_back(self._connection)) is not None:
-            await to_the_end(giving)
+        explained: Exception | None = None
+        try:
+            if error is not None:
+                self._plans.heed(cause_chain(error))
+            if isinstance(error, Exception):
+                explained = self._explain(self._session, error)
+        finally:
+            if (giving := self._give_back(self._connection)) is not None:
+                await to_the_end(giving)
+        if explained is not None:
+            raise explained from error

@@ -1,4 +1,4 @@
-"""The ``started_runs`` table on PostgreSQL: runs with which their process may die."""
+"""The ``started_runs`` table on PostgreSQL: runs that may end the process (decision 12)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from uuid import UUID
 
-from outboxio.storage.postgres.connection import Dedicated
+from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.protocols import StartedRun
 
 RECORD = """
@@ -16,18 +16,19 @@ FROM unnest($3::uuid[], $4::text[], $5::int[]) AS s(notification_id, handler_nam
 ON CONFLICT (notification_id) DO UPDATE SET starts = excluded.starts, started_date = excluded.started_date
 """
 
-# LIMIT keeps it one look at the primary key for each record, whatever the planner believes of the table. A row that
-# was written after its run was recorded has had an end of that run, or an operator's order.
+# LIMIT makes the lookup a probe of the primary key for each record, independent of the statistics. A row that was
+# written after the record has had an end of the run, or a change by an operator.
 _NEVER_ENDED = """
-(SELECT 1 FROM eventlog.event_notifications n
+(SELECT n.partition_number FROM eventlog.event_notifications n
  WHERE n.id = s.notification_id AND ARRAY['PENDING', 'FAILED', 'BLOCKED', 'DYING'] @> ARRAY[n.state::text]
    AND n.updated_date <= s.started_date
  LIMIT 1)
 """
 
 FIND = f"""
-SELECT s.notification_id, s.handler_name, s.starts FROM eventlog.started_runs s
-WHERE s.namespace = $1 AND s.handler_name = ANY ($2::text[]) AND {_NEVER_ENDED} IS NOT NULL
+SELECT s.notification_id, s.handler_name, s.starts, n.partition_number
+FROM eventlog.started_runs s CROSS JOIN LATERAL {_NEVER_ENDED} n
+WHERE s.namespace = $1 AND s.handler_name = ANY ($2::text[])
 """
 
 REMOVE = "DELETE FROM eventlog.started_runs WHERE notification_id = ANY ($1::uuid[])"
@@ -35,7 +36,7 @@ REMOVE_ENDED = f"DELETE FROM eventlog.started_runs s WHERE s.namespace = $1 AND 
 
 
 class PostgresStarts:
-    def __init__(self, find: Dedicated, settle: Dedicated, admin: Dedicated) -> None:
+    def __init__(self, find: LoopConnection, settle: LoopConnection, admin: LoopConnection) -> None:
         self._find = find
         self._settle = settle
         self._admin = admin

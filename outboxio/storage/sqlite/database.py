@@ -1,23 +1,29 @@
-"""One SQLite database: a file, or the memory of this process."""
+"""A SQLite database: a file, or the memory of this process."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
+from datetime import datetime
 from typing import Any
 
-from outboxio.errors import ConfigurationError
+from outboxio.errors import ConfigurationError, OtherDatabase
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
+from outboxio.storage.protocols import PartitionRepository
 from outboxio.storage.sqlite import errors
-from outboxio.storage.sqlite.connection import Connections
+from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
+from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.events import SqliteEvents
-from outboxio.storage.sqlite.lines import SqliteLines
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
+from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
-from outboxio.storage.sqlite.session import CallersSession, CheckedOutSession, is_connection
+from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession
 from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
+from outboxio.support.clock import utc_now
 
 OLDEST = (3, 35, 0)
 
@@ -26,20 +32,33 @@ class SqliteDatabase:
     dialect = "sqlite"
     stores_nul = True
     wakes_across_processes = False
+    partitions: PartitionRepository | None = None
+    """No table: a single process at a time writes to a SQLite file, so each handler has a single partition."""
 
-    def __init__(self, name: str, path: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: str | None,
+        *,
+        guard: EventLoopGuard | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
         if sqlite3.sqlite_version_info < OLDEST:
             raise ConfigurationError(
                 f"this Python has SQLite {sqlite3.sqlite_version}; outboxio needs {'.'.join(map(str, OLDEST))} or later"
             )
         self.name = name
-        # The directory that we are in now is meant, not the one that we are in when the database is opened.
-        path = None if path is None else os.path.abspath(path)
-        self._connections = Connections(name, path)
+        self._path: str | None
+        # A relative path starts in the current directory of now, not of the moment at which the database is opened.
+        path = self._path = None if path is None else os.path.abspath(path)
+        self._in_memory = path is None
+        guard = guard or EventLoopGuard.of_shard(name)
+        self._connections = Connections(name, path, guard, limits.pool_timeout)
         self._locks = MemoryLocks() if path is None else FileLocks(path)
+        guard.when_taken_over(self._locks.begin_anew)
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
-        self.lines = SqliteLines(self._connections)
+        self.ordering = SqliteOrdering(self._connections)
         self.starts = SqliteStarts(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
@@ -48,24 +67,57 @@ class SqliteDatabase:
     def session(self) -> CheckedOutSession:
         return CheckedOutSession(self._connections)
 
-    def wrap(self, connection: Any) -> CallersSession | None:
-        return CallersSession(connection) if is_connection(connection) else None
+    def reading(self) -> CheckedOutSession | ReadingSession:
+        """In a file, a connection beside the writer; in memory, the writer itself."""
+        return CheckedOutSession(self._connections) if self._in_memory else ReadingSession(self._connections)
 
-    def cluster_lock(self, owner: str, channel: str | None, heartbeat: float) -> SqliteClusterLock:
+    def wrap(self, connection: Any) -> ApplicationSession | None:
+        return ApplicationSession(connection) if is_connection(connection) else None
+
+    async def require_own(self, connection: Any) -> None:
+        """Accept the file also if it is attached: SQLite searches all attached files for the name of a table."""
+        files = await files_of(connection)
+        if not any(self._is_own(file) for file in files):
+            own = "a database in memory" if self._path is None else f"the file {self._path!r}"
+            raise OtherDatabase(self.name, f"the file {files[0]!r}" if files[0] else "a database in memory", own)
+
+    def _is_own(self, file: str) -> bool:
+        """True if ``file`` is the file of this database. Databases in memory cannot be told apart."""
+        if self._path is None or not file:
+            return self._path is None and not file
+        try:
+            return os.path.samefile(file, self._path)
+        except OSError:
+            return os.path.abspath(file) == self._path  # a file was removed, or the process may not read its directory
+
+    def cluster_lock(
+        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 0.0
+    ) -> SqliteClusterLock:
+        """A lock on files. The operating system keeps the lock as long as the process lives, even with a stuck loop."""
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
 
     async def notify(self, channel: str, payload: str) -> None:
-        """SQLite cannot wake other processes: they poll."""
+        """Do nothing: SQLite cannot wake processes, so processes poll."""
+
+    async def now(self) -> datetime:
+        return utc_now()  # all processes that can open the file have the same clock
+
+    async def lock_room(self) -> int | None:
+        return None
 
     async def refuse_shared_sessions(self) -> None:
-        """There are no sessions that a proxy could share."""
+        """Accept the database: SQLite has no sessions that a proxy could share."""
 
     def require_room(self, loops: int) -> None:
-        """There is no pool that could be too small."""
+        """Accept the database: SQLite has no pool that could be too small."""
+
+    @property
+    def has_one_writer(self) -> bool:
+        return True
 
     @property
     def handler_transactions(self) -> int:
-        return 1  # there is one writer at a time
+        return 1  # SQLite has a single writer
 
     async def release_loops(self) -> None:
         await self._connections.close_readers()

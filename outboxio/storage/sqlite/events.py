@@ -1,25 +1,27 @@
-"""The ``events`` table on SQLite."""
+"""The ``events`` table on SQLite: fan-out, inspection and backfill."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from outboxio.event import EventRecord
-from outboxio.handover import Handover
-from outboxio.ids import uuid7
-from outboxio.storage.protocols import FannedOut
-from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.protocols import FanoutRequest, FanoutResult, Waiting
+from outboxio.storage.share_out import Reach, share_out
+from outboxio.storage.sqlite.columns import IS_DUE_FROM, NOTIFICATION, names, values
+from outboxio.storage.sqlite.connection import fetch_value, in_transaction
+from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.support.ids import uuid7
 
-# Every live subscription, not only those of this process, so that an old version that fans out serves the handlers of
-# a newer one. A name that is a live handler's alias gets no new rows. Of two names that are each other's alias, after a
-# rename was taken back, that is the one that was seen earlier.
+# Every live subscription of all processes: an old version that fans out serves the handlers of a newer version. A name
+# that is an alias of a live handler gets no new rows. If handler A has the alias B and handler B the alias A, because a
+# rename was taken back, the name that was seen earlier gets no new rows.
 SUBSCRIBED = """
 SELECT json_group_array(
   json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
@@ -33,46 +35,42 @@ WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_
       AND (o.last_seen_date, o.handler_name) > (r.last_seen_date, r.handler_name)))
 """
 
-# The next four exist for event types and for topics. Each names its index: with statistics from when the table was
-# small the planner would scan it for ever. The plus keeps older versions from walking the index by IS NOT NULL. In one
-# transaction they all mean the same rows, for nobody else writes.
+# The next four statements exist for event types and for topics. Each statement names the index, because with statistics
+# of a small table the planner would scan a large table. The plus keeps older versions of SQLite from searching the
+# index by IS NOT NULL. In a transaction with the write lock, all statements see the same rows.
 
-# Which of these keys have anything.
+# The keys that have undelivered events.
 FIND_WAITING = """
 SELECT json_group_array(k.value) FROM json_each(:keys) k WHERE EXISTS (
   SELECT 1 FROM eventlog_events e INDEXED BY {index}
   WHERE e.namespace = :namespace AND e.{column} = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL)
 """
 
-# How far a batch of one key reaches, and what its events are.
+# The range, the types and the topics of the first events of a key, up to the limit of the key.
 MEASURE = """
-SELECT json_object('first', min(sequence), 'last', max(sequence), 'size', count(*),
+SELECT json_object('first', coalesce(min(sequence), 0), 'last', coalesce(max(sequence), 0), 'size', count(*),
   'types', json_group_array(DISTINCT event_type),
   'topics', json_group_array(DISTINCT topic) FILTER (WHERE topic IS NOT NULL))
 FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY {index}
   WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND +e.event_type IS NOT NULL
-  ORDER BY e.sequence LIMIT :room)
+  ORDER BY e.sequence LIMIT :limit)
 """
 
-_INTO = """
-INSERT INTO eventlog_event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, correlation_id,
-  causation_id, headers, hops, retention_from)
-"""
-
-# The payloads stay inside the database. An id is a UUIDv7 with the time of its batch, so that the rows of a batch lie
-# together in the index of ids.
-_OWED = """
-SELECT lower(:id_head || substr(hex(randomblob(2)), 2) || '-' || substr('89AB', 1 + (random() & 3), 1)
-    || substr(hex(randomblob(2)), 2) || '-' || hex(randomblob(6))),
-  e.id, s.handler_name, e.namespace, e.action_id, e.action_name, e.action_params, e.started_date, e.completion_date,
-  e.model_id, e.model_type, e.event_type, e.payload, e.event_date, 'PENDING', 0,
-  max(coalesce(e.available_at, :now), :now), :now, :now, e.sequence,
-  CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END, s.priority, e.correlation_id, e.causation_id,
-  e.headers, e.hops, max(coalesce(e.available_at, :now), :now)
-"""
-
+# The payloads stay inside the database. An id is a UUIDv7: the time of the round, then the last 12 bits of the event's
+# sequence, then random bits. So the ids of a round are in the order of the rows, and 500 rows that are settled together
+# are neighbours in the index of the ids.
+_OWED = {
+    **NOTIFICATION,
+    "id": "printf('%s%03x-%04x-%012x', :id_head, e.sequence & 0xFFF, 0x8000 | (random() & 0x3FFF), "
+    "random() & 0xFFFFFFFFFFFF)",
+    "handler_name": "s.handler_name",
+    "state": "'PENDING'",
+    "attempts": "0",
+    "next_retry_at": IS_DUE_FROM,
+    "ordering_key": "CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END",
+    "priority": "s.priority",
+}
+_INSERT = f"INSERT INTO eventlog_event_notifications ({names(_OWED)})"
 _SUBSCRIBED_AS_S = """
 WITH s AS MATERIALIZED (
   SELECT json_extract(value, '$[0]') AS handler_name, json_extract(value, '$[1]') AS event_type,
@@ -80,10 +78,10 @@ WITH s AS MATERIALIZED (
     json_extract(value, '$[4]') AS ordered
   FROM json_each(:subscriptions))
 """
-NOTIFY = f"""
-{_INTO}
+INSERT_NOTIFICATIONS = f"""
+{_INSERT}
 {_SUBSCRIBED_AS_S}
-{_OWED}
+SELECT {values(_OWED)}
 FROM s CROSS JOIN eventlog_events e INDEXED BY {{index}}
 WHERE e.namespace = :namespace AND e.{{column}} = :key AND e.delivered = FALSE AND +e.event_type IS NOT NULL
   AND e.sequence <= :last AND (e.event_type = s.event_type OR e.topic = s.topic)
@@ -96,15 +94,15 @@ WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND
   AND e.sequence <= :last
 """
 
-# The same for all types at once, where nobody wants a topic or an order: those that have the same room are measured
-# together. No subquery of FROM may look at what stands beside it, but that of a column may.
+# The same for all event types at once, if no handler wants a topic or an order; types with the same limit are measured
+# together. In SQLite, a subquery of FROM may not refer to a neighbouring table, but a subquery of a column may.
 MEASURE_TYPES = """
 SELECT json_group_array(json(k.batch)) FROM (
   SELECT (
-    SELECT json_array(k.value, max(sequence), count(*)) FROM (
+    SELECT json_array(k.value, min(sequence), max(sequence), count(*)) FROM (
       SELECT e.sequence FROM eventlog_events e INDEXED BY eventlog_events_undelivered
       WHERE e.namespace = :namespace AND e.event_type = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL
-      ORDER BY e.sequence LIMIT :room)
+      ORDER BY e.sequence LIMIT :limit)
   ) AS batch FROM json_each(:keys) k) k
 """
 _TAKEN = """
@@ -112,9 +110,9 @@ e.namespace = :namespace AND e.event_type = json_extract(t.value, '$[0]') AND e.
   AND +e.event_type IS NOT NULL AND e.sequence <= json_extract(t.value, '$[1]')
 """
 NOTIFY_TYPES = f"""
-{_INTO}
+{_INSERT}
 {_SUBSCRIBED_AS_S}
-{_OWED}
+SELECT {values(_OWED)}
 FROM json_each(:taken) t CROSS JOIN s ON s.event_type = json_extract(t.value, '$[0]')
 CROSS JOIN eventlog_events e INDEXED BY eventlog_events_undelivered
 WHERE {_TAKEN}
@@ -131,13 +129,26 @@ SELECT count(*) FROM eventlog_events INDEXED BY eventlog_events_undelivered
 WHERE namespace = :namespace AND delivered = FALSE AND event_type IS NOT NULL
 """
 
+# As in MEASURE_TYPES, the subquery of a column may refer to a neighbouring table.
+WAITING = """
+SELECT json_object('number', coalesce(sum(json_extract(k.batch, '$[0]')), 0),
+  'oldest', min(json_extract(k.batch, '$[1]')))
+FROM (
+  SELECT (
+    SELECT json_array(count(*), min(event_date)) FROM (
+      SELECT e.event_date FROM eventlog_events e INDEXED BY {index}
+      WHERE e.namespace = :namespace AND e.{column} = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL
+      ORDER BY e.sequence LIMIT :most)
+  ) AS batch FROM json_each(:keys) k) k
+"""
+
 PAYLOADS = """
 SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events NOT INDEXED
   WHERE namespace = :namespace AND event_type IN (SELECT value FROM json_each(:types)) ORDER BY sequence)
 """
 
-# History can be long, and while one transaction writes no other can: it is read first, and written in pieces. What a
-# handler had under a former name of its own is not made again.
+# History can be long, and SQLite has a single writer: so the events are found without the write lock, and the
+# notifications are written in pieces. An event that the handler has had under an alias is left out.
 HISTORY = """
 SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
   WHERE e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
@@ -151,10 +162,10 @@ SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
   ORDER BY e.sequence)
 """
 PIECE = 1000
-# SQLite's own name for the index of a table's first key, here that of id.
+# sqlite_autoindex_..._1 is SQLite's own index of the ids.
 BACKFILL = f"""
-{_INTO}
-{_OWED}
+{_INSERT}
+SELECT {values(_OWED)}
 FROM json_each(:ids) h CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1 ON e.id = h.value
 CROSS JOIN eventlog_subscriptions s ON s.namespace = :namespace AND s.handler_name = :handler_name
   AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> ''))
@@ -170,47 +181,46 @@ class _Subscribed(Struct, frozen=True, array_like=True):
     ordered: int
 
 
-class _Batch(Struct, frozen=True):
-    first: int | None
-    last: int | None
-    size: int
+class _Batch(Reach, frozen=True, gc=False):
     types: frozenset[str]
     topics: frozenset[str]
 
 
-class _Reach(Struct, frozen=True, array_like=True):
-    """How far a batch of one type reaches."""
+class _Take(Struct):
+    """The two statements that fan out a batch, with parameters."""
 
-    event_type: str
-    last: int | None
-    size: int
+    notify: str
+    mark_delivered: str
+    parameters: Mapping[str, Any]
+    events: Mapping[str, int]
+    """The number of events of each key."""
 
 
 class Key(Struct, frozen=True):
-    """An event type or a topic, and the statements for its kind."""
+    """An event type or a topic."""
 
     kind: Kind
     value: str
 
     @property
     def name(self) -> str:
-        """As :class:`FannedOut` calls it."""
+        """The key in a :class:`FanoutResult`."""
         return f"{self.kind.sign}{self.value}"
 
 
 class Kind:
-    """The statements for one kind of key."""
+    """Event types or topics, with the statements for such keys."""
 
     def __init__(self, column: str, index: str, sign: str) -> None:
         self.column = column
         self.sign = sign
-        self.find_waiting, self.measure, self.notify, self.mark_delivered = (
+        self.find_waiting, self.measure, self.notify, self.mark_delivered, self.count_waiting = (
             statement.format(column=column, index=index)
-            for statement in (FIND_WAITING, MEASURE, NOTIFY, MARK_DELIVERED)
+            for statement in (FIND_WAITING, MEASURE, INSERT_NOTIFICATIONS, MARK_DELIVERED, WAITING)
         )
 
     def of(self, subscribed: Iterable[_Subscribed]) -> list[str]:
-        """The keys of this kind that anybody wants."""
+        """The subscribed keys of this kind."""
         wanted = (getattr(s, self.column) for s in subscribed)
         return list(dict.fromkeys(key for key in wanted if key is not None))
 
@@ -221,47 +231,36 @@ TOPICS = Kind("topic", "eventlog_events_undelivered_topic", "#")
 _subscriptions = msgspec.json.Decoder(list[_Subscribed])
 _strings = msgspec.json.Decoder(list[str])
 _batch = msgspec.json.Decoder(_Batch)
-_reaches = msgspec.json.Decoder(list[_Reach])
+_ranges = msgspec.json.Decoder(list[tuple[str, int | None, int | None, int]])
 
 
 class SqliteEvents:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def fan_out(
-        self,
-        namespace: str,
-        now: datetime,
-        seen_since: datetime,
-        rooms: Mapping[str, int],
-        batch_size: int,
-        after: Mapping[str, int] | None = None,
-        *,
-        expected: bool = False,
-        committed: Sequence[EventRecord] = (),
-        handover: Handover | None = None,
-    ) -> FannedOut:
-        # Most rounds find nothing, and these must not keep a writer waiting.
-        if not expected and not await self.any_undelivered(namespace, seen_since):
-            return FannedOut({}, frozenset(), 0)
-        scope = {
-            "namespace": namespace,
-            "now": as_text(now),
-            "seen_since": as_text(seen_since),
-            "id_head": _id_head(),
-        }
-        return await self._connections.transact(lambda connection: _fan_out(connection, scope, rooms, batch_size))
+    async def fan_out(self, request: FanoutRequest) -> FanoutResult:
+        # Most rounds find no events. Without the write lock, such a round delays no writer.
+        if not request.expected and not await self.any_undelivered(request.namespace, request.seen_since):
+            return FanoutResult({}, frozenset(), 0)
+        async with self._connections.writing() as writer:
+            ended = writer.submit(partial(_fan_out, request))
+        return await ended
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         scope = {"namespace": namespace, "seen_since": as_text(seen_since)}
 
-        def look(connection: sqlite3.Connection) -> bool:
+        def is_any_waiting(connection: sqlite3.Connection) -> bool:
             return bool(_waiting(connection, scope, _subscribed(connection, scope)))
 
-        return await self._connections.read(look)
+        return await self._connections.read(is_any_waiting)
 
     async def count_undelivered(self, namespace: str) -> int:
         return int(await self._connections.inspect(COUNT_UNDELIVERED, {"namespace": namespace}))
+
+    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
+        scope = {"namespace": namespace, "keys": as_json(keys), "most": most}
+        found = await self._connections.inspect((TOPICS if are_topics else TYPES).count_waiting, scope)
+        return msgspec.json.decode(found, type=Waiting)
 
     async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
         return _strings.decode(
@@ -282,83 +281,107 @@ class SqliteEvents:
         return made
 
 
-def _fan_out(
-    connection: sqlite3.Connection, scope: Mapping[str, Any], rooms: Mapping[str, int], batch_size: int
-) -> FannedOut:
-    subscribed = _subscribed(connection, scope)
-    waiting = _waiting(connection, scope, subscribed)
-    share = max(1, batch_size // max(1, sum(key.name not in rooms for key in waiting)))
-    room = {key: rooms.get(key.name, share) for key in waiting}
-    if not any(s.topic or s.ordered for s in subscribed):
-        return _fan_out_types(connection, scope, {key.value: size for key, size in room.items()}, subscribed)
-    together = {key: _measure(connection, scope, key, room[key]) for key in _advancing_together(waiting, subscribed)}
-    filled = [batch.last for key, batch in together.items() if batch.last is not None and batch.size >= room[key]]
-    horizon = min(filled, default=None)
+def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutResult:
+    """A round: measure the batch of each key, share out, and write."""
+    scope = {
+        "namespace": request.namespace,
+        "now": as_text(request.now),
+        "seen_since": as_text(request.seen_since),
+        "id_head": _id_head(),
+    }
     events: dict[str, int] = {}
-    full: set[str] = set()
-    notifications = 0
+    made = 0
+    with in_transaction(connection):
+        subscribed = _subscribed(connection, scope)
+        waiting = _waiting(connection, scope, subscribed)
+        limits = _limits(request, waiting)
+        takes, full = (_take_keys if any(s.topic or s.ordered for s in subscribed) else _take_types)(
+            connection, scope, waiting, limits, subscribed
+        )
+        for take in takes:
+            made += connection.execute(take.notify, take.parameters).rowcount
+            marked = connection.execute(take.mark_delivered, take.parameters).rowcount
+            if len(take.events) > 1:
+                events |= take.events
+            elif marked:
+                events |= dict.fromkeys(take.events, marked)
+    return FanoutResult(events, frozenset(full), made)
+
+
+def _limits(request: FanoutRequest, waiting: Sequence[Key]) -> dict[str, int]:
+    """The most events to take, by the name of the key: keys without a limit in the request share the batch evenly."""
+    share = max(1, request.batch_size // max(1, sum(key.name not in request.limits for key in waiting)))
+    return {key.name: request.limits.get(key.name, share) for key in waiting}
+
+
+def _take_types(
+    connection: sqlite3.Connection,
+    scope: Mapping[str, Any],
+    waiting: Sequence[Key],
+    limits: Mapping[str, int],
+    subscribed: Iterable[_Subscribed],
+) -> tuple[Iterable[_Take], set[str]]:
+    """A round of event types only, without order: a measurement for each size of limit, two statements that write."""
+    found: dict[str, Reach] = {}
+    for limit in sorted(set(limits.values())):
+        keys = as_json(key.value for key in waiting if limits[key.name] == limit)
+        measured = fetch_value(connection, MEASURE_TYPES, {**scope, "keys": keys, "limit": limit})
+        for event_type, first, last, size in _ranges.decode(measured):
+            if first is not None and last is not None:
+                found[event_type] = Reach(first, last, size)
+    upto, full = share_out(found, limits, ())
+    if not upto:
+        return (), full
+    parameters = {
+        **scope,
+        "taken": as_json(upto.items()),
+        "subscriptions": as_json(s for s in subscribed if s.event_type in upto),
+    }
+    return [_Take(NOTIFY_TYPES, MARK_TYPES_DELIVERED, parameters, {key: found[key].size for key in upto})], full
+
+
+def _take_keys(
+    connection: sqlite3.Connection,
+    scope: Mapping[str, Any],
+    waiting: Sequence[Key],
+    limits: Mapping[str, int],
+    subscribed: Sequence[_Subscribed],
+) -> tuple[Iterable[_Take], set[str]]:
+    """A round with topics or ordered handlers: three statements for each key."""
+    found: dict[str, _Batch] = {}
     for key in waiting:
-        # Types come before topics, and what is taken is marked at once, so that no event is taken twice.
-        batch = together[key] if key in together else _measure(connection, scope, key, room[key])
-        last = batch.last if horizon is None or key not in together else min(batch.last or 0, horizon)
-        if batch.first is None or last is None or last < batch.first:
-            continue
-        taken, made = _take(connection, {**scope, "key": key.value, "last": last}, key, batch, subscribed)
-        notifications += made
-        if taken:
-            events[key.name] = taken
-        if batch.size >= room[key] or last != batch.last:
-            full.add(key.name)
-    return FannedOut(events, frozenset(full), notifications)
+        measured = {**scope, "key": key.value, "limit": limits[key.name]}
+        batch = _batch.decode(fetch_value(connection, key.kind.measure, measured))
+        if batch.size:
+            found[key.name] = batch
+    upto, full = share_out(found, limits, {key.name for key in _advancing_together(waiting, subscribed)})
+    return _takes(scope, [key for key in waiting if key.name in upto], upto, found, subscribed), full
 
 
-def _fan_out_types(
-    connection: sqlite3.Connection, scope: Mapping[str, Any], room: Mapping[str, int], subscribed: Iterable[_Subscribed]
-) -> FannedOut:
-    """A round where nobody wants a topic, or an order: two statements for all types, and one for each size of room."""
-    reached: list[_Reach] = []
-    for size in sorted(set(room.values())):
-        keys = as_json([event_type for event_type, its in room.items() if its == size])
-        found = fetch_value(connection, MEASURE_TYPES, {**scope, "keys": keys, "room": size})
-        reached += [reach for reach in _reaches.decode(found) if reach.size]
-    events = {reach.event_type: reach.size for reach in reached}
-    if not events:
-        return FannedOut({}, frozenset(), 0)
-    taken = {**scope, "taken": as_json((reach.event_type, reach.last) for reach in reached)}
-    takers = as_json(s for s in subscribed if s.event_type in events)
-    made = connection.execute(NOTIFY_TYPES, {**taken, "subscriptions": takers}).rowcount
-    connection.execute(MARK_TYPES_DELIVERED, taken)
-    return FannedOut(events, frozenset(name for name, size in events.items() if size >= room[name]), made)
+def _takes(
+    scope: Mapping[str, Any],
+    taken: Iterable[Key],
+    upto: Mapping[str, int],
+    found: Mapping[str, _Batch],
+    subscribed: Iterable[_Subscribed],
+) -> Iterator[_Take]:
+    """Types before topics: an event that was taken by type is delivered, so the take of the topic passes over it."""
+    for key in taken:
+        batch = found[key.name]
+        takers = as_json(s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics)
+        parameters = {**scope, "key": key.value, "last": upto[key.name], "subscriptions": takers}
+        yield _Take(key.kind.notify, key.kind.mark_delivered, parameters, {key.name: batch.size})
 
 
-def _advancing_together(waiting: Sequence[Key], subscribed: Sequence[_Subscribed]) -> list[Key]:
-    """The keys that ordered handlers want. Any type may be on a topic that one wants."""
+def _advancing_together(waiting: Iterable[Key], subscribed: Iterable[_Subscribed]) -> Iterator[Key]:
+    """The keys that ordered handlers want; all types if such a handler wants a topic, which may have any type."""
     types = {s.event_type for s in subscribed if s.ordered}
     topics = {s.topic for s in subscribed if s.ordered and s.topic is not None}
-    return [key for key in waiting if (key.value in topics if key.kind is TOPICS else topics or key.value in types)]
-
-
-def _measure(connection: sqlite3.Connection, scope: Mapping[str, Any], key: Key, room: int) -> _Batch:
-    """How far a batch of so many events reaches."""
-    return _batch.decode(fetch_value(connection, key.kind.measure, {**scope, "key": key.value, "room": room}))
-
-
-def _take(
-    connection: sqlite3.Connection,
-    chosen: Mapping[str, Any],
-    key: Key,
-    batch: _Batch,
-    subscribed: Iterable[_Subscribed],
-) -> tuple[int, int]:
-    """Fan out a batch of one key, to whoever wants its events by type or by topic; how many events, notifications."""
-    takers = [s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics]
-    made = connection.execute(key.kind.notify, {**chosen, "subscriptions": as_json(takers)}).rowcount
-    taken = connection.execute(key.kind.mark_delivered, chosen).rowcount
-    return taken, made
+    return (key for key in waiting if (key.value in topics if key.kind is TOPICS else topics or key.value in types))
 
 
 def _waiting(connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]) -> list[Key]:
-    """The keys that somebody wants and that have undelivered events, types first."""
+    """The subscribed keys that have undelivered events, types first."""
     found: list[Key] = []
     for kind in (TYPES, TOPICS):
         if keys := kind.of(subscribed):
@@ -372,5 +395,5 @@ def _subscribed(connection: sqlite3.Connection, scope: Mapping[str, Any]) -> lis
 
 
 def _id_head() -> str:
-    """The time and the version of a UUIDv7."""
+    """The first 15 characters of a UUIDv7: time and version."""
     return str(uuid7())[:15]

@@ -1,18 +1,20 @@
 """Cluster locks on SQLite: locked files beside the database, and fencing terms inside it.
 
-A lock is a file of its own in ``<database>.locks/``, held by ``flock`` for as long as the file is open: when the
-holder's process dies, however it dies, the system closes the file and the next try of a standby succeeds. It is never
-the database file itself: closing any descriptor of that one would drop SQLite's own locks on it. Two descriptors of
-one file exclude each other inside a process as well.
+A lock is a file in ``<database>.locks/``, held by ``flock`` as long as the file is open. When the process of the holder
+dies, in any way, the operating system closes the file, and the next try of a standby succeeds. The database file itself
+is never locked, because closing any descriptor of the database file would drop SQLite's locks. Two descriptors of a
+lock file exclude each other also inside a process.
 
-A database in memory belongs to one process, so its locks are names in a set.
+A database in memory belongs to a single process, so the locks are names in a set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
+import stat
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,12 +23,14 @@ from typing import Protocol
 
 import msgspec
 
-from outboxio.clock import utc_now
 from outboxio.errors import DatabaseUnavailable
-from outboxio.names import LockName
-from outboxio.storage.protocols import Acquired
-from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.model.lock_name import LockName
+from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.protocols import LockGrant
+from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.support.clock import utc_now
 
 RAISE_TERMS = """
 INSERT INTO eventlog_leases (name, term, owner, acquired_date, released_term)
@@ -45,25 +49,31 @@ UPDATE eventlog_leases SET released_term = term WHERE name IN (SELECT value FROM
 
 
 class Held(Protocol):
-    """One lock that was taken."""
+    """A lock that was taken."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it still excludes others."""
+        """True if the lock still excludes all other holders."""
         ...
 
     def release(self) -> None: ...
 
 
 class Locks(Protocol):
-    """Where the locks of one database are."""
+    """The locks of a database."""
 
     def take(self, name: LockName) -> Held | None:
-        """The lock, or ``None`` if somebody has it."""
+        """The lock, or ``None`` if the lock is held."""
+        ...
+
+    def begin_anew(self) -> None:
+        """Release all locks of a closed event loop, whose tasks cannot release locks any more."""
         ...
 
 
 class SqliteClusterLock:
+    proof = None
+
     def __init__(self, connections: Connections, locks: Locks, shard: str, owner: str) -> None:
         self._connections = connections
         self._locks = locks
@@ -71,12 +81,12 @@ class SqliteClusterLock:
         self._owner = owner[:255]
         self._held: dict[LockName, Held] = {}
 
-    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, Acquired]:
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         try:
             taken = [name for name in names if self._take(name)]
             terms = await self._raise_terms(taken)
         except BaseException:
-            # Nobody knows by now what was taken, and a standby may be luckier with the database.
+            # The grants are unknown now, and a standby may have more luck with the database.
             self._release_all()
             raise
         return {name: terms[name.lease] for name in taken}
@@ -84,11 +94,14 @@ class SqliteClusterLock:
     async def try_probe(self, name: LockName) -> bool:
         return self._take(name)
 
-    async def heartbeat(self) -> datetime:
+    async def heartbeat(self) -> Proof:
+        return await measured(self._prove())
+
+    async def _prove(self) -> datetime:
         if not all(lock.is_ours for lock in self._held.values()):
             self._release_all()
-            raise DatabaseUnavailable(self._shard, "its lock files", "somebody has removed or replaced them")
-        return utc_now()  # the clock of everybody who can open the file
+            raise DatabaseUnavailable(self._shard, "its lock files", "the files were removed or replaced")
+        return utc_now()  # all processes that can open the file have the same clock
 
     async def release(self, names: Sequence[LockName]) -> None:
         held = [name for name in names if name in self._held]
@@ -102,15 +115,16 @@ class SqliteClusterLock:
                     lock.release()
 
     async def listen(self, heard: Callable[[str], None]) -> None:
-        """Nothing is ever heard: SQLite cannot wake other processes, so they poll."""
+        """Never call ``heard``: SQLite cannot wake processes, so processes poll."""
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Nothing is ever lost before the process ends."""
+        """Never call ``callback``: a lock is lost only when the process ends."""
 
     async def close(self) -> None:
         self._release_all()
 
     def _take(self, name: LockName) -> bool:
+        self._connections.guard.enter()  # before the lock is taken: an event loop that takes over begins without locks
         try:
             lock = self._locks.take(name)
         except OSError as error:
@@ -124,7 +138,7 @@ class SqliteClusterLock:
         for lock in held.values():
             lock.release()
 
-    async def _raise_terms(self, names: Sequence[LockName]) -> Mapping[str, Acquired]:
+    async def _raise_terms(self, names: Sequence[LockName]) -> Mapping[str, LockGrant]:
         if not names:
             return {}
         parameters = {"names": as_json(name.lease for name in names), "owner": self._owner, "now": as_text(utc_now())}
@@ -133,36 +147,43 @@ class SqliteClusterLock:
             connection.execute(RAISE_TERMS, parameters)
             return str(fetch_value(connection, TERMS, parameters))
 
-        return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, Acquired])
+        return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, LockGrant])
 
 
 # --- beside a file -------------------------------------------------------------------------------
 
 
 class FileLocks:
-    """Lock files in a folder beside the database. They stay there: removing one would let two processes hold it."""
+    """Lock files in a folder beside the database. A removed file would let two processes hold a lock, so files stay."""
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._taken: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+    def begin_anew(self) -> None:
+        for lock in list(self._taken):
+            lock.release()
 
     def take(self, name: LockName) -> Held | None:
-        # By whatever links the database is reached, its locks are the same.
+        # The locks are the same for all links that lead to the database.
         folder = os.path.realpath(self._path) + ".locks"
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
+        _refuse_foreign(folder, folder.removesuffix(".locks"))
         lock = FileLock(os.path.join(folder, name.text))
         if lock.is_ours:
+            self._taken.add(lock)
             return lock
         lock.release()
         return None
 
 
 class FileLock:
-    """One lock file, held if it was free."""
+    """A lock file, held if the file was free."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file = FileIO(path, "a")
+        self._file = FileIO(path, "a", opener=_open_no_link)
         _open_files.add(self._file)
         try:
             self._locked = _flock(self._file)
@@ -172,7 +193,7 @@ class FileLock:
 
     @property
     def is_ours(self) -> bool:
-        """Whether we hold it, and it is still the file that others would find."""
+        """True if this object holds the lock, and other processes would still find the same file."""
         try:
             return self._locked and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except OSError:
@@ -180,6 +201,32 @@ class FileLock:
 
     def release(self) -> None:
         self._file.close()
+
+
+def _refuse_foreign(folder: str, database: str) -> None:
+    """Refuse a lock folder of a foreign user, who may have prepared links to make files in any place.
+
+    Trusted owners are this user, the owner of the database and root, who could do harm without the folder, too.
+    """
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no folder at all; remove it", folder)
+    trusted = {os.geteuid(), 0}
+    with contextlib.suppress(FileNotFoundError):
+        trusted.add(os.stat(database).st_uid)
+    if found.st_uid not in trusted:
+        told = f"it belongs to the user {found.st_uid}, neither to us nor to the owner of {database}; remove it"
+        raise PermissionError(errno.EPERM, told, folder)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open or make a lock file. Never follow a link in place of the file, and never wait for the end of a pipe."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link; remove it", path) from error
+        raise
 
 
 def _flock(file: FileIO) -> bool:
@@ -196,7 +243,10 @@ _open_files: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child shares our open files, and would hold our locks after our death. Its closing them frees none."""
+    """Close the files in a forked child, which would hold the locks after the death of this process.
+
+    Closing in the child releases no lock, because the parent has the files open.
+    """
     for file in list(_open_files):
         file.close()
 
@@ -209,10 +259,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class MemoryLocks:
-    """The locks of one database in memory."""
+    """The locks of a database in memory."""
 
     def __init__(self) -> None:
         self._taken: set[LockName] = set()
+
+    def begin_anew(self) -> None:
+        self._taken = set()  # a new set, because tasks of the former loop may still release their locks in the old set
 
     def take(self, name: LockName) -> Held | None:
         if name in self._taken:
@@ -222,7 +275,7 @@ class MemoryLocks:
 
 
 class MemoryLock:
-    """One name in the set."""
+    """A name in the set."""
 
     is_ours = True
 

@@ -1,73 +1,35 @@
-"""The ``event_notifications`` table on SQLite."""
+"""The ``event_notifications`` table on SQLite: outcomes, counts, and the orders of operators."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
-from outboxio.notification import BEGINNING, Context, Notification, NotificationRecord, Position, Wanted, record_of
-from outboxio.outcome import Bucket
-from outboxio.storage.sqlite.connection import Connections, fetch_value
-from outboxio.storage.sqlite.session import INSERT_EVENTS, event_parameters
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import BEGINNING, DueQuery, Notification, NotificationRecord, record_of
+from outboxio.model.outcome import Bucket
+from outboxio.storage.left_alone import LeftAlone
+from outboxio.storage.sqlite.columns import RECORD, RECORD_OBJECT, names
+from outboxio.storage.sqlite.connection import execute_when_free, fetch_value, in_transaction
+from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.due import BY_DUE, FIND_BUSY, UNFINISHED, as_positions, find_due
+from outboxio.storage.sqlite.inserts import INSERT_EVENTS, event_parameters
 from outboxio.storage.sqlite.values import as_json, as_text
 
-_JSON = ("action_params", "payload", "headers", "errors")
-
-
-def _object(columns: Iterable[str]) -> str:
-    """A row as a JSON object; JSON columns stay text in it."""
-    return "json_object(" + ", ".join(f"'{column}', {column}" for column in columns) + ")"
-
-
-def _micros(column: str) -> str:
-    # Without its fraction, which SQLite would round to the millisecond first.
-    return f"CAST(strftime('%s', substr({column}, 1, 19)) AS INTEGER) * 1000000 + CAST(substr({column}, 21) AS INTEGER)"
-
-
-_DUE_COLUMNS = ("id", "handler_name", "event_type", "payload", "state", "attempts", "next_retry_at", "retention_from",
-                "sequence")  # fmt: skip
-_MOMENTS = {"next_retry_at", "retention_from"}
-_CONTEXT = Context.__struct_fields__
-_RECORD_COLUMNS = tuple(f for f in NotificationRecord.__struct_fields__ if f != "shard")
-
-# SQLite uses a partial index for a query only if it repeats the index's own condition word for word.
-_UNFINISHED = "state IN ('PENDING', 'FAILED', 'DYING')"
+# SQLite uses a partial index for a query that repeats each condition of the index word for word.
 _IN_LINE = "state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (ordering_key IS NOT NULL OR state = 'BLOCKED')"
-# Indexes are named everywhere: with statistics from when the table was small the planner would scan it for ever.
-_BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
 _BY_LINE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_line"
-# SQLite's own name for the index of a table's first key, here that of the primary key.
+# sqlite_autoindex_..._1 is SQLite's own index of the primary key, here of the id.
 _BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
 
-_DUE_ARRAY = ", ".join(_micros(column) if column in _MOMENTS else column for column in _DUE_COLUMNS)
-
-# Which of the wanted have anything due: an idle poll is this one statement.
-FIND_BUSY = f"""
-SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
-  SELECT 1 FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name = json_extract(w.value, '$[0]') AND {_UNFINISHED}
-    AND next_retry_at <= :now
-    AND (next_retry_at, sequence) > (json_extract(w.value, '$[1]'), json_extract(w.value, '$[2]')))
-"""
-
-# One index walk for each handler name, from its own position: neither finished rows nor the backlog of a handler
-# that has no room are read. No row is claimed, for whoever runs this holds the handler's lock.
-FIND_DUE = f"""
-SELECT json_group_array(json_array({_DUE_ARRAY}, json_array({", ".join(_CONTEXT)}))) FROM (
-  SELECT {", ".join((*_DUE_COLUMNS, *_CONTEXT))} FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name = :handler_name AND {_UNFINISHED} AND next_retry_at <= :now
-    AND (next_retry_at, sequence) > (:due, :sequence)
-  ORDER BY next_retry_at, sequence LIMIT :limit)
-"""
-
-# The one statement that writes also reads the leases, so no successor can raise a term between the two.
+# The statement that writes also reads the leases, so no successor can raise a term in between.
 _HELD = """
 SELECT json_extract(mine.value, '$[1]') FROM json_each(:leases) mine CROSS JOIN eventlog_leases l
   ON l.name = json_extract(mine.value, '$[0]') AND l.term = json_extract(mine.value, '$[2]')
@@ -75,11 +37,11 @@ SELECT json_extract(mine.value, '$[1]') FROM json_each(:leases) mine CROSS JOIN 
 
 SETTLE = f"""
 UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
-WHERE id IN (SELECT value FROM json_each(:ids)) AND {_UNFINISHED} AND handler_name IN ({_HELD})
+WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND handler_name IN ({_HELD})
 """
 
-# What differs by row is looked up for each row; a join would be free to scan the table. Errors that somebody has made
-# unreadable by hand are replaced: they must not keep all others from being settled.
+# The values of a row are looked up for each row; for a join, the planner would be free to scan the table. Errors that
+# were made unreadable by hand are replaced, so that all rows of the bucket can be settled.
 SETTLE_WITH_DETAILS = f"""
 UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (next_retry_at, errors) = (
   WITH o AS MATERIALIZED (
@@ -87,11 +49,11 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (
       json_extract(value, '$[2]') AS error
     FROM json_each(:details))
   SELECT coalesce(o.next_retry_at, n.next_retry_at), CASE WHEN o.error IS NULL THEN n.errors
-    WHEN NOT json_valid(n.errors) THEN json_array(json(o.error))
+    WHEN NOT json_valid(n.errors) OR json_type(n.errors) <> 'array' THEN json_array(json(o.error))
     ELSE json_insert(CASE WHEN json_array_length(n.errors) >= 10 THEN json_remove(n.errors, '$[0]') ELSE n.errors END,
       '$[#]', json(o.error)) END
   FROM o WHERE o.id = n.id)
-WHERE id IN (SELECT value FROM json_each(:ids)) AND {_UNFINISHED} AND handler_name IN ({_HELD})
+WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND handler_name IN ({_HELD})
 """
 
 COUNT_STATES = """
@@ -99,15 +61,15 @@ SELECT json_group_object(state, number) FROM (
   SELECT state, count(*) AS number FROM eventlog_event_notifications WHERE namespace = :namespace GROUP BY state)
 """
 
-# Jumps from one handler name to the next along the due index and that of lines, which has what is BLOCKED. Whatever
-# else is in line is no news, but to pass over it would be to read it.
+# Jumps from handler name to handler name along two indexes: of due rows, and of ordering keys, which has BLOCKED rows.
+# The index of ordering keys has unblocked rows, too. They add no name, and a condition on BLOCKED would read them.
 UNFINISHED_NAMES = f"""
 WITH RECURSIVE names(name) AS (
   SELECT ''
   UNION ALL
   SELECT (SELECT min(name) FROM (
-    SELECT (SELECT handler_name FROM {_BY_DUE}
-      WHERE namespace = :namespace AND {_UNFINISHED} AND handler_name > names.name
+    SELECT (SELECT handler_name FROM {BY_DUE}
+      WHERE namespace = :namespace AND {UNFINISHED} AND handler_name > names.name
       ORDER BY handler_name LIMIT 1) AS name
     UNION ALL
     SELECT (SELECT handler_name FROM {_BY_LINE}
@@ -119,20 +81,25 @@ SELECT json_group_array(name) FROM names WHERE name <> ''
 
 COUNT_UNFINISHED = f"""
 SELECT (
-  SELECT count(*) FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+  SELECT count(*) FROM {BY_DUE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {UNFINISHED}
 ) + (
   SELECT count(*) FROM {_BY_LINE}
   WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_IN_LINE}
     AND state = 'BLOCKED')
 """
 
-# Found without the write lock, for it may have to read the whole backlog of these names. No index has all of these
-# rows: those that are BLOCKED are only in line.
+OLDEST_UNFINISHED = f"""
+SELECT created_date FROM {BY_DUE}
+WHERE namespace = :namespace AND handler_name = :name AND {UNFINISHED} ORDER BY next_retry_at, sequence LIMIT 1
+"""
+
+# Found without the write lock, because the statement may read the whole backlog of the names. No index has all
+# unfinished rows: BLOCKED rows are only in the index of ordering keys.
 FIND_EXPIRED = f"""
 SELECT json_group_array(id) FROM (
-  SELECT id FROM {_BY_DUE}
-  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {_UNFINISHED}
+  SELECT id FROM {BY_DUE}
+  WHERE namespace = :namespace AND handler_name IN (SELECT value FROM json_each(:names)) AND {UNFINISHED}
     AND state <> 'DYING' AND retention_from < :before
   UNION ALL
   SELECT id FROM {_BY_LINE}
@@ -148,8 +115,8 @@ WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ('PENDING', 'FAILED
 """
 
 SELECT = f"""
-SELECT json_group_array({_object(_RECORD_COLUMNS)}) FROM (
-  SELECT {", ".join(_RECORD_COLUMNS)} FROM eventlog_event_notifications
+SELECT json_group_array({RECORD_OBJECT}) FROM (
+  SELECT {names(RECORD)} FROM eventlog_event_notifications
   WHERE namespace = :namespace AND (:state IS NULL OR state = :state)
     AND (:handler_name IS NULL OR handler_name = :handler_name) AND (:event_type IS NULL OR event_type = :event_type)
   ORDER BY created_date, sequence, handler_name LIMIT :limit)
@@ -167,8 +134,8 @@ WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND s
 
 # An id may be a notification's or an event's. By SQLite's own name, the index is that of (event_id, handler_name).
 SELECT_BY_ID = f"""
-SELECT json_group_array({_object(_RECORD_COLUMNS)}) FROM (
-  SELECT {", ".join(_RECORD_COLUMNS)} FROM {_BY_ID}
+SELECT json_group_array({RECORD_OBJECT}) FROM (
+  SELECT {names(RECORD)} FROM {_BY_ID}
   WHERE namespace = :namespace AND id IN (
     SELECT value FROM json_each(:ids)
     UNION ALL
@@ -185,9 +152,8 @@ WHERE state IN ('DEAD', 'EXPIRED') AND id IN (
     AND ordering_key = :ordering_key AND state IN ('DEAD', 'EXPIRED'))
 """
 
-# A piece is so many rows in the order of their ids, however few of them are wanted: so none takes long. It is read
-# without the write lock. Since a row that was replayed lies behind the position, it is not replayed again when it is
-# soon finished again.
+# A piece is 1,000 rows in the order of the ids, even if few rows are wanted, so no piece takes long. A piece is read
+# without the write lock. A replayed row lies behind the position, so a row that finishes again soon is replayed once.
 PIECE = 1000
 _IS_TERMINAL = "state IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')"
 FIND_REPLAYED = f"""
@@ -214,14 +180,6 @@ class _Piece(Struct, frozen=True):
     ids: list[str]
 
 
-class _Due(Notification, array_like=True, gc=False):
-    """A due row as FIND_DUE writes it. Its documents are text within JSON: one that is malformed harms no other row."""
-
-    payload: str | None
-    raw_context: msgspec.Raw
-
-
-_notifications = msgspec.json.Decoder(list[_Due])
 _rows = msgspec.json.Decoder(list[dict[str, Any]])
 _piece = msgspec.json.Decoder(_Piece)
 
@@ -230,33 +188,30 @@ class SqliteNotifications:
     def __init__(self, connections: Connections, shard: str) -> None:
         self._connections = connections
         self._shard = shard
+        self._left_alone = LeftAlone()
 
     @property
     def can_settle(self) -> bool:
         return True
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[Wanted]) -> Sequence[Notification]:
-        return await self._connections.read(lambda connection: _find_due(connection, namespace, as_text(now), wanted))
+    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> Sequence[Notification]:
+        return await self._connections.read(
+            lambda connection: find_due(connection, namespace, as_text(now), wanted, self._left_alone)
+        )
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
-        return await self._connections.write(*settlement(bucket, now))
+        sql, parameters = settlement(bucket, now)
+        async with self._connections.writing() as writer:
+            settled = writer.submit(partial(execute_when_free, sql=sql, parameters=parameters))
+        return await settled
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
-        def settle_and_insert(connection: sqlite3.Connection) -> int:
-            settled = connection.execute(*settlement(bucket, now)).rowcount
-            if settled < len(bucket.outcomes):
-                raise _Refused
-            for action, events in bucket.emitted:
-                connection.execute(INSERT_EVENTS, event_parameters(action, events))
-            return settled
+        async with self._connections.writing() as writer:
+            settled = writer.submit(partial(_settle_emitting, bucket, now))
+        return await settled
 
-        try:
-            return await self._connections.transact(settle_and_insert)
-        except _Refused:
-            return 0
-
-    async def any_due(self, namespace: str, now: datetime, names: Sequence[str]) -> bool:
-        wanted = _positions((name, BEGINNING) for name in names)
+    async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool:
+        wanted = as_positions((slot.handler_name, BEGINNING) for slot in slots)
         parameters = {"namespace": namespace, "now": as_text(now), "wanted": wanted}
         return bool(
             await self._connections.read(lambda connection: fetch_value(connection, FIND_BUSY, parameters)) != _NONE
@@ -273,6 +228,10 @@ class SqliteNotifications:
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
         parameters = {"namespace": namespace, "names": as_json(names)}
         return int(await self._connections.inspect(COUNT_UNFINISHED, parameters))
+
+    async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
+        found = await self._connections.inspect(OLDEST_UNFINISHED, {"namespace": namespace, "name": name})
+        return None if found is None else datetime.fromisoformat(found)
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
         parameters = {"namespace": namespace, "names": as_json(names), "before": as_text(before), "limit": limit}
@@ -291,11 +250,12 @@ class SqliteNotifications:
             "event_type": event_type,
             "limit": limit,
         }
-        return [self._record(row) for row in _rows.decode(await self._connections.inspect(SELECT, parameters))]
+        return self._records(await self._connections.inspect(SELECT, parameters))
 
     async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
-        found = await self._connections.inspect(SELECT_BY_ID, {"namespace": namespace, "ids": as_json(ids)})
-        return [self._record(row) for row in _rows.decode(found)]
+        return self._records(
+            await self._connections.inspect(SELECT_BY_ID, {"namespace": namespace, "ids": as_json(ids)})
+        )
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         return await self._connections.write(RETRY, {"namespace": namespace, "ids": as_json(ids), "now": as_text(now)})
@@ -337,24 +297,12 @@ class SqliteNotifications:
                 return replayed
             position = piece.last
 
-    def _record(self, row: dict[str, Any]) -> NotificationRecord:
-        return record_of({**row, **{column: _document(row[column]) for column in _JSON}}, self._shard)
-
-
-def _document(text: str | None) -> Any:
-    """A JSON column as it is: an operator wants to see what is malformed, too."""
-    try:
-        return None if text is None else msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
-
-
-class _Refused(Exception):
-    """The fence let some of a bucket through, and not all: take it all back."""
+    def _records(self, found: str) -> list[NotificationRecord]:
+        return [record_of(row, self._shard) for row in _rows.decode(found)]
 
 
 def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
-    """The statement that writes a bucket, and its parameters."""
+    """The statement that writes a bucket, with parameters."""
     parameters = {
         "state": bucket.state.value,
         "attempts": bucket.attempts,
@@ -375,27 +323,19 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
     return SETTLE_WITH_DETAILS, {**parameters, "details": details}
 
 
-def _find_due(connection: sqlite3.Connection, namespace: str, now: str, wanted: Sequence[Wanted]) -> list[Notification]:
-    scope = {"namespace": namespace, "now": now}
-    positions = _positions((w.handler_name, w.after) for w in wanted)
-    busy = msgspec.json.decode(fetch_value(connection, FIND_BUSY, {**scope, "wanted": positions}), type=list[int])
-    found: list[Notification] = []
-    for number in busy:
-        found += _find_due_of(connection, scope, wanted[number])
-    return found
+class _Refused(Exception):
+    """The fence refused a part of a bucket, so the transaction is rolled back."""
 
 
-def _find_due_of(connection: sqlite3.Connection, scope: Mapping[str, str], wanted: Wanted) -> Sequence[Notification]:
-    due, sequence = wanted.after
-    parameters = {"handler_name": wanted.handler_name, "due": as_text(due), "sequence": sequence, "limit": wanted.limit}
+def _settle_emitting(bucket: Bucket, now: datetime, connection: sqlite3.Connection) -> int:
+    """Settle all rows of the bucket and write the emitted events, or change no row."""
     try:
-        return _notifications.decode(fetch_value(connection, FIND_DUE, {**scope, **parameters}))
-    except sqlite3.DataError:
-        # One text holds 1 GB at most; some of the rows go into it, and the next round finds the others.
-        if wanted.limit <= 1:
-            raise
-        return _find_due_of(connection, scope, replace(wanted, limit=wanted.limit // 2))
-
-
-def _positions(wanted: Iterable[tuple[str, Position]]) -> str:
-    return as_json((name, as_text(due), sequence) for name, (due, sequence) in wanted)
+        with in_transaction(connection):
+            settled = connection.execute(*settlement(bucket, now)).rowcount
+            if settled < len(bucket.outcomes):
+                raise _Refused
+            for action, events in bucket.emitted:
+                connection.execute(INSERT_EVENTS, event_parameters(action, events))
+    except _Refused:
+        return 0
+    return settled

@@ -1,24 +1,29 @@
-"""Bringing SQLite's tables up to date, and checking them."""
+"""Migrating and checking the tables on SQLite."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
-from outboxio.errors import SchemaMissing, SchemaOccupied
+from outboxio.errors import SchemaMissing
 from outboxio.storage.schema import (
     Found,
+    Rights,
     files_to_apply,
+    indexes_to_make,
     is_occupied,
-    missing_parts,
+    pending_files,
     refuse_incomplete,
     refuse_newer,
+    refuse_unadoptable,
 )
-from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.sqlite.connections import Connections
 
 PREFIX = "eventlog_"
 
@@ -34,8 +39,8 @@ CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
 """
 ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
 
-# Only an INTEGER PRIMARY KEY numbers its rows. And statements name the indexes of the ids, by the names that SQLite
-# gives to those of a table's first and second key.
+# SQLite numbers rows only for an INTEGER PRIMARY KEY. And statements name SQLite's own indexes of the first and the
+# second key of a table.
 NUMBERS_EVENTS = """
 SELECT count(*) = 1 FROM pragma_table_info('eventlog_events')
 WHERE pk > 0 AND name = 'sequence' AND upper(type) = 'INTEGER'
@@ -49,6 +54,7 @@ SELECT (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_e
   AND (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_eventlog_event_notifications_2'))
     = '["event_id","handler_name"]'
 """
+REBUILD = "-- SQLite adds no key to a table that is there: rename it, make it anew, and copy its rows"
 KEYS = (
     (NUMBERS_EVENTS, "sequence INTEGER PRIMARY KEY of table events", "0001_events.sql"),
     (FINDS_EVENTS, "id UNIQUE of table events", "0001_events.sql"),
@@ -66,66 +72,76 @@ class SqliteSchema:
         self._shard = shard
         self._path = path
 
-    async def migrate(self) -> list[str]:
-        # One transaction, which takes the write lock at once: instances that start together take turns.
-        return await self._connections.transact(self._migrate)
+    async def migrate(self, *, contract: bool = False) -> list[str]:
+        # A single transaction with the write lock: processes that start together take turns.
+        return await self._connections.transact(partial(self._migrate, contract=contract))
 
-    async def check(self) -> None:
+    async def pending(self) -> list[str]:
+        return pending_files("sqlite", await self._connections.read(_found_in))
+
+    async def check(self, needed: Rights | None = None) -> None:
+        """Raise a :class:`SchemaError` unless all parts exist. ``needed`` is ignored: SQLite has no rights of users."""
         if self._is_still_to_be_made():
-            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0, has_partial_indexes=True))
+            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0))
         found, keys = await self._connections.read(
-            lambda connection: (_look(connection), list(_missing_keys(connection)))
+            lambda connection: (_found_in(connection), list(_missing_keys(connection)))
         )
         refuse_newer(self._shard, "sqlite", found)
         refuse_incomplete(self._shard, "sqlite", found)
-        if keys:
-            raise SchemaMissing(self._shard, [key for key, _ in keys], [f"sql/sqlite/{file}" for _, file in keys])
+        self._refuse_without_keys(keys)
 
     def _is_still_to_be_made(self) -> bool:
-        """Whether the file is not there yet: a check must not make it, as opening it would."""
+        """True if the file does not exist yet. Opening would make the file, which a check must not do."""
         return self._path is not None and not os.path.exists(self._path) and os.path.isdir(os.path.dirname(self._path))
 
-    def _migrate(self, connection: sqlite3.Connection) -> list[str]:
-        found = _look(connection)
-        if is_occupied(found):
+    def _refuse_without_keys(self, keys: Sequence[tuple[str, str]]) -> None:
+        if keys:
+            files = [f"sql/sqlite/{file}" for _, file in keys]
+            raise SchemaMissing(self._shard, [key for key, _ in keys], files, by_hand=[REBUILD], can_migrate=False)
+
+    def _migrate(self, connection: sqlite3.Connection, *, contract: bool) -> list[str]:
+        found = _found_in(connection)
+        if is_occupied("sqlite", found):
             return self._adopt(connection, found)
-        files = files_to_apply(self._shard, "sqlite", found)
+        files = files_to_apply(self._shard, "sqlite", found, contract=contract)
+        indexes = indexes_to_make(self._shard, "sqlite", found)
+        if not files:
+            self._refuse_without_keys(list(_missing_keys(connection)))
         for file in files:
             for statement in _statements(file.text):
                 connection.execute(statement)
-        return [file.name for file in files]
+        for index in indexes:
+            connection.execute(index.statements[0])
+        return [*(file.name for file in files), *(index.words for index in indexes)]
 
     def _adopt(self, connection: sqlite3.Connection, found: Found) -> list[str]:
-        """Tables that another tool made: complete ones are recorded as applied, others are left alone."""
-        missing = [part for part, _ in missing_parts(found) if part != "table schema_versions"]
-        missing += [key for key, _ in _missing_keys(connection)]
-        if missing:
-            raise SchemaOccupied(self._shard, missing)
+        """Record complete tables of a foreign tool as applied; refuse incomplete tables."""
+        refuse_unadoptable(self._shard, "sqlite", found, besides=[key for key, _ in _missing_keys(connection)])
         connection.execute(ADOPT)
         files = files_to_apply(self._shard, "sqlite", found)
         connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
         return []
 
 
-def _look(connection: sqlite3.Connection) -> Found:
+def _found_in(connection: sqlite3.Connection) -> Found:
     columns: dict[str, set[str]] = defaultdict(set)
     for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
         columns[table.removeprefix(PREFIX)].add(column)
     indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
     version = fetch_value(connection, VERSION, ()) if "version" in columns["schema_versions"] else 0
     indexes = [index.removeprefix(PREFIX) for index in indexes]
-    return Found(dict(columns), indexes, version, has_partial_indexes=True)
+    return Found({table: names for table, names in columns.items() if names}, indexes, version)
 
 
 def _missing_keys(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
-    """The keys that are not as our statements need them, with the file that has them."""
+    """The keys that the statements of outboxio need and the database lacks, each with the SQL file of the key."""
     for question, key, file in KEYS:
         if not fetch_value(connection, question, ()):
             yield key, file
 
 
 def _statements(text: str) -> Iterator[str]:
-    """The statements of a file, one by one: ``executescript`` would commit before the first."""
+    """The statements of a file. ``executescript`` is no choice, because it commits before the first statement."""
     statement = ""
     for line in text.splitlines(keepends=True):
         statement += line

@@ -1,39 +1,44 @@
-"""The one writing connection, checked out for one transaction of the application; and a caller's own connection."""
+"""A transaction of the application, on the writing connection or on a connection for reading."""
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 from uuid import UUID
 
 import msgspec
 
-from outboxio.errors import TransactionError
-from outboxio.event import ActionRecord, EventRecord
-from outboxio.storage.protocols import Consumed, Owed
-from outboxio.storage.sqlite.connection import Connections, Parameters, Work, begin, fetch_value, roll_back
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.storage.protocols import ConsumeResult, NewNotification
+from outboxio.storage.sqlite.connection import (
+    Parameters,
+    Work,
+    begin,
+    begin_reading,
+    end_reading,
+    fetch_value,
+    roll_back,
+)
+from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.inserts import (
+    INSERT_EVENTS,
+    INSERT_NOTIFICATIONS,
+    MARK_DELIVERED,
+    event_parameters,
+    notification_parameters,
+)
+from outboxio.storage.sqlite.thread import ThreadConnection
+from outboxio.storage.sqlite.turn import Turn
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
+from outboxio.storage.statements import first_ending
 
-# One statement however many events there are, so that a caller who catches its error has all of them or none.
-# json_each takes the list apart in order, which is the order in which the rows are numbered.
-INSERT_EVENTS = """
-INSERT INTO eventlog_events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
-    model_id, model_type, event_type, payload, event_date, delivered, ordering_key, topic, source, correlation_id,
-    causation_id, headers, available_at, hops)
-SELECT json_extract(value, '$[0]'), :namespace, :action_id, :action_name, :action_params, :started_date,
-    :completion_date, json_extract(value, '$[1]'), json_extract(value, '$[2]'), json_extract(value, '$[3]'),
-    json_extract(value, '$[4]'), :completion_date, FALSE, json_extract(value, '$[5]'), json_extract(value, '$[6]'),
-    :source, :correlation_id, :causation_id, :headers, json_extract(value, '$[7]'), :hops
-FROM json_each(:events)
-"""
-
-
-# Whoever has begun to write is the only one, so there is nothing to lock. The index is SQLite's own of the ids.
+# SQLite has a single writer, so no row has to be locked. sqlite_autoindex_..._1 is SQLite's own index of the ids.
 CLAIM = """
 SELECT json_group_object(id, errors)
 FROM eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
@@ -43,24 +48,6 @@ FINISH = """
 UPDATE eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
 SET state = :state, attempts = :attempts, updated_date = :now WHERE id IN (SELECT value FROM json_each(:ids))
 """
-
-OWE = """
-INSERT INTO eventlog_event_notifications (id, event_id, handler_name, namespace, action_id, action_name,
-  action_params, started_date, completion_date, model_id, model_type, event_type, payload, event_date, state,
-  attempts, next_retry_at, created_date, updated_date, sequence, ordering_key, priority, errors, correlation_id,
-  causation_id, headers, hops, retention_from)
-SELECT json_extract(o.value, '$[0]'), e.id, json_extract(o.value, '$[1]'), e.namespace, e.action_id, e.action_name,
-  e.action_params, e.started_date, e.completion_date, e.model_id, e.model_type, e.event_type, e.payload, e.event_date,
-  json_extract(o.value, '$[2]'), json_extract(o.value, '$[3]'), json_extract(o.value, '$[4]'), :now, :now, e.sequence,
-  json_extract(o.value, '$[6]'), json_extract(o.value, '$[7]'), json_extract(o.value, '$[5]'), e.correlation_id,
-  e.causation_id, e.headers, e.hops, max(coalesce(e.available_at, :now), :now)
-FROM json_each(:owed) o CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1
-WHERE e.id = :event_id
-"""
-MARK_DELIVERED = """
-UPDATE eventlog_events INDEXED BY sqlite_autoindex_eventlog_events_1 SET delivered = TRUE WHERE id = :event_id
-"""
-
 
 CONSUME = """
 INSERT INTO eventlog_consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
@@ -76,67 +63,32 @@ WHERE source = ? AND external_id = ? AND handler_name IN (SELECT value FROM json
 """
 
 
-def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
-    """The parameters of ``INSERT_EVENTS``."""
-    return {
-        "namespace": action.namespace,
-        "action_id": str(action.action_id),
-        "action_name": action.action_name,
-        "action_params": action.action_params,
-        "started_date": as_text(action.started_date),
-        "completion_date": as_text(action.completion_date),
-        "source": action.source,
-        "correlation_id": action.correlation_id,
-        "causation_id": None if action.causation_id is None else str(action.causation_id),
-        "headers": action.headers,
-        "hops": action.hops,
-        "events": as_json(
-            (
-                event.id,
-                event.model_id,
-                event.model_type,
-                event.event_type,
-                event.payload,
-                event.ordering_key,
-                event.topic,
-                None if event.available_at is None else as_text(event.available_at),
-            )
-            for event in events
-        ),
-    }
-
-
-def owed_parameters(event_id: UUID, owed: Sequence[Owed], now: datetime) -> dict[str, Any]:
-    """The parameters of ``OWE`` and of ``MARK_DELIVERED``."""
-    rows = as_json(
-        (o.id, o.handler_name, o.state, o.attempts, as_text(o.next_retry_at), o.errors, o.ordering_key, o.priority)
-        for o in owed
-    )
-    return {"event_id": str(event_id), "owed": rows, "now": as_text(now)}
-
-
 class SqliteSession:
-    """One transaction on the writing connection.
+    """One transaction on a connection in its thread (decision 7).
 
-    It may begin with its first statement, and ends with its last one, in one way to the thread each. As soon as the
-    last one is handed over the next transaction has its turn: the thread does everything in order.
+    BEGIN travels to the thread with the first statement, and the INSERT of the events with COMMIT. As soon as COMMIT is
+    submitted, the next transaction has its turn, because the thread runs all jobs in order.
     """
 
     def __init__(self, writer: Writer, pass_on: Callable[[], None], discard: Callable[[], None]) -> None:
+        """``pass_on`` gives the turn to the next transaction, ``discard`` closes the connection for good."""
         self._writer = writer
         self._pass_on = pass_on
         self._discard = discard
         self._connection: Any = None
         self._is_to_begin = False
+        self._beginning: Work[sqlite3.Connection] = begin
+        self.ending: Work[None] = roll_back
+        """Undoes an open transaction."""
         self.is_open = False
-        """Whether something was begun, or may have been, and was not ended."""
+        """True while a transaction is open, or may be."""
 
     @property
     def connection(self) -> Any:
         if self._is_to_begin:
-            # Whoever asks for it uses it at once, and blocks the event loop with it anyway.
+            # The application uses the connection at once, and each use blocks the event loop.
             self._is_to_begin, self.is_open = False, True
-            self._connection = self._writer.run_at_once(begin)
+            self._connection = self._writer.run_blocking(self._beginning)
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
@@ -144,19 +96,23 @@ class SqliteSession:
         if not soon:
             await self._run(lambda connection: None)
 
+    async def begin_reading(self) -> None:
+        self._beginning, self.ending = begin_reading, end_reading
+        await self.begin()
+
     def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> Awaitable[None]:
         parameters = None if action is None or not events else event_parameters(action, events)
-        if self._is_to_begin and parameters is None:
-            self._is_to_begin = False
-            return _nothing_was_done()
-        ended = self._hand_over(lambda connection: _end(connection, parameters))
+        begins, self._is_to_begin = self._is_to_begin, False
+        if begins and parameters is None:
+            return _nothing_to_commit()
+        ended = self._writer.submit(partial(self._commit, parameters, begins))
         self.is_open = False
         self._pass_on()
         return ended
 
     async def rollback(self) -> None:
         if self.is_open:
-            await self._run(roll_back)
+            await self._run(self.ending)
         self._is_to_begin = self.is_open = False
 
     def discard(self) -> None:
@@ -165,11 +121,11 @@ class SqliteSession:
 
     def in_transaction(self) -> bool:
         if not self.is_open:
-            return self._is_to_begin  # what the connection does now is another's
+            return self._is_to_begin  # after the end, the connection may be in the transaction of the next session
         return self._connection is not None and bool(self._connection.in_transaction)
 
-    def would_commit(self, sql: str) -> str | None:
-        return None  # CREATE and its like are part of the transaction
+    def would_end(self, sql: str) -> str | None:
+        return first_ending(sql)  # the driver runs only the first statement of a string
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
         parameters = as_parameters(sql, args)
@@ -192,135 +148,127 @@ class SqliteSession:
         values = {"ids": as_json(ids), "state": state, "attempts": attempts, "now": as_text(now)}
         await self._run(lambda connection: connection.execute(FINISH, values))
 
-    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
-        parameters = owed_parameters(event_id, owed, now)
-        await self._run(lambda connection: connection.execute(OWE, parameters))
+    async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
+        parameters = notification_parameters(event_id, owed, now)
+        await self._run(lambda connection: connection.execute(INSERT_NOTIFICATIONS, parameters))
         await self._run(lambda connection: connection.execute(MARK_DELIVERED, parameters))
 
-    async def consume(self, consumed: Consumed) -> Consumed:
-        key = (consumed.source, consumed.external_id, consumed.handler_name)
-        rest = (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
-        row = await self._run(lambda connection: _consume(connection, key, rest))
-        return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
+    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
+        key, rest = consumed_parameters(consumed)
+        return consumed_row(key, await self._run(lambda connection: _consume(connection, key, rest)))
 
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[Consumed]:
+    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
         key = (source, external_id, as_json(handler_names))
         rows = await self._run(lambda connection: connection.execute(SEEN, key).fetchall())
-        return [
-            Consumed(source, external_id, name, UUID(event_id), payload_hash, datetime.fromisoformat(moment))
-            for _, _, name, event_id, payload_hash, moment in rows
-        ]
+        return [consumed_row((source, external_id, row[2]), row[3:]) for row in rows]
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
         await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
 
-    async def _run(self, work: Work[Any]) -> Any:
-        return await self._hand_over(work)
-
-    def _hand_over(self, work: Work[Any]) -> Awaitable[Any]:
+    def _run(self, work: Work[Any]) -> Awaitable[Any]:
+        """Submit work to the thread; BEGIN comes with the first work."""
         begins, self._is_to_begin = self._is_to_begin, False
         self.is_open = True
+        return self._writer.submit(partial(self._work, work, begins))
 
-        def within(connection: sqlite3.Connection) -> Any:
-            if begins:
-                self._connection = begin(connection)
-            # Always on the connection that began, never on one that has taken its place.
-            return work(connection if self._connection is None else self._connection)
+    # --- in the thread -------------------------------------------------------------------------------
 
-        return self._writer.hand_over(within)
+    def _work(self, work: Work[Any], begins: bool, connection: sqlite3.Connection) -> Any:
+        return work(self._begun(begins, connection))
+
+    def _commit(self, events: Parameters | None, begins: bool, connection: sqlite3.Connection) -> None:
+        """Write events and commit; or roll back, because the next transaction comes right behind."""
+        connection = self._begun(begins, connection)
+        try:
+            if events is not None:
+                connection.execute(INSERT_EVENTS, events)
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # begin() of the next transaction rolls back again
+                roll_back(connection)
+            raise
+
+    def _begun(self, begins: bool, connection: sqlite3.Connection) -> sqlite3.Connection:
+        """The connection on which this transaction began, even if the thread has opened a new connection since."""
+        if begins:
+            self._connection = self._beginning(connection)
+        return connection if self._connection is None else self._connection
 
 
 class CheckedOutSession:
-    """Takes the writer's turn, and gives it on with no transaction open, whatever happened meanwhile."""
+    """Takes a turn at the writer, and always passes the turn on with no transaction open."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._session = SqliteSession(connections.writer, self._pass_on, connections.discard_writer)
-        self._has_turn = False
+        self._turn: Turn | None = None
 
     async def __aenter__(self) -> SqliteSession:
-        await self._connections.turn.take()
-        self._has_turn = True
+        self._connections.guard.enter()
+        # If a new event loop takes over, this session must not reach the transactions of the new loop.
+        turn, self._writer = self._connections.turn, self._connections.writer
+        await turn.take()
+        self._turn = turn
+        discard = partial(self._connections.discard, self._writer)
+        self._session = SqliteSession(self._writer, self._pass_on, discard)
         return self._session
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._session.is_open:
-                # Even if this is cancelled, the thread does it before anything that comes after.
-                await self._connections.writer.run(roll_back)
+            if self._session.is_open and not self._writer.is_left:
+                # Even if the wait is cancelled, the thread rolls back before all later jobs.
+                await self._writer.submit(self._session.ending)
         finally:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
-            self._connections.turn.pass_on()
+        if self._turn is not None:
+            turn, self._turn = self._turn, None
+            turn.pass_on()
+
+
+class ReadingSession:
+    """Takes a connection for reading, and gives the connection back with no transaction open."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def __aenter__(self) -> SqliteSession:
+        self._connection: ThreadConnection = await self._connections.readers.acquire()
+        self._session = SqliteSession(self._connection, do_nothing, self._connection.drop)
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session.is_open:
+            # Not awaited: the thread rolls back before all later jobs.
+            self._connection.submit(self._session.ending).add_done_callback(_retrieve_error)
+        self._connections.readers.release(self._connection)
 
 
 class Writer(Protocol):
-    """What runs statements on a connection: a thread of its own."""
+    """Runs work on a connection: a thread."""
 
-    def hand_over(self, work: Work[Any]) -> Awaitable[Any]: ...
+    def submit(self, work: Work[Any]) -> Awaitable[Any]: ...
 
-    def run_at_once(self, work: Work[Any]) -> Any: ...
-
-
-class _Callers:
-    """A caller's own connection is the caller's: nothing is begun on it, and nothing ended."""
-
-    async def hand_over(self, work: Work[Any]) -> Any:
-        raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
-
-    run_at_once = hand_over
+    def run_blocking(self, work: Work[Any]) -> Any: ...
 
 
-class CallersSession(SqliteSession):
-    """A caller's own ``sqlite3`` or ``aiosqlite`` connection: what is ours is written on it, and nothing else."""
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(_Callers(), _nothing, _nothing)
-        self._connection = connection
-        self.is_open = True
-
-    async def consume(self, consumed: Consumed) -> Consumed:
-        key = (consumed.source, consumed.external_id, consumed.handler_name)
-        rest = (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
-        await _awaited((await _awaited(self._connection.execute(CONSUME, (*key, *rest)))).close())
-        cursor = await _awaited(self._connection.execute(CONSUMED, key))
-        row = tuple(await _awaited(cursor.fetchone()))
-        await _awaited(cursor.close())
-        return Consumed(*key, UUID(row[0]), row[1], datetime.fromisoformat(row[2]))
-
-    async def owe(self, event_id: UUID, owed: Sequence[Owed], now: datetime) -> None:
-        parameters = owed_parameters(event_id, owed, now)
-        for statement in (OWE, MARK_DELIVERED):
-            await _awaited((await _awaited(self._connection.execute(statement, parameters))).close())
-
-    async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        cursor = await _awaited(self._connection.execute(INSERT_EVENTS, event_parameters(action, events)))
-        await _awaited(cursor.close())
+def consumed_parameters(consumed: ConsumeResult) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    """The key of an inbox message, and the rest of the row."""
+    key = (consumed.source, consumed.external_id, consumed.handler_name)
+    return key, (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
 
 
-def is_connection(connection: object) -> bool:
-    """Whether it is a connection of sqlite3, or of aiosqlite, which need not be installed."""
-    return isinstance(connection, sqlite3.Connection) or any(
-        f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
-    )
+def consumed_row(key: tuple[str, str, str], rest: Sequence[str]) -> ConsumeResult:
+    return ConsumeResult(*key, UUID(rest[0]), rest[1], datetime.fromisoformat(rest[2]))
 
 
-def _end(connection: sqlite3.Connection, events: Parameters | None) -> None:
-    """Write events, and commit; or roll back, for the next transaction comes right behind this."""
-    try:
-        if events is not None:
-            connection.execute(INSERT_EVENTS, events)
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):  # then it is done when the next one begins
-            roll_back(connection)
-        raise
+def do_nothing() -> None:
+    return None
 
 
 def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[str, ...]) -> tuple[str, str, str]:
@@ -332,10 +280,10 @@ def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[s
 def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
     before = connection.total_changes
     cursor = connection.execute(sql, parameters)
-    returned = len(cursor.fetchall())  # RETURNING counts, and ends, with its last row
+    returned = len(cursor.fetchall())  # with RETURNING, the statement counts and ends at the last returned row
     if cursor.rowcount >= 0:
         return cursor.rowcount
-    # sqlite3 counts for statements that begin with INSERT, UPDATE, DELETE or REPLACE; WITH may lead to one of them.
+    # sqlite3 counts rows of statements that begin with INSERT, UPDATE, DELETE or REPLACE, but not with WITH.
     return returned if connection.total_changes == before else int(fetch_value(connection, "SELECT changes()", ()))
 
 
@@ -348,7 +296,7 @@ def _fetch_first(connection: sqlite3.Connection, sql: str, parameters: Parameter
     try:
         return cursor.execute(sql, parameters).fetchone()
     finally:
-        cursor.close()  # a statement that is not at its end would hold up COMMIT
+        cursor.close()  # an unfinished statement would make COMMIT fail
 
 
 def _with_names(connection: sqlite3.Connection) -> sqlite3.Cursor:
@@ -357,14 +305,11 @@ def _with_names(connection: sqlite3.Connection) -> sqlite3.Cursor:
     return cursor
 
 
-async def _awaited(value: Any) -> Any:
-    """What aiosqlite has to be waited for, and sqlite3 has at once."""
-    return await value if inspect.isawaitable(value) else value
-
-
-async def _nothing_was_done() -> None:
+async def _nothing_to_commit() -> None:
     return None
 
 
-def _nothing() -> None:
-    return None
+def _retrieve_error(ended: asyncio.Future[None]) -> None:
+    """Ignore the error of a ROLLBACK that no task awaits: begin() of the next transaction rolls back again."""
+    if not ended.cancelled():
+        ended.exception()

@@ -1,4 +1,4 @@
-"""The ``started_runs`` table on SQLite: runs with which their process may die."""
+"""The ``started_runs`` table on SQLite: runs that may end their process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from uuid import UUID
 import msgspec
 
 from outboxio.storage.protocols import StartedRun
-from outboxio.storage.sqlite.connection import Connections, fetch_value
+from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
 
 RECORD = """
@@ -19,7 +20,7 @@ FROM json_each(:runs) WHERE TRUE
 ON CONFLICT (notification_id) DO UPDATE SET starts = excluded.starts, started_date = excluded.started_date
 """
 
-# SQLite's own name for the index of a table's first key. A row that was written after its run was recorded has had an
+# sqlite_autoindex_..._1 is SQLite's own index of the ids. A row that was written after the record of the run has had an
 # end of that run, or an operator's order.
 _NEVER_ENDED = """EXISTS (
   SELECT 1 FROM eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
@@ -60,6 +61,6 @@ class SqliteStarts:
         return await self._connections.write(REMOVE, {"ids": as_json(ids)})
 
     async def remove_ended(self, namespace: str) -> int:
-        # Looked for without the write lock: as a rule there is nothing.
+        # Read without the write lock, because most reads find no row.
         ended = await self._connections.inspect(FIND_ENDED, {"namespace": namespace})
         return 0 if ended == _NONE else await self._connections.write(REMOVE, {"ids": ended})

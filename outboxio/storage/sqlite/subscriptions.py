@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
 
-from outboxio.storage.protocols import Pause
-from outboxio.storage.sqlite.connection import Connections
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.lock_name import LockName
+from outboxio.storage.protocols import Announced, Holder, Orders, Pause
+from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
-from outboxio.subscription import Subscription
+from outboxio.support.clock import utc_now
 
 ANNOUNCE = """
 INSERT INTO eventlog_subscriptions (namespace, handler_name, event_type, topic, aliases, priority, ordered,
@@ -21,6 +23,26 @@ FROM json_each(:subscriptions) WHERE TRUE
 ON CONFLICT (namespace, handler_name, event_type, topic) DO UPDATE SET aliases = excluded.aliases,
   priority = excluded.priority, ordered = excluded.ordered,
   last_seen_date = max(last_seen_date, excluded.last_seen_date)
+"""
+
+ANNOUNCED = """
+SELECT json_group_array(json_array(handler_name, event_type, topic, json(aliases), last_seen_date))
+FROM eventlog_subscriptions WHERE namespace = :namespace
+"""
+
+# A lease without a holder: the date is the first announcement of the handler.
+BEGIN = """
+INSERT INTO eventlog_leases (name, term, owner, acquired_date, released_term)
+SELECT json_extract(value, '$[0]'), 0, :owner, json_extract(value, '$[1]'), 0 FROM json_each(:begun) WHERE TRUE
+ON CONFLICT (name) DO NOTHING
+"""
+BEGUN = """
+SELECT json_group_object(name, acquired_date) FROM eventlog_leases WHERE name IN (SELECT value FROM json_each(:names))
+"""
+
+HOLDERS = """
+SELECT json_group_object(name, json_array(owner, acquired_date, json(iif(released_term >= term, 'true', 'false'))))
+FROM eventlog_leases WHERE name IN (SELECT value FROM json_each(:names)) AND term > 0
 """
 
 ROUTABLE_NAMES = """
@@ -36,7 +58,7 @@ SELECT json_group_array(DISTINCT a.value) FROM eventlog_subscriptions s, json_ea
 WHERE s.namespace = :namespace AND s.handler_name = :handler_name
 """
 
-# A handler that is paused already stays so since it was.
+# A paused handler keeps the date of the first pause.
 PAUSE = """
 INSERT INTO eventlog_pauses (namespace, handler_name, paused_date) VALUES (:namespace, :handler_name, :now)
 ON CONFLICT (namespace, handler_name) DO UPDATE SET paused_date = excluded.paused_date, ended_date = NULL
@@ -64,6 +86,26 @@ class SqliteSubscriptions:
                 ANNOUNCE, {"namespace": namespace, "now": as_text(now), "subscriptions": rows}
             )
 
+    async def announced(self, namespace: str) -> list[Announced]:
+        rows = await self._connections.inspect(ANNOUNCED, {"namespace": namespace})
+        found = msgspec.json.decode(rows, type=list[tuple[str, str, str, tuple[str, ...], datetime]])
+        return [Announced(*row) for row in found]
+
+    async def begin(self, begun: Mapping[LockName, datetime | None], owner: str) -> None:
+        rows = as_json((name.lease, as_text(moment or utc_now())) for name, moment in begun.items())
+        await self._connections.write(BEGIN, {"begun": rows, "owner": owner})
+
+    async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
+        by_lease = {name.lease: name for name in names}
+        found = await self._connections.inspect(BEGUN, {"names": as_json(by_lease)})
+        return {by_lease[lease]: date for lease, date in msgspec.json.decode(found, type=dict[str, datetime]).items()}
+
+    async def holders(self, names: Sequence[LockName]) -> dict[LockName, Holder]:
+        by_lease = {name.lease: name for name in names}
+        found = await self._connections.inspect(HOLDERS, {"names": as_json(by_lease)})
+        rows = msgspec.json.decode(found, type=dict[str, tuple[str, datetime, bool]])
+        return {by_lease[lease]: Holder(*row) for lease, row in rows.items()}
+
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
         names = await self._connections.inspect(
             ROUTABLE_NAMES, {"namespace": namespace, "seen_since": as_text(seen_since)}
@@ -85,6 +127,9 @@ class SqliteSubscriptions:
         found = await self._connections.inspect(PAUSES, {"namespace": namespace})
         rows = msgspec.json.decode(found, type=list[tuple[str, datetime | None]])
         return [Pause(*row) for row in rows]
+
+    async def orders(self, namespace: str) -> Orders:
+        return Orders(await self.pauses(namespace))
 
     async def forget(self, namespace: str, handler_name: str) -> int:
         return await self._connections.write(FORGET, {"namespace": namespace, "handler_name": handler_name})

@@ -14,10 +14,10 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.clock import naive_utc
 from outboxio.storage.sqlite.connection import Parameters
+from outboxio.support.clock import naive_utc
 
-# What may hold a character that looks like a placeholder and is none, then the placeholders.
+# Quoted texts and comments, in which a character is no placeholder, then the placeholders.
 _PLACEHOLDER = re.compile(
     r"""'[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|(?P<positional>\?)|\$(?P<number>\d+)\b""", re.DOTALL
 )
@@ -29,15 +29,15 @@ def as_text(moment: datetime) -> str:
 
 
 def as_json(values: Iterable[Any]) -> str:
-    """A list as the one text that ``json_each`` takes apart again."""
+    """A list as a JSON text, for ``json_each``."""
     return msgspec.json.encode(list(values)).decode()
 
 
 def as_parameters(sql: str, arguments: Sequence[Any]) -> Parameters:
-    """The caller's arguments as sqlite3 takes them.
+    """The arguments of the application as parameters for sqlite3.
 
-    ``?`` is sqlite3's own: arguments go in by position. For SQLite ``$1`` is a name, so arguments are bound by the
-    names 1, 2, ... if the first placeholder of the statement, outside of quotes and comments, is of this kind.
+    ``?`` takes arguments by position. ``$1`` is a name for SQLite, so arguments get the names 1, 2, ... if the first
+    placeholder of the statement, outside of quotes and comments, is ``$`` with a number.
     """
     values = [as_value(argument) for argument in arguments]
     highest = _highest_number(sql) if "$" in sql else 0
@@ -51,7 +51,7 @@ def as_parameters(sql: str, arguments: Sequence[Any]) -> Parameters:
 
 
 def as_value(value: Any) -> Any:
-    """A value of the application as SQLite stores it; unknown types are left for sqlite3 to refuse."""
+    """A value of the application as a type that SQLite stores; sqlite3 refuses values of unknown types."""
     match value:
         case UUID() | Decimal():
             return str(value)
@@ -69,7 +69,7 @@ def as_value(value: Any) -> Any:
 
 @lru_cache(maxsize=512)
 def _highest_number(sql: str) -> int:
-    """The highest n of the statement's ``$n``; 0 if its placeholders are of another kind."""
+    """The highest n of all ``$n`` in the statement; 0 if the first placeholder is ``?``."""
     found = [match for match in _PLACEHOLDER.finditer(sql) if match["positional"] or match["number"]]
     if not found or found[0]["positional"]:
         return 0

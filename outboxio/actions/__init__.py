@@ -1,0 +1,1 @@
+"""The write side: the rows and events of an action commit in a single transaction."""

@@ -1,0 +1,326 @@
+"""Executing: an action runs in a transaction, and the action's events are written just before COMMIT."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar
+from uuid import UUID
+
+from outboxio.errors import (
+    CommitUnknown,
+    ConfigurationError,
+    InvalidEvent,
+    NestedExecute,
+    RightsMissing,
+    StaleRecord,
+)
+from outboxio.model.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
+from outboxio.model.emitter import Cause, Emitter, encode_headers, encode_params
+from outboxio.model.envelope import current_envelope
+from outboxio.model.event import ActionRecord, EventRecord, checked_name, checked_text
+from outboxio.model.redaction import Redact, keep_all
+from outboxio.storage.protocols import Database, Session
+from outboxio.support.aio import to_the_end
+from outboxio.support.clock import Clock
+from outboxio.support.ids import uuid7
+from outboxio.support.log import log_of, log_text
+from outboxio.support.text import briefly
+from outboxio.transaction import Transaction, roll_back, transactions_around, work_in, work_outside
+
+T = TypeVar("T")
+
+logger = log_of(__name__)
+
+_RETRIED_BY_DEFAULT = Retry(on=StaleRecord)
+
+
+class WritableShard(Protocol):
+    """The parts of a shard that writing needs."""
+
+    @property
+    def database(self) -> Database: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def emitter(self) -> Emitter: ...
+
+    def committed(self, events: Sequence[EventRecord] | None = None) -> None:
+        """Is called after each commit that wrote events; ``None`` if joined actions have written events too."""
+
+
+class ActionExecutor:
+    """Runs actions: each execution is a transaction on a shard."""
+
+    def __init__(
+        self,
+        namespace: str,
+        shards: Mapping[str, WritableShard],
+        *,
+        resources: Any,
+        record_empty_actions: bool,
+        owner: object,
+        redact: Redact = keep_all,
+    ) -> None:
+        self._namespace = namespace
+        self._shards = shards
+        self._default_shard = next(iter(shards))
+        self._resources = resources
+        self._record_empty_actions = record_empty_actions
+        self._owner = owner
+        self._redact = redact
+
+    async def execute(
+        self,
+        action: Performs[Result_co],
+        *,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        retry: Retries = (),
+    ) -> Result_co:
+        """Run an action in a transaction; the result of ``perform``.
+
+        The action runs on ``shard``, or on the first shard. ``correlation_id`` and ``headers`` are stored with each
+        event and reach every handler. ``retry`` goes before the action's own. Stale records, serialization failures,
+        deadlocks, busy databases and tables that changed meanwhile are retried 3 times. An error of ``perform``
+        passes through after a rollback. Other errors:
+
+        * :class:`DatabaseUnavailable`: the database cannot be reached, does not answer any more, or does not write at
+          present. The action is not committed.
+        * :class:`CommitUnknown`: the connection was lost during COMMIT.
+        * :class:`PoolExhausted`: all connections were in use for the time of the setting ``pool_timeout``.
+
+        Example::
+
+            balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")), correlation_id="req-7")
+        """
+        if not isinstance(action, Action):
+            remedy = "is no Action; define its class as `class X(Action)`"
+            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
+        name, action_id = type(action).__type_name__, uuid7()
+        entries = (*as_entries(retry), *as_entries(action.retry))
+        retries: RetryCounter | None = None  # most actions succeed at once
+        while True:
+            try:
+                async with self.transaction(
+                    name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
+                ) as tx:
+                    result: Result_co = await _awaitable(action.perform(tx), name)
+                return result
+            except Exception as error:
+                retries = retries or self.retries(entries, shard)
+                if (delay := self.delay_before_retry(retries, error, name, action_id)) is None:
+                    raise
+            await asyncio.sleep(delay)
+
+    def retries(self, entries: Sequence[Retry], shard: str | None = None) -> RetryCounter:
+        """Counts the failed runs of an execution: by ``entries``, then by the failures that are always retried."""
+        return RetryCounter(entries, retried_by_default(self.shard(shard).database))
+
+    def delay_before_retry(
+        self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID
+    ) -> float | None:
+        """The seconds to wait before the next run, which the log announces; ``None`` if ``error`` is final."""
+        if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
+            return None
+        logger.info(
+            "%s failed with %s and is run again in %.0f ms", action_name, log_text(error, self._redact), delay * 1000,
+            extra={"action_name": action_name, "action_id": str(action_id)},
+        )  # fmt: skip
+        return delay
+
+    @asynccontextmanager
+    async def transaction(
+        self,
+        action_name: str,
+        params: object = None,
+        *,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        action_id: UUID | None = None,
+        source: str | None = None,
+    ) -> AsyncGenerator[Transaction]:
+        """Open a transaction. The end of the block commits it with the events; an error in the block rolls it back."""
+        self.refuse_nesting(action_name)
+        target = self.shard(shard)
+        cause = current_cause()
+        record = self.action_record(
+            target, action_name, params, headers, action_id or uuid7(), correlation_id, cause, source
+        )
+        tx: Transaction | None = None
+        try:
+            async with target.database.session() as session:
+                await session.begin(soon=True)
+                tx = Transaction(
+                    session, target.emitter, record, shard=target.database.name, resources=self._resources, cause=cause
+                )
+                token = work_in(tx, self._owner)
+                try:
+                    yield tx
+                    tx.close()
+                    tx.require_open("a statement on tx.connection")
+                except BaseException:
+                    tx.abandon()
+                    await to_the_end(roll_back(session))
+                    raise
+                finally:
+                    work_outside(token)
+                try:
+                    await tx.commit(record.completed(target.clock()), self._events_of(tx))
+                except Exception as error:
+                    await _explain(target, error)
+                    raise
+        finally:
+            # Even if this task was cancelled meanwhile: committed events wait for fan-out.
+            if tx is not None and tx.is_committed and (tx.events or tx.was_joined):
+                target.committed(None if tx.was_joined else tx.events)
+
+    async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
+        """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
+        if not isinstance(action, Action):
+            remedy = "is no Action; define its class as `class X(Action)`"
+            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
+        name, target = type(action).__type_name__, self.shard(tx.shard)
+        record = self.action_record(target, name, action, None, uuid7(), None, current_cause())
+        joined = tx.joined_by(record)
+        token = work_in(joined, self._owner)
+        try:
+            result: Result_co = await _awaitable(action.perform(joined), name)
+            joined.close()
+            await self._write(target, joined, record)
+            return result
+        except BaseException:
+            joined.abandon()
+            raise
+        finally:
+            work_outside(token)
+
+    async def record(
+        self,
+        target: WritableShard,
+        session: Session,
+        action_name: str,
+        params: object,
+        events: Sequence[EventRecord],
+        *,
+        correlation_id: str | None,
+        headers: Mapping[str, Any] | None,
+        source: str | None = None,
+    ) -> UUID:
+        """Write the rows of an action in a transaction that the application has open; the action's id."""
+        record = self.action_record(
+            target, action_name, params, headers, uuid7(), correlation_id, current_cause(), source
+        )
+        tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
+        tx.events.extend(events)
+        await self._write(target, tx, record)
+        return record.action_id
+
+    def shard(self, name: str | None) -> WritableShard:
+        """The shard with this name, or the first shard; the :class:`ConfigurationError` lists the shards."""
+        if name is None:
+            return self._shards[self._default_shard]
+        found = self._shards.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        if found is None:
+            shards = ", ".join(map(repr, self._shards))
+            raise ConfigurationError(f"there is no shard {briefly(name)}; the shards are {shards}")
+        return found
+
+    def refuse_nesting(self, action_name: str) -> None:
+        """Raise :class:`NestedExecute` inside an open transaction of this outbox."""
+        for tx in transactions_around():
+            if tx.owner is self._owner:
+                raise NestedExecute(tx.action_name, action_name, in_handler=tx.in_handler, is_reading=tx.is_reading)
+
+    def action_record(
+        self,
+        target: WritableShard,
+        action_name: str,
+        params: object,
+        headers: Mapping[str, Any] | None,
+        action_id: UUID,
+        correlation_id: str | None,
+        cause: Cause | None,
+        source: str | None = None,
+    ) -> ActionRecord:
+        """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
+        checked_name(action_name, "action_name")
+        if correlation_id is not None:
+            checked_text(correlation_id, f"correlation_id of {action_name}")
+        elif cause is not None:
+            correlation_id = cause.correlation_id
+        begun, stores_nul = target.clock(), target.emitter.stores_nul
+        return ActionRecord(
+            namespace=self._namespace,
+            action_id=action_id,
+            action_name=action_name,
+            action_params=encode_params(params, action_name, stores_nul=stores_nul),
+            started_date=begun,
+            completion_date=begun,
+            source=source,
+            correlation_id=correlation_id,
+            causation_id=None if cause is None else cause.event_id,
+            headers=encode_headers(headers, action_name, stores_nul=stores_nul),
+            hops=0 if cause is None else cause.hops + 1,
+        )
+
+    async def _write(self, target: WritableShard, tx: Transaction, record: ActionRecord) -> None:
+        """Write the rows of an action that does not end the transaction."""
+        events = self._events_of(tx)
+        if not events:
+            tx.require_open("a statement on tx.connection")
+            return
+        try:
+            await tx.write(record.completed(target.clock()), events)
+        except Exception as error:
+            await _explain(target, error)
+            raise
+
+    def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
+        """The emitted events of an action, or the sentinel event of an action without events."""
+        return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+async def _explain(target: WritableShard, error: Exception) -> None:
+    """Raise a :class:`SchemaError` if tables are missing or wrong.
+
+    A database user that may only write events may not read the catalog; then the driver's error is raised.
+    """
+    if target.database.lacks_schema(error):
+        with suppress(RightsMissing):
+            await target.database.schema.check()
+
+
+def _awaitable(performing: Awaitable[T], name: str) -> Awaitable[T]:
+    if not inspect.isawaitable(performing):  # callers may not be typed
+        raise TypeError(f"perform of {name} is no async method: write `async def perform(self, tx)`")
+    return performing
+
+
+def retried_by_default(database: Database) -> Callable[[BaseException], Retry | None]:
+    """The entry for failures that are always retried: stale records, and transient errors of the database."""
+
+    def entry(error: BaseException) -> Retry | None:
+        retried = any(
+            isinstance(e, StaleRecord) or database.is_transient(e) or _is_stale_data(e) for e in cause_chain(error)
+        )
+        return _RETRIED_BY_DEFAULT if retried else None
+
+    return entry
+
+
+def current_cause() -> Cause | None:
+    """The cause of rows that are written here: the event of the running handler."""
+    envelope = current_envelope.get()
+    return None if envelope is None else envelope.cause
+
+
+def _is_stale_data(error: BaseException) -> bool:
+    """True for SQLAlchemy's error for a stale record. SQLAlchemy is not imported."""
+    return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)

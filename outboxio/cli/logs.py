@@ -1,0 +1,93 @@
+"""The log of ``outboxio worker``: set up after the import of the application, unless the application has a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from rich.table import Table
+
+from outboxio.cli.answer import indented, line, say_aside
+from outboxio.support.log import log_of
+
+logger = log_of("outboxio.worker")
+
+_EXTRA = {"handler": "handler_name"}
+_FIELDS = {"levelname": "level", "name": "logger", "exc_info": "traceback", "stack_info": "stack"}
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class Teller(Protocol):
+    """Reports the worker's steps to people on a terminal, or as records of the log."""
+
+    def say(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Rows of a kind, a name and a remark."""
+
+
+def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
+    """Send the log to stderr, unless the application has set up logging when imported, or ``leave_alone`` is true.
+
+    ``level`` is the level of outboxio's log; ``None`` is "info", or the level that the application chose. If the
+    application has set up logging, the worker reports through the log only.
+    """
+    is_ours = not leave_alone and not logging.getLogger().handlers
+    if is_ours:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_json() if form is LogFormat.JSON else _text())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+    if level is not None:
+        logging.getLogger("outboxio").setLevel(level.upper())
+    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog()
+
+
+def _text() -> logging.Formatter:
+    layout = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s  %(message)s"
+    return logging.Formatter(layout, datefmt="%Y-%m-%d %H:%M:%S")
+
+
+def _json() -> logging.Formatter:
+    """A JSON object per line: time, level, logger, message, the ids of the record, and the traceback of an error."""
+    from pythonjsonlogger.json import JsonFormatter
+
+    return JsonFormatter("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
+
+
+class OnTerminal:
+    """Text on stderr, beside the log."""
+
+    def say(self, text: str) -> None:
+        say_aside(line(text))
+
+    def warn(self, text: str) -> None:
+        say_aside(line((text, "yellow")))
+
+    def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        table = Table.grid(padding=(0, 2))
+        for kind, name, remark in rows:
+            table.add_row(kind, line((name, "cyan")), line(remark))
+        say_aside(indented(table))
+
+
+class InLog:
+    """Records of the logger ``outboxio.worker``."""
+
+    def say(self, text: str) -> None:
+        logger.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        logger.warning("%s", text)
+
+    def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        for kind, name, remark in rows:
+            logger.info("%s %s: %s", kind, name, remark, extra={_EXTRA.get(kind, kind): name})

@@ -1,0 +1,114 @@
+"""``outboxio partitions``: who owns which partition of a handler, and how many partitions there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from msgspec import Struct
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outboxio.cli.answer import Exit, line, say, say_json
+from outboxio.cli.inside import clock_of, databases
+from outboxio.cli.target import TargetError
+from outboxio.model.lock_name import Slot
+from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
+from outboxio.outbox import Outbox
+
+_PATIENCE = 3.0  # seconds: a running process takes a new partition within a second or two
+
+
+class Request(Struct, frozen=True):
+    """The words of the command line."""
+
+    target: str | None = None
+    handler: str | None = None
+    number: int | None = None
+
+
+def request_of(words: Sequence[str], *, has_database: bool) -> Request:
+    """The meaning of the words: ``[MODULE:OUTBOX] [NAME [NUMBER]]``, without the first word beside ``--database``."""
+    target, rest = (None, list(words)) if has_database else (next(iter(words), None), list(words[1:]))
+    if len(rest) > 2:
+        raise TargetError(f"{rest[2]!r} is one word too many; expected a handler and a number, as in: score 8")
+    name, number = (*rest, None, None)[:2]
+    if number is not None and not number.isdecimal():
+        raise TargetError(f"{number!r} is no number of partitions; expected a whole number from 1 to 64")
+    return Request(target, name, None if number is None else int(number))
+
+
+async def partitions(outbox: Outbox, request: Request, *, as_json: bool) -> Exit:
+    """Show the partitions of a handler, or of all handlers; with a number, set the number first."""
+    for database in databases(outbox).values():
+        await database.schema.check()
+    name, number = request.handler, request.number
+    before = await outbox.admin.partitions(name) if number is not None else ()
+    found = await outbox.admin.partitions(name, number)
+    if as_json:
+        say_json(found)
+        return Exit.FINE
+    for former, one in zip(before, found, strict=False):
+        if former.number != one.number:
+            say(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {former.number} -> {one.number} partitions"))
+    if number is not None:
+        found = await _when_taken(outbox, request)
+    say(_table(outbox, found))
+    return Exit.FINE
+
+
+async def _when_taken(outbox: Outbox, request: Request) -> Sequence[HandlerPartitions]:
+    """The partitions as soon as running processes have taken all of them, or after 3 s."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        found = await outbox.admin.partitions(request.handler)
+        is_awaited = any(one.by_owner.keys() - {None} and None in one.by_owner for one in found)
+        if not is_awaited or time.monotonic() > until:
+            return found
+        await asyncio.sleep(0.1)
+
+
+async def unowned_with_due_rows(outbox: Outbox, one: HandlerPartitions) -> tuple[int, ...]:
+    """The partitions that no process owns although rows of the partition are due."""
+    database, now = databases(outbox)[one.shard], clock_of(outbox, one.shard)()
+    return tuple([
+        partition
+        for partition in one.by_owner.get(None, ())
+        if await database.notifications.any_due(outbox.namespace, now, [Slot(one.handler_name, partition)])
+    ])  # fmt: skip
+
+
+def _table(outbox: Outbox, found: Sequence[HandlerPartitions]) -> Table:
+    """A row for each handler name and process."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("handler", overflow="fold")
+    table.add_column("of", justify="right")
+    table.add_column("process", overflow="fold")
+    table.add_column("partitions", overflow="fold", max_width=16)
+    table.add_column("last taken (UTC)", no_wrap=True)
+    for one in found:
+        beyond = Text(f" ({one.active} in use)", "dim") if one.active > one.number else Text()
+        first = (line((one.handler_name, "bold"), _where(outbox, one)), Text(str(one.number)).append(beyond))
+        for owned in _by_owner(one):
+            owner = owned[0].owner
+            process = line(owner) if owner is not None else Text("no process", "bold yellow")
+            table.add_row(*first, process, in_ranges(each.partition for each in owned), _last_taken(owned))
+            first = (Text(), Text())
+    return table
+
+
+def _by_owner(one: HandlerPartitions) -> Sequence[Sequence[PartitionOwner]]:
+    """The partitions of each process; partitions without an owner come last."""
+    owned = [[each for each in one.owners if each.owner == owner] for owner in one.by_owner]
+    return sorted(owned, key=lambda each: (each[0].owner is None, each[0].partition))
+
+
+def _last_taken(owned: Sequence[PartitionOwner]) -> str:
+    taken = max((each.since for each in owned if each.since is not None), default=None)
+    return "" if taken is None else f"{taken:%Y-%m-%d %H:%M:%S}"
+
+
+def _where(outbox: Outbox, one: HandlerPartitions) -> str:
+    return f" on {one.shard}" if len(databases(outbox)) > 1 else ""

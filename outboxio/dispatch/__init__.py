@@ -1,0 +1,1 @@
+"""Dispatch: due notifications are read, run and settled."""

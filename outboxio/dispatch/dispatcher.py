@@ -1,0 +1,356 @@
+"""Dispatch: due notifications -> handlers -> outcomes -> settled rows.
+
+Three things go on at the same time:
+
+* ``find_once`` reads due rows into the queues of handlers (``finder.py``, ``intake.py``). Fan-out of the same
+  process gives fresh rows directly to the dispatcher (``handing.py``).
+* Workers take runs from the queues, of each handler in turn, and call the handler (``scheduler.py``, ``workers.py``,
+  ``hooks.py``, ``watchdog.py``).
+* ``settle_once`` writes the outcomes, equal outcomes with one UPDATE (``settler.py``).
+
+The three meet in the rows in flight (``in_flight.py``) and in a few counts (``state.py``). The parts are made in this
+order, and each part knows only earlier parts::
+
+    state, in_flight, settler, scheduler, watchdog, hooks, workers, limits, intake, rehoming, finder, handing,
+    dispatcher
+
+A slot that moves to another process is halted first: none of its rows starts any more, and what runs is settled
+(:meth:`Dispatcher.halt`). ``slots/limits.py`` divides a limit of the whole cluster among slots, ``slots/rehoming.py``
+moves a backlog after the number of partitions was changed, ``slots/shares.py`` divides a read among slots, and
+``sickness.py`` finds out if this process runs nothing.
+
+The rules by which a due row waits are in ``runs/``: ``ordering.py`` for order, priority and schedule, ``poison.py`` for
+rows that may end the process. The calls of handlers, and the verdicts on runs, are in ``invocation/``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from outboxio.dispatch.finder import Finder
+from outboxio.dispatch.handing import Handoffs
+from outboxio.dispatch.hooks import HookCaller
+from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.intake import Intake
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.sickness import Sickness
+from outboxio.dispatch.slots.limits import TotalLimits
+from outboxio.dispatch.slots.rehoming import Rehoming
+from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.watchdog import Watchdog
+from outboxio.dispatch.workers import WorkerPool
+from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.loops.loop import RoundResult
+from outboxio.loops.signals import Signals
+from outboxio.model.handoff import Handoff
+from outboxio.model.lock_name import Slot
+from outboxio.model.outcome import Lease
+from outboxio.runs.cursor import Cursors, HandlerCursor
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.handler_spec import LONGEST_GRACE, HandlerSpec
+from outboxio.runs.key_queues import KeyQueues, KeyRows
+from outboxio.runs.ordering import AdmissionGate
+from outboxio.runs.partitions import Partitions
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
+from outboxio.storage.protocols import PartitionCount, Pause
+from outboxio.support.backoff import pause_after
+from outboxio.support.clock import as_micros
+
+TRIES_TO_SETTLE = 5  # of a drain, within about three seconds
+
+
+class Dispatcher:
+    """Runs the handlers of an outbox for the notifications of a shard."""
+
+    def __init__(
+        self, setup: HandlingSetup, *, signals: Signals, locks: LockTrust, wakeups: WakeUps, stuck: StuckRows
+    ) -> None:
+        """``stuck``: the rows of stuck runs, of earlier shard runs as well."""
+        database, settings = setup.database, setup.settings
+        self._handlers, self._wakeups = setup.handlers, wakeups
+        self._pauses: dict[str, Pause] | None = None
+        self._cursors = Cursors()
+        self._state = state = DispatchState(signals, locks)
+        keys = KeyQueues()
+        self._partitions = Partitions(setup.clock)
+        self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
+        self._queues = _queues_of(setup)
+        queues = list(self._queues.values())
+        self._guard = PoisonGuard(
+            setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
+            left_behind=stuck.ids, signals=signals,
+        )  # fmt: skip
+        self.caller = HandlerInvoker(
+            database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
+            crashes=self._guard,
+        )  # fmt: skip
+        self._settler = Settler(setup, state, in_flight, self.caller, self._guard, wakeups)
+        scheduler = Scheduler(
+            queues, state, concurrency=settings.concurrency, transactions=database.handler_transactions
+        )
+        self._watchdog = Watchdog(
+            queues, state, scheduler, self._settler, self.caller, stuck, replace=self._replace_task
+        )
+        self._hooks = HookCaller(state, scheduler, self._settler, self.caller, self._watchdog, ended=self._task_ended)
+        self._workers = WorkerPool(
+            setup, state, scheduler, self._settler, self.caller, self._watchdog, self._hooks, unproven=self._drop_all
+        )
+        self._limits = TotalLimits(setup, queues, self._cursors, self._partitions, scheduler, rose=self._workers.call)
+        self._intake = intake = Intake(
+            queues, state, in_flight, self._settler, scheduler, self._workers, self.caller.judge, stuck
+        )
+        rows = KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked)
+        self._gate = AdmissionGate(
+            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=self._settler.add
+        )
+        rehoming = Rehoming(setup, self._partitions, in_flight, stuck, moved=wakeups.moved)
+        self._finder = Finder(
+            setup, state, in_flight, self._settler, self._gate, self._guard, intake, self._workers, rehoming,
+            self._partitions,
+        )  # fmt: skip
+        self._handoffs = Handoffs(
+            setup, state, in_flight, self._settler, self._guard, self._workers, intake, self._finder,
+            self._partitions,
+        )  # fmt: skip
+        self._sickness = Sickness(queues, state, in_flight, self._settler, setup.clock)
+
+    @property
+    def counters(self) -> Counters:
+        return self._state.counters
+
+    def running(self) -> list[tuple[str, asyncio.Task[None] | None]]:
+        """The names and tasks of the handlers that run. Any thread may ask."""
+        return [(run.queue.handler.name, run.task) for run in self._watchdog.runs]
+
+    # --- slots and pauses ----------------------------------------------------------------------
+
+    def take(self, slot: Slot, lease: Lease) -> None:
+        """This process holds the lock of a slot now."""
+        self._cursors.takes += 1
+        handler = self._handlers.find(slot.handler_name)
+        if handler is not None:
+            cursor = self._cursors.take(slot, self._queues[id(handler)], lease)
+            cursor.in_flight = self._in_flight.count(slot)
+            self._guard.taken(cursor)
+            self._gate.stranded.sweep_soon()
+            self._opened(cursor)
+
+    def lose(self, slot: Slot) -> None:
+        """The lock of a slot is lost: start none of its rows. The fence judges the runs under way."""
+        cursor = self._cursors.lose(slot)
+        if cursor is not None:
+            self._guard.lost(slot)
+            self._closed(cursor)
+
+    def halt(self, slot: Slot) -> None:
+        """Start no more rows of a slot, which is to move to another process. Ready rows of the slot are given back.
+
+        ``signals.locks`` is set as soon as :meth:`in_flight` of the slot is 0. No other slot is delayed.
+        """
+        cursor = self._cursors.halt(slot)
+        if cursor is not None:
+            self._closed(cursor)
+            if not self.in_flight(slot):
+                self._state.signals.locks.set()
+
+    def resume(self, slot: Slot) -> None:
+        """Run the rows of a halted slot again: the slot stays with this process."""
+        cursor = self._cursors.resume(slot)
+        if cursor is not None:
+            self._opened(cursor)
+
+    def in_flight(self, slot: Slot) -> int:
+        """The rows of a slot that are in flight; with 0 the lock of a halted slot may be given back.
+
+        With ``total_concurrency`` the result is above 0 while more runs of the handler go on than this process may have
+        without the slot.
+        """
+        cursor = self._cursors.find(slot)
+        if cursor is None:
+            return self._in_flight.count(slot)
+        return cursor.in_flight or self._limits.excess(cursor)
+
+    def _opened(self, cursor: HandlerCursor) -> None:
+        self._heed_pauses_of(cursor)
+        self._limits.apply()
+        self._finder.rehoming.want(cursor.slot)
+        self._state.signals.find.set()
+
+    def _closed(self, cursor: HandlerCursor) -> None:
+        self._finder.rehoming.forget(cursor.slot)
+        self._intake.drop(cursor)
+        self._limits.apply()
+
+    def heed_partitions(self, counts: Mapping[str, PartitionCount]) -> None:
+        """Take in the numbers of partitions by stored handler name. A name that is missing has a single partition."""
+        changed = self._partitions.heed(counts)
+        if not changed:
+            return
+        self._limits.heed_partitions()
+        for cursor in self._cursors:
+            if cursor.slot.handler_name in changed:
+                self._finder.rehoming.want(cursor.slot)
+        self._state.signals.find.set()
+
+    def is_sick(self, now: float) -> bool:
+        """True if this process holds slots, and runs nothing (``sickness.py``). ``now``: the event loop's clock."""
+        return self._sickness.is_sick(now)
+
+    def trust_until(self, moment: float) -> None:
+        """Start no run after this moment of the event loop's clock, unless the locks are proven anew."""
+        self._state.proven_until = moment
+
+    def heed_pauses(self, pauses: Iterable[Pause]) -> None:
+        """Start no run of a paused handler. The retention of rows that waited begins when the pause ends."""
+        self._pauses = {pause.handler_name: pause for pause in pauses}
+        for cursor in self._cursors:
+            was_paused = cursor.is_paused
+            self._heed_pauses_of(cursor)
+            if cursor.is_paused and not was_paused:
+                self._intake.drop(cursor)
+            elif was_paused and not cursor.is_paused:
+                self._state.signals.find.set()
+
+    def heed_beginnings(self, beginnings: Mapping[str, datetime]) -> None:
+        """Skip events from before a handler's beginning. ``beginnings``: the moments by handler name."""
+        for queue in self._queues.values():
+            queue.beginning = beginnings.get(queue.handler.name)
+
+    @property
+    def knows_pauses(self) -> bool:
+        return self._pauses is not None
+
+    def _heed_pauses_of(self, cursor: HandlerCursor) -> None:
+        if self._pauses is None:
+            return  # the cursor counts as paused until the pauses are known
+        names = cursor.queue.handler.names
+        ends = [pause.ended_date for name, pause in self._pauses.items() if name in names]
+        cursor.is_paused = None in ends
+        cursor.queue.retention_renewed = max((as_micros(end) for end in ends if end is not None), default=0)
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def find_once(self) -> Coroutine[Any, Any, RoundResult]:
+        """Read due rows for every slot that has room, at most about a batch of rows."""
+        return self._finder.find_once()
+
+    def settle_once(self) -> Coroutine[Any, Any, RoundResult]:
+        """Write waiting outcomes, at most about a batch of outcomes."""
+        return self._settler.settle_once()
+
+    def handoff(self) -> Handoff | None:
+        """The handoff for a fan-out round of this process; ``None`` if no handler can take fresh rows."""
+        return self._handoffs.offer()
+
+    def sweep_soon(self) -> bool:
+        """Make the next reads sweeps; True if a last read did not start at the beginning of the index."""
+        return self._finder.sweep_soon()
+
+    def sweep_stranded_keys(self) -> None:
+        """An operator, a process or retention may have ended rows: find the rows that have waited for the end."""
+        self._gate.stranded.want_sweep()
+        self._state.signals.find.set()
+
+    def sweep_moved(self) -> None:
+        """Another process has unblocked or moved rows after a change of the number of partitions."""
+        self._finder.sweep_names(self._partitions.unsettled())
+        self._state.signals.find.set()
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if due rows may have to wait for rows of another process."""
+        return self._intake.needs_admission
+
+    # --- draining ------------------------------------------------------------------------------
+
+    async def run_once(self) -> RoundResult:
+        """Find, run and settle a batch; returns when all of the batch is settled."""
+        found = await self._finder.find_once()
+        await self.finish()
+        return found
+
+    def flush(self) -> bool:
+        """Call batch handlers with the rows that have gathered; True if there were any."""
+        return self._intake.flush()
+
+    async def finish(self) -> None:
+        """Wait until every ready row has run and is settled. A write that fails is tried again, at most five times."""
+        failures = 0
+        while True:
+            await self._state.quiet.wait()
+            try:
+                await self._settler.settle_once()
+                failures = 0
+            except Exception:
+                failures += 1
+                if failures > TRIES_TO_SETTLE:
+                    raise
+                await asyncio.sleep(pause_after(failures))
+            if self.is_idle:
+                return
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._state.is_busy or self._settler.waiting or self._settler.writing)
+
+    # --- tasks ---------------------------------------------------------------------------------
+
+    @property
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return self._workers.tasks | self._hooks.tasks
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._workers.ended(task)
+
+    def _replace_task(self, task: asyncio.Task[None]) -> None:
+        self._workers.replace(task)
+
+    def _unblocked(self) -> None:
+        """Rows were unblocked: rows of another process too, if the number of partitions was changed not long ago."""
+        wake = self._wakeups.moved if self._partitions.unsettled() else self._wakeups.unblocked
+        wake()
+
+    def _drop_all(self) -> None:
+        self._intake.drop_all()
+
+    # --- stopping ------------------------------------------------------------------------------
+
+    async def stop(self, grace: float) -> None:
+        """Start no more runs, wait ``grace`` seconds for the runs under way, cancel the rest, write every outcome.
+
+        Raises :class:`ShutdownError` if outcomes could not be written in time.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace
+        self._state.is_stopping = True
+        self._guard.leave()
+        self._drop_all()
+        self._workers.send_home()
+        if tasks := self._tasks:
+            await asyncio.wait(tasks, timeout=grace)
+        interrupted = self._watchdog.interrupt()
+        if tasks := self._tasks:
+            _, left = await asyncio.wait(tasks, timeout=LONGEST_GRACE)
+            for run in interrupted:
+                if run.task in left:
+                    self._watchdog.keep(run)
+        self._watchdog.report_stuck()
+        await self._settler.settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)), patience=LONGEST_GRACE)
+        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits):
+            part.stop_timer()
+        self._state.find_alarm.cancel()
+
+
+def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
+    """The queue of each handler of a shard, by the id of the handler."""
+    handlers = setup.handlers
+    strict, number = handlers.strict_types(), len(handlers)
+    return {
+        id(handler): HandlerQueue(HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict))
+        for handler in handlers
+    }

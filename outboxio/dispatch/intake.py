@@ -1,0 +1,271 @@
+"""The intake: puts due rows into the queues of handlers, from which workers take runs.
+
+Each row that was read, or handed over, takes one way:
+
+* A row that this process has in flight already, or that was settled while the read was under way, is passed over.
+* A row that cannot be read has failed; a row of an event from before the handler's beginning is skipped.
+* A row with a refused outcome is settled with that outcome (decision 21).
+* A row that may have to wait goes to the admission gate (``runs/ordering.py``).
+* A verdict goes to the hook lane, a row of a batch handler to the batch buffer, and any further row to the ready queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from uuid import UUID
+
+from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.workers import WorkerPool
+from outboxio.errors import UnreadableRow
+from outboxio.invocation.judge import Judge
+from outboxio.model.notification import DYING, Notification, State
+from outboxio.model.outcome import Outcome
+from outboxio.runs.cursor import HandlerCursor
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.ports import StuckRows
+from outboxio.runs.refused import RefusedOutcome
+from outboxio.runs.run import BatchRun, HookRun, Run
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+SHORTEST_GATHERING = 0.05  # seconds that a batch waits to become full, at least, if the batch waits
+
+
+class Intake:
+    """Makes rows ready, and gives ready rows back."""
+
+    def __init__(
+        self,
+        queues: Iterable[HandlerQueue],
+        state: DispatchState,
+        in_flight: InFlight,
+        settler: Settler,
+        scheduler: Scheduler,
+        workers: WorkerPool,
+        judge: Judge,
+        stuck: StuckRows,
+    ) -> None:
+        self._queues = list(queues)
+        self.needs_admission = any(queue.spec.needs_admission for queue in self._queues)
+        """True if due rows of a handler may have to wait for other rows."""
+        self._state = state
+        self._in_flight = in_flight
+        self._cursors = in_flight.cursors
+        self._settler = settler
+        self._scheduler = scheduler
+        self._workers = workers
+        self._judge = judge
+        self._stuck_ids = stuck.ids
+
+    # --- taking rows in ------------------------------------------------------------------------
+
+    def take_in(
+        self, rows: Iterable[Notification], settled: Container[UUID]
+    ) -> tuple[int, dict[HandlerQueue, list[Run]]]:
+        """Make rows ready that are not in flight; how many rows, and the rows that may have to wait.
+
+        ``settled``: the rows that were settled while the read was under way. The read may show such rows as due.
+        """
+        taken, undecided, filled = 0, dict[HandlerQueue, list[Run]](), dict[HandlerQueue, None]()
+        in_flight, cursors, stuck = self._in_flight.rows, self._cursors.by_slot, self._stuck_ids
+        remembered = self._settler.refused if self._settler.refused else None
+        for row in rows:
+            cursor = cursors.get((row.handler_name, row.partition_number))
+            if cursor is None or row.id in in_flight or row.id in settled or row.id in stuck:
+                continue
+            refused = None if remembered is None else remembered.of(row)
+            if refused is not None and refused.was_under(cursor.lease):
+                self._state.locks.suspect(cursor.lease)  # the row is unsettled, so another process holds a newer lease
+                continue
+            queue, is_dying = cursor.queue, row.state == DYING
+            spec = queue.spec
+            run = HookRun(row, queue, cursor.lease) if is_dying else Run(row, queue, cursor.lease)
+            in_flight[row.id] = run
+            cursor.in_flight += 1
+            cursor.scan.found += 1
+            if spec.needs_admission and row.flaw is None:
+                row.flaw = row.flaw_of_context  # the order of a row is known only if the context can be read
+            if row.flaw is not None:
+                taken += self._end_unreadable(run)
+            elif refused is not None:
+                self._settle_again(run, refused)
+                taken += 1
+            elif queue.beginning is not None and run.precedes(queue.beginning):
+                self._skip(run)
+                taken += 1
+            elif spec.needs_admission or cursor.is_paused:
+                undecided.setdefault(queue, []).append(run)
+            elif is_dying or spec.batch is not None:
+                taken += self._make_ready(run)
+            else:
+                if row.retention_us < queue.retention_renewed:
+                    row.retention_us = queue.retention_renewed
+                queue.ready.append(run)
+                filled[queue] = None
+                self._state.ready += 1
+                taken += 1
+        for queue in filled:
+            self._state.quiet.clear()
+            self._scheduler.enlist(queue)
+        return taken, undecided
+
+    def _end_unreadable(self, run: Run) -> int:
+        """End a row that cannot be read, so that no further row is harmed. The hooks of a verdict are called."""
+        row = run.notification
+        if row.state == DYING:
+            return self._make_ready(run)
+        self._settler.add(self._judge(run, UnreadableRow(row.id, row.flaw or "")))
+        return 1
+
+    def _settle_again(self, run: Run, refused: RefusedOutcome) -> None:
+        """Write the outcome of a run that has ended already, instead of calling the handler again."""
+        if run.queue.handler.options.ordered:
+            run.key = run.notification.context.ordering_key
+        logger.info(
+            "the outcome %s of handler %r for event %s was refused when its lock was lost, and is written now",
+            refused.outcome.state, run.queue.handler.name, run.notification.event_id,
+        )  # fmt: skip
+        self._settler.refused.forget(run.notification.id)
+        self._settler.add(refused.under(run.lease))
+
+    def _skip(self, run: Run) -> None:
+        """End a row without a run. The rows that wait for the row go on."""
+        row = run.notification
+        run.key = row.context.ordering_key if run.queue.handler.options.ordered else None
+        self._settler.add(Outcome(row.id, run.lease, State.SKIPPED, row.attempts))
+
+    # --- making rows ready ---------------------------------------------------------------------
+
+    def start(self, run: Run) -> None:
+        """Make an admitted row ready, and call a worker."""
+        if self._make_ready(run):
+            self._workers.call()
+
+    def _make_ready(self, run: Run) -> int:
+        """Make a row ready, unless the lock was lost, or the slot was halted, meanwhile; how many runs that makes."""
+        queue, row = run.queue, run.notification
+        cursor = self._cursors.by_slot.get((row.handler_name, row.partition_number))
+        # Under another lease, another process may have settled the row meanwhile.
+        if cursor is None or cursor.lease is not run.lease or cursor.is_paused or self._state.is_stopping:
+            self._in_flight.release(run)
+            return 0
+        if isinstance(run, HookRun):
+            self._scheduler.add_hook(run)
+            return 1
+        if row.retention_us < queue.retention_renewed:
+            row.retention_us = queue.retention_renewed
+        if queue.spec.batch is not None:
+            queue.batch_buffer.append(run)
+            return 0
+        self._add_ready(queue, [run])
+        return 1
+
+    def _add_ready(self, queue: HandlerQueue, runs: Sequence[Run]) -> None:
+        queue.ready.extend(runs)
+        self._state.ready += len(runs)
+        self._state.quiet.clear()
+        self._scheduler.enlist(queue)
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def make_batches(self, queue: HandlerQueue, *, flush: bool = False) -> None:
+        """Make calls of the rows that have gathered: full calls at once, a smaller call after the longest wait.
+
+        ``flush``: the smaller call is made at once, too.
+        """
+        batch = queue.spec.batch
+        assert batch is not None
+        calls = list[Run]()
+        reads_on = any(cursor.has_backlog for cursor in self._cursors if cursor.queue is queue)
+        flush = flush or (batch.longest_wait == 0 and not reads_on)
+        while len(queue.batch_buffer) >= batch.size or (flush and queue.batch_buffer):
+            calls.append(queue.take_batch())
+        if calls:
+            self._add_ready(queue, calls)
+            self._workers.call()
+        if queue.gather_timer is not None and (calls or not queue.batch_buffer):
+            queue.gather_timer.cancel()
+            queue.gather_timer = None
+        if queue.batch_buffer and queue.gather_timer is None:
+            wait = max(batch.longest_wait, SHORTEST_GATHERING)
+            queue.gather_timer = asyncio.get_running_loop().call_later(wait, self._has_gathered, queue)
+
+    def _has_gathered(self, queue: HandlerQueue) -> None:
+        """The wait for a full batch is over."""
+        queue.gather_timer = None
+        self.make_batches(queue, flush=True)
+
+    def flush(self) -> bool:
+        """Make calls of all rows that have gathered; True if there were any."""
+        gathered = [queue for queue in self._queues if queue.batch_buffer]
+        for queue in gathered:
+            self.make_batches(queue, flush=True)
+        return bool(gathered)
+
+    def stop_timer(self) -> None:
+        for queue in self._queues:
+            if queue.gather_timer is not None:
+                queue.gather_timer.cancel()
+
+    # --- giving rows back ----------------------------------------------------------------------
+
+    def drop(self, cursor: HandlerCursor) -> None:
+        """Give back the ready rows of a slot: another process, or a later read, finds the rows again.
+
+        The ready rows of all other slots stay, and the reads of all other slots go on where the reads are.
+        """
+        self._drop(cursor.queue, cursor.slot.holds)
+        cursor.start_over()
+        self._after_drop()
+
+    def drop_all(self) -> None:
+        """Give back all ready rows."""
+        for queue in self._queues:
+            self._drop(queue, lambda row: True)
+        for cursor in self._cursors:
+            cursor.start_over()
+        self._after_drop()
+
+    def _drop(self, queue: HandlerQueue, condition: Callable[[Notification], bool]) -> None:
+        ready, queue.ready = queue.ready, deque()
+        batch_buffer, queue.batch_buffer = queue.batch_buffer, []
+        for run in ready:
+            if isinstance(run, BatchRun):
+                batch_buffer += run.undone
+            elif not condition(run.notification):
+                queue.ready.append(run)
+            else:
+                self._in_flight.release(run)
+        self._state.ready -= len(ready) - len(queue.ready)
+        self._drop_hooks(queue, condition)
+        for row in batch_buffer:
+            if condition(row.notification):
+                self._in_flight.release(row)
+            else:
+                queue.batch_buffer.append(row)
+        if queue.batch_buffer and not self._state.is_stopping:
+            self.make_batches(queue)
+        if queue.spec.needs_admission:
+            for run in self._in_flight.keys.take_waiting(queue, condition):
+                self._in_flight.release(run)
+
+    def _after_drop(self) -> None:
+        self._state.set_if_quiet()
+        if not self._state.is_stopping:
+            self._state.signals.find.set()  # the rows that were given back may be due for this process
+
+    def _drop_hooks(self, queue: HandlerQueue, condition: Callable[[Notification], bool]) -> None:
+        lane = queue.hook_lane
+        ready, lane.ready = lane.ready, deque()
+        for run in ready:
+            if condition(run.notification):
+                self._in_flight.release(run)
+            else:
+                lane.ready.append(run)
+        self._state.ready -= len(ready) - len(lane.ready)

@@ -1,0 +1,249 @@
+"""The settler: outcomes -> buckets -> settled rows, equal outcomes with one UPDATE.
+
+An outcome that was decided is never lost while this process lives: outcomes that could not be written are written first
+in the next round. The database can refuse an outcome for two reasons:
+
+* The value of a row cannot be stored. The bucket is written in halves until the row is found, and the row is settled
+  without that value.
+* The lease is no longer the newest, or the row is settled already (the fence, decision 3). The outcome is remembered
+  (decision 21): if this process holds the lock again and finds the row unchanged, the outcome is written without a
+  second run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+
+from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.state import DispatchState
+from outboxio.errors import ShutdownError
+from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.loops.loop import RoundResult
+from outboxio.model.notification import DYING, State
+from outboxio.model.outcome import Bucket, Outcome, in_buckets
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.ports import HandlingSetup, WakeUps
+from outboxio.runs.refused import RefusedOutcomes
+from outboxio.runs.run import Run
+from outboxio.support.log import log_of, log_text
+
+logger = log_of(__name__)
+
+FIND_AGAIN = 1.0  # seconds until a row is read again after a run without an outcome
+
+
+class Settler:
+    """Collects and writes the outcomes of a shard."""
+
+    def __init__(
+        self,
+        setup: HandlingSetup,
+        state: DispatchState,
+        in_flight: InFlight,
+        invoker: HandlerInvoker,
+        guard: PoisonGuard,
+        wakeups: WakeUps,
+    ) -> None:
+        self.refused = RefusedOutcomes()
+        self.waiting: list[Outcome] = []
+        """Outcomes that are to be written."""
+        self.writing: list[Bucket] = []
+        """The buckets of the round under way that are not written yet."""
+        self._setup = setup
+        self._batch = setup.settings.outcome_batch
+        self._state = state
+        self._in_flight = in_flight
+        self._cursors = in_flight.cursors
+        self._invoker = invoker
+        self._guard = guard
+        self._wakeups = wakeups
+        self._timer: asyncio.TimerHandle | None = None
+        self._settling = asyncio.Lock()
+
+    @property
+    def is_choked(self) -> bool:
+        """True if the database takes outcomes more slowly than handlers end."""
+        return len(self.waiting) > 4 * self._batch + self._setup.settings.handling_batch_size
+
+    # --- outcomes come -------------------------------------------------------------------------
+
+    def add(self, outcome: Outcome) -> None:
+        """Write an outcome soon: with ``outcome_batch`` outcomes, after ``outcome_delay``, or when no run is left."""
+        self.waiting.append(outcome)
+        state = self._state
+        if len(self.waiting) == self._batch or (not state.running and state.nothing_follows):
+            state.signals.settle.set()
+        elif self._timer is None:
+            delay = self._setup.settings.outcome_delay.total_seconds()
+            self._timer = asyncio.get_running_loop().call_later(delay, state.signals.settle.set)
+
+    def end(self, row: Run, outcome: Outcome | None) -> None:
+        """The run of a row is over. Without an outcome, and not settled, the row is due as before."""
+        if row.is_settled:
+            verdict = row.verdict
+            self._state.counters.count(State.SUCCEEDED if verdict is None else verdict.state, 1)
+            self._in_flight.release(row)
+            self._rows_ended()
+        elif outcome is None:
+            self._in_flight.release(row)
+            self._cursors.sweep_soon(row.lease.slot)
+            self._find_again_soon()
+        else:
+            self.add(outcome)
+
+    def wake_if_gathered(self) -> None:
+        """Write the outcomes that have waited for further outcomes, if no outcome is to be expected soon."""
+        if self.waiting and self._state.nothing_follows:
+            self._state.signals.settle.set()
+
+    def _rows_ended(self) -> None:
+        """Rows are settled: start the rows that have waited."""
+        if self._in_flight.keys.has_moved or self._guard.is_holding:
+            self._state.signals.find.set()
+
+    def _find_again_soon(self) -> None:
+        """Find a row again in 1 s. Not at once: another process may work on the row for a while."""
+        if not self._state.is_stopping:
+            self._state.find_alarm.set(asyncio.get_running_loop().time() + FIND_AGAIN)
+
+    # --- outcomes are written ------------------------------------------------------------------
+
+    async def settle_once(self) -> RoundResult:
+        """Write waiting outcomes, at most about a batch. A round begins after the round under way."""
+        async with self._settling:
+            self.stop_timer()
+            size = self._batch * 2
+            batch, self.waiting = self.waiting[:size], self.waiting[size:]
+            more = bool(self.waiting)
+            self.writing = in_buckets(batch)
+            problem: Exception | None = None
+            unwritten: list[Bucket] = []
+            try:
+                while self.writing:
+                    try:
+                        self.writing[-1:] = await self._settle(self.writing[-1])
+                    except Exception as error:
+                        if self._setup.database.is_unreachable(error):
+                            raise
+                        problem = error  # the error concerns this bucket alone, so the next buckets are written
+                        unwritten.append(self.writing.pop())
+            finally:
+                # Outcomes that were not written come first in the next round.
+                left = [o for bucket in (*unwritten, *self.writing) for o in bucket.outcomes]
+                self.waiting[:0] = left
+                self.writing = []
+                if len(left) < len(batch):
+                    self._rows_ended()
+                    self.wake_finding_if_starved()
+            if problem is not None:
+                raise problem
+        if self._guard.is_active:
+            await self._guard.clear()
+        return RoundResult(len(batch), more=more or len(self.waiting) >= self._batch)
+
+    def wake_finding_if_starved(self) -> None:
+        """Begin a find round if a slot has a backlog: finding holds back while too many outcomes wait to be written."""
+        if any(cursor.has_backlog and cursor.queue.wants_more for cursor in self._cursors):
+            self._state.signals.find.set()
+
+    async def _settle(self, bucket: Bucket) -> list[Bucket]:
+        """Write a bucket; the part of the bucket that is still to be written.
+
+        The part is empty, or the two halves of the bucket: halving leads to the value that the database refuses.
+        """
+        takes, notifications = self._cursors.takes, self._setup.database.notifications
+        try:
+            if bucket.emitted:
+                settled = await self._settle_emitting(bucket)
+            else:
+                settled = await notifications.settle(bucket, self._setup.clock())
+        except Exception as error:
+            if not self._setup.database.refuses_value(error):
+                raise
+            if len(bucket.outcomes) > 1:
+                return list(bucket.halves())
+            bucket, settled = await self._settle_without_value(bucket.outcomes[0], error)
+        if settled < len(bucket.outcomes):
+            if bucket.emitted and len(bucket.outcomes) > 1:
+                return list(bucket.halves())
+            self._refuse(bucket, len(bucket.outcomes) - settled, is_same_term=takes == self._cursors.takes)
+        self._state.counters.count(bucket.state, settled)
+        if bucket.state in (State.FAILED, DYING):
+            self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
+        self._in_flight.forget(outcome.notification_id for outcome in bucket.outcomes)
+        return []
+
+    async def _settle_emitting(self, bucket: Bucket) -> int:
+        """Write outcomes together with the events that the handlers emitted (decision 6)."""
+        settled = await self._setup.database.notifications.settle_emitting(bucket, self._setup.clock())
+        if settled:
+            self._wakeups.committed()
+        return settled
+
+    async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:
+        """Write an outcome without the value that the database refuses. A run with refused events has failed."""
+        told = log_text(error, self._invoker.redact)
+        logger.error("the database refuses a value of notification %s: %s", refused.notification_id, told)
+        run, outcome = self._in_flight.rows.get(refused.notification_id), refused
+        if refused.emitted is not None and run is not None:
+            outcome = self._invoker.judge(run, error)
+        (bucket,) = in_buckets([outcome.without_error_text()])
+        if bucket.emitted:
+            return bucket, await self._settle_emitting(bucket)
+        return bucket, await self._setup.database.notifications.settle(bucket, self._setup.clock())
+
+    def _wake_when_due(self, moment: datetime) -> None:
+        """Find a retry on time that is due before the next poll."""
+        delay = (moment - self._setup.clock()).total_seconds()
+        if delay < self._setup.settings.handling_poll_delay.total_seconds():
+            asyncio.get_running_loop().call_later(max(delay, 0) + 0.001, self._state.signals.find.set)
+
+    def _refuse(self, bucket: Bucket, number: int, *, is_same_term: bool) -> None:
+        """So many outcomes of a bucket were refused. The database does not say which, so all are remembered.
+
+        ``is_same_term``: False if a lock was taken anew while the bucket was being written.
+        """
+        for outcome in bucket.outcomes:
+            if (run := self._in_flight.rows.get(outcome.notification_id)) is not None:
+                self.refused.remember(run, outcome, outcome.lease.term if is_same_term else None)
+        self._state.counters.refused += number
+        for lease in bucket.leases:
+            self._cursors.sweep_soon(lease.slot)
+        logger.warning(
+            "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
+            number, len(bucket.outcomes), bucket.state, ", ".join(str(lease.slot) for lease in bucket.leases),
+        )  # fmt: skip
+        self._find_again_soon()
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def settle_all(self, deadline: float, *, patience: float) -> None:
+        """Write every outcome before a moment of the event loop's clock, with pauses of 0.05 to 1 s between failures.
+
+        Each round may take ``patience`` seconds, even after the deadline. Raises :class:`ShutdownError` if outcomes are
+        still unwritten at the deadline.
+        """
+        loop, pause = asyncio.get_running_loop(), 0.05
+        while True:
+            try:
+                async with asyncio.timeout_at(max(deadline, loop.time() + patience)):
+                    await self.settle_once()
+                if not self.waiting:
+                    return
+            except Exception as error:
+                if loop.time() + pause > deadline:
+                    unwritten = [outcome for bucket in self.writing for outcome in bucket.outcomes] + self.waiting
+                    if not unwritten:
+                        logger.warning(
+                            "records of runs that have ended are left behind: %s", log_text(error, self._invoker.redact)
+                        )
+                        return
+                    raise ShutdownError([outcome.notification_id for outcome in unwritten]) from error
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 1.0)

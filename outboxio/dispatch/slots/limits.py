@@ -1,0 +1,146 @@
+"""Limits for the whole cluster: ``total_concurrency``, without a write.
+
+The runs of a handler are divided among its slots: partition ``i`` of ``n`` has ``total // n`` runs, and one more if
+``i < total % n``. A process may have as many runs as its slots have in sum. Each slot has a single holder, and moves
+only when the runs of its holder fit into the remaining slots. So all processes together keep to the limit, with two
+exceptions: the runs of a process that froze and was replaced, and runs that began before a change of the number of
+partitions and take longer than two heartbeats.
+
+Two processes may know different numbers of partitions for a while. So a share that becomes larger, as the share of a
+new partition does, counts only after two heartbeats: until then another process may still use the runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.model.lock_name import Slot
+from outboxio.runs.cursor import Cursors, HandlerCursor
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.partitions import Partitions
+from outboxio.runs.ports import HandlingSetup
+
+HEARTBEATS = 2  # until every process knows a number of partitions, or has lost its locks
+
+
+class TotalLimits:
+    """The limits of the handlers with ``total_concurrency``, in this process."""
+
+    def __init__(
+        self,
+        setup: HandlingSetup,
+        queues: Sequence[HandlerQueue],
+        cursors: Cursors,
+        partitions: Partitions,
+        scheduler: Scheduler,
+        *,
+        rose: Callable[[], None],
+    ) -> None:
+        """``rose`` is called when more runs may start than before."""
+        self._queues = [queue for queue in queues if queue.spec.total is not None]
+        self._clock = setup.clock
+        self._patience: timedelta = HEARTBEATS * setup.settings.lock_heartbeat
+        self._cursors = cursors
+        self._partitions = partitions
+        self._scheduler = scheduler
+        self._rose = rose
+        self._former: dict[HandlerQueue, list[tuple[Mapping[str, int], float]]] = {}
+        """Numbers of partitions by which another process may still go, each with the moment at which that is over."""
+        self._known: dict[HandlerQueue, Mapping[str, int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- changes -------------------------------------------------------------------------------
+
+    def heed_partitions(self) -> None:
+        """The numbers of partitions are known, or were changed."""
+        for queue in self._queues:
+            numbers = {name: self._partitions.active(name) for name in queue.spec.names}
+            known = self._known.get(queue) or dict.fromkeys(queue.spec.names, 1)
+            if numbers != known:
+                self._known[queue] = numbers
+                self._former.setdefault(queue, []).append((known, self._over_at(known, numbers)))
+        self.apply()
+
+    def _over_at(self, known: Mapping[str, int], numbers: Mapping[str, int]) -> float:
+        """When no process goes by the numbers any longer that this process has known so far."""
+        changed = [name for name in numbers if numbers[name] != known[name]]
+        rest = self._patience
+        if all(numbers[name] > known[name] for name in changed):
+            counts = [self._partitions.find(name) for name in changed]
+            rest -= self._clock() - max(count.changed_date for count in counts if count is not None)
+        return asyncio.get_running_loop().time() + rest.total_seconds()
+
+    def apply(self) -> None:
+        """A slot was taken, lost, halted or resumed, or numbers were changed: compute the limits anew."""
+        if not self._queues:
+            return
+        now, rose, next_change = asyncio.get_running_loop().time(), False, float("inf")
+        for queue in self._queues:
+            former = self._former[queue] = [one for one in self._former.get(queue, ()) if one[1] > now]
+            next_change = min([next_change, *(over_at for _, over_at in former)])
+            before = queue.limit
+            queue.limit = min(queue.spec.limit, self._sum(queue, self._open(queue)))
+            if queue.limit > before:
+                rose = True
+                self._scheduler.enlist(queue)
+        self.stop_timer()
+        if next_change < float("inf"):
+            self._timer = asyncio.get_running_loop().call_at(next_change, self.apply)
+        if rose:
+            self._rose()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- giving slots back ---------------------------------------------------------------------
+
+    def excess(self, cursor: HandlerCursor) -> int:
+        """How many runs have to end until a slot without rows in flight may be given back, at least.
+
+        Several such slots may be given back together, so the runs have to fit into the remaining slots.
+        """
+        queue = cursor.queue
+        if queue.spec.total is None or not queue.running:
+            return 0
+        if cursor.slot not in self._cursors.halted:
+            return 1  # until the slot is halted, further runs may start within the share of the slot
+        running, excess = len(queue.running), 0
+        queue.gives_back_at = -1
+        kept = self._sum(queue, [other.slot for other in self._cursors.of(queue)])
+        for other in self._cursors.halted.values():
+            if other.queue is not queue or other.in_flight:
+                continue
+            kept -= self._sum(queue, [other.slot])
+            if kept < running:
+                queue.gives_back_at = max(queue.gives_back_at, kept)
+            if other is cursor:
+                excess = max(0, running - kept)
+        return excess
+
+    # --- shares --------------------------------------------------------------------------------
+
+    def _open(self, queue: HandlerQueue) -> list[Slot]:
+        return [cursor.slot for cursor in self._cursors if cursor.queue is queue]
+
+    def _sum(self, queue: HandlerQueue, slots: Iterable[Slot]) -> int:
+        assert queue.spec.total is not None
+        known = self._known.get(queue) or dict.fromkeys(queue.spec.names, 1)
+        views = [known, *(numbers for numbers, _ in self._former.get(queue, ()))]
+        return sum(min(share_of(slot, numbers, queue.spec.total) for numbers in views) for slot in slots)
+
+
+def share_of(slot: Slot, numbers: Mapping[str, int], total: int) -> int:
+    """How many of ``total`` runs a slot has. ``numbers``: the partitions of each stored name of the handler.
+
+    A partition that the numbers do not have has no run.
+    """
+    if slot.partition >= numbers.get(slot.handler_name, 0):
+        return 0
+    place = sum(number for name, number in numbers.items() if name < slot.handler_name) + slot.partition
+    least, more = divmod(total, sum(numbers.values()))
+    return max(1, least + (place < more))

@@ -1,0 +1,225 @@
+"""The watchdog: deadlines of handlers, stuck runs, and tasks that end before the run does.
+
+A handler that runs longer than the timeout is cancelled. A handler that ignores the cancellation for longer than the
+grace period is stuck: the run has failed, a new worker takes the place of the worker, and no second run of the rows
+starts in this process until the handler ends. A TaskGroup would wait for a stuck handler for ever: that is why workers
+are tasks that this package accounts for by itself (decision 5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from uuid import UUID
+
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.state import DispatchState
+from outboxio.invocation.endings import thread_stack
+from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.model.outcome import Outcome
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.ports import StuckRows
+from outboxio.runs.run import BatchRun, HookRun, Run
+from outboxio.support.log import log_of, stack_line
+
+logger = log_of(__name__)
+
+SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
+LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
+
+
+class Watchdog:
+    """Accounts for the runs of a shard that do not end in time."""
+
+    def __init__(
+        self,
+        queues: Sequence[HandlerQueue],
+        state: DispatchState,
+        scheduler: Scheduler,
+        settler: Settler,
+        invoker: HandlerInvoker,
+        stuck: StuckRows,
+        *,
+        replace: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """``replace`` is called with the task of a stuck run: a new task takes over."""
+        self._queues = queues
+        self._state = state
+        self._scheduler = scheduler
+        self._settler = settler
+        self._invoker = invoker
+        self._stuck_rows = stuck
+        self._replace = replace
+        self._stuck: dict[asyncio.Task[None], tuple[Run, list[UUID]]] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        """Set while deadlines are checked."""
+        self._was_late = False
+        """True if the last check came late and cancelled no handler."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs and hook runs that go on, without stuck runs."""
+        return [run for queue in self._queues for run in (*queue.running, *queue.hook_lane.running)]
+
+    # --- deadlines -----------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Cancel the handlers that are past the deadline, now and as long as runs go on. One timer serves all runs.
+
+        A check that comes late cancels no handler, because the event loop stood still: the answers that the handlers
+        wait for may have been there all the time. The next check cancels.
+        """
+        timer, self.timer = self.timer, None
+        if not self._state.running and not self._state.hooks:
+            return
+        loop = asyncio.get_running_loop()
+        now, shortest = loop.time(), 1.0
+        was_late, self._was_late = self._was_late, False
+        if timer is not None and now - timer.when() > LONG_TURN and not was_late:
+            self._was_late = True
+            self.timer = loop.call_later(SHORTEST_CHECK, self.watch)
+            return
+        for queue in self._queues:
+            shortest = min(shortest, queue.spec.timeout / 4, queue.spec.grace / 2)
+            for running in (queue.running, queue.hook_lane.running):
+                self._check_all(running, now)
+        self.timer = loop.call_later(max(shortest, SHORTEST_CHECK), self.watch)
+
+    def _check_all(self, running: Iterable[Run], now: float) -> None:
+        for run in list(running):
+            if run.started and now - run.started < run.queue.spec.timeout:
+                break  # the runs behind this run have started later
+            if run.started:
+                self._exceeds_deadline(run, now)
+
+    def _exceeds_deadline(self, run: Run, now: float) -> None:
+        assert run.task is not None
+        if run.cancelled_at is None:
+            run.exceed_deadline(now)
+            run.task.cancel()
+        elif now - run.cancelled_at > run.queue.spec.grace and not run.interrupted:
+            self._give_up(run)
+
+    # --- stuck runs ----------------------------------------------------------------------------
+
+    def _give_up(self, run: Run) -> None:
+        """Report a stuck run with the handler's stack, fail the rows, and replace the task."""
+        assert run.task is not None
+        run.give_up()
+        self._state.counters.stuck += 1
+        self.keep(run)
+        frames = thread_stack(run) or _stack_of(run.task)
+        error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown place")
+        described = self._invoker.judge.describe(error)
+        logger.error(
+            "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
+            run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown place",
+            extra={"handler_name": run.queue.handler.name, "event_id": run.notification.known_event_id},
+        )  # fmt: skip
+        self._leave(run)
+        if run.session is not None:
+            # The run's transaction holds the rows, so no outcome can be written. The rows are due again when it ends.
+            run.session.discard()
+        untouched = {row for part in run.parts for row in part} if isinstance(run, BatchRun) else set[Run]()
+        for row in run.undone:
+            has_failed = run.session is None and row not in untouched
+            self._settler.end(row, self._invoker.judge(row, error, described) if has_failed else None)
+        if isinstance(run, BatchRun):
+            run.remaining.clear()
+        self._replace(run.task)
+
+    def keep(self, run: Run) -> None:
+        """While a stuck run lasts, the rows do not start in this process, in a later shard run neither."""
+        assert run.task is not None
+        ids = [row.notification.id for row in run.undone]
+        self._stuck[run.task] = run, ids
+        self._stuck_rows.add(ids)
+
+    def came_back(self, run: Run) -> None:
+        """A stuck handler has ended: the result is refused."""
+        logger.warning(
+            "handler %r came back for event %s after it was given up; its result is refused",
+            run.queue.handler.name, run.notification.event_label,
+        )  # fmt: skip
+
+    # --- tasks that have ended -----------------------------------------------------------------
+
+    def task_ended(self, task: asyncio.Task[None]) -> None:
+        """Account for the run of a task that has ended: the run was stuck, or is lost because the task has failed."""
+        if task in self._stuck:
+            run, ids = self._stuck.pop(task)
+            if run.abandoned:
+                self._scheduler.give_back(run)
+            self._stuck_rows.discard(ids)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("a worker failed; another takes its place", exc_info=error)
+        for run in [run for run in self.runs if run.task is task]:
+            self._leave(run)
+            for row in tuple(run.undone):
+                self._settler.end(row, self._judge_lost(run, row, error))
+
+    def _judge_lost(self, run: Run, row: Run, error: BaseException | None) -> Outcome | None:
+        """The outcome of a row after the end of the task. ``error``: the failure of the task; ``None``: a cancellation.
+
+        A row of a cancelled task is found again. A row of a failed task has failed: without an attempt the row would be
+        found again at once, and fail in the same way for ever.
+        """
+        if error is None or row.is_settled or (run.interrupted and not run.has_begun):
+            return None
+        return self._invoker.judge(row, error)
+
+    def _leave(self, run: Run) -> None:
+        if isinstance(run, HookRun):
+            self._scheduler.leave_hook(run)
+        else:
+            self._scheduler.leave(run)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def interrupt(self) -> list[Run]:
+        """Cancel every run; the runs that still went on. An interrupted run uses up no attempt."""
+        runs = self.runs
+        for run in runs:
+            run.interrupt()
+            if run.task is not None:
+                run.task.cancel()
+        for task in self._stuck:
+            task.cancel()
+        if runs:
+            logger.warning(
+                "cancelled %d handlers that were still running at shutdown: %s", len(runs),
+                ", ".join(f"{run.queue.handler.name} for {run.notification.event_label}" for run in runs),
+            )  # fmt: skip
+        return runs
+
+    def report_stuck(self) -> None:
+        if self._stuck:
+            logger.error("%d handlers ignore their cancellation and are left behind", len(self._stuck))
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+def _stack_of(task: asyncio.Task[None]) -> list[traceback.FrameSummary]:
+    """Where the handler that a task runs is waiting, from the handler's own frame to the innermost frame."""
+    frames: list[traceback.FrameSummary] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None:
+        try:
+            frame = next(filter(None, (getattr(waiting, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))), None)
+            if frame is None:
+                break
+            frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            waiting = getattr(waiting, "cr_await", getattr(waiting, "gi_yieldfrom", getattr(waiting, "ag_await", None)))
+        except Exception:  # an awaitable of the application may answer with any error: the stack ends there
+            break
+    return [frame for frame in frames if os.path.dirname(frame.filename) != _FOLDER]
+
+
+_FOLDER = os.path.dirname(__file__)

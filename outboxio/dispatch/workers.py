@@ -1,0 +1,234 @@
+"""Workers: long-lived tasks that take ready runs and call handlers (decision 5).
+
+Workers are woken a few at a time: each worker that finds a run wakes further workers before calling the handler. So
+handlers that never wait are run by a single worker, and handlers that wait soon occupy all workers.
+
+All workers together have 1 ms of each turn of the event loop. After that the event loop serves connections and
+timers, and then the workers go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from outboxio.dispatch.hooks import HookCaller
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
+from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.model.envelope import current_envelope
+from outboxio.model.outcome import Outcome, expired
+from outboxio.runs.ports import HandlingSetup
+from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
+from outboxio.support.clock import as_micros
+
+SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
+LONGEST_BREATH = 0.1  # seconds after a long turn in which no run starts, so that statements come to an end
+SHARE_OF_TURN = 10  # such a pause is at most this part of the long turn
+MOST_CALLED = 8  # workers that are on the way to a run at the same time
+
+
+class WorkerPool:
+    """The workers of a shard."""
+
+    def __init__(
+        self,
+        setup: HandlingSetup,
+        state: DispatchState,
+        scheduler: Scheduler,
+        settler: Settler,
+        invoker: HandlerInvoker,
+        watchdog: Watchdog,
+        hooks: HookCaller,
+        *,
+        unproven: Callable[[], None],
+    ) -> None:
+        """``unproven`` is called when a run was to start although the locks are not proven."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._concurrency = setup.settings.concurrency
+        self._clock = setup.clock
+        self._state = state
+        self._scheduler = scheduler
+        self._settler = settler
+        self._invoker = invoker
+        self._watchdog = watchdog
+        self._hooks = hooks
+        self._unproven = unproven
+        self._hired: set[asyncio.Task[None]] = set()
+        """Workers that have not begun yet."""
+        self._idle: list[asyncio.Future[bool]] = []
+        """One future for each worker that rests; True wakes the worker, False sends it home."""
+        self._called = 0
+        """Workers that were woken and have not begun yet."""
+        self._turn_began = 0.0
+        self._turn_ends: float | None = None
+        """When the slice of this turn of the event loop is over; ``None`` until a worker begins in this turn."""
+        self._settled_now = 0
+        """The time by the database's clock in this turn, in us since 1970."""
+
+    # --- calling workers -----------------------------------------------------------------------
+
+    def call(self) -> None:
+        """Wake resting workers for the runs that are ready, and make the workers that are lacking."""
+        if self._scheduler.hooks_came:
+            self._hooks.call()
+        number = min(max(1, self._state.running), MOST_CALLED) - self._called - len(self._hired)
+        while number > 0 and self._idle:
+            waiter = self._idle.pop()
+            if not waiter.done():
+                waiter.set_result(True)
+                self._called += 1
+                number -= 1
+        for _ in range(min(number, self._concurrency - len(self.tasks))):
+            worker = asyncio.create_task(self._work(), context=self._state.handlers_context.copy())
+            self.tasks.add(worker)
+            self._hired.add(worker)
+            worker.add_done_callback(self.ended)
+
+    def call_hooks(self) -> None:
+        """Start the hook runs that came since hooks were called."""
+        if self._scheduler.hooks_came:
+            self._hooks.call()
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """The task of a worker, or of a hook run, has ended: account for the run, and start the next runs."""
+        self.tasks.discard(task)
+        self._hooks.tasks.discard(task)
+        self._hired.discard(task)
+        self._watchdog.task_ended(task)
+        self._start_next()
+
+    def replace(self, task: asyncio.Task[None]) -> None:
+        """The run of this task is stuck: a new task takes over."""
+        self.tasks.discard(task)
+        self._hooks.tasks.discard(task)
+        if self._scheduler.has_hooks:
+            self._hooks.call()
+        self.call()
+
+    def send_home(self) -> None:
+        """End the workers that rest. The busy workers end after the present run."""
+        for waiter in self._idle:
+            if not waiter.done():
+                waiter.set_result(False)
+
+    # --- a worker ------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Take runs until the worker is sent home, or until a run must be the worker's last."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        scheduler, watchdog, invoker = self._scheduler, self._watchdog, self._invoker
+        self._hired.discard(task)
+        while True:
+            now = loop.time()
+            run = scheduler.next_run() if self._has_time(now, loop) else None
+            if run is None:
+                if not await self._rest():
+                    return
+                continue
+            if scheduler.runnable and not self._called:
+                self.call()
+            run.task = task
+            if isinstance(run, BatchRun):
+                await self._run_batch(run, task)
+            elif run.queue.spec.is_too_old(run.notification, self._settled_now):
+                self._finished(run, expired(run.notification, run.lease))
+                continue
+            else:
+                # A transactional run waits for a connection first, and that wait is not the handler's time.
+                run.started = 0.0 if run.queue.spec.needs_transaction else now
+                if watchdog.timer is None:
+                    watchdog.watch()
+                self._finished(run, await invoker.call(run, task))
+            if run.phase > OVERDUE or not run.is_clean:
+                return
+
+    def _has_time(self, now: float, loop: asyncio.AbstractEventLoop) -> bool:
+        """True if a worker may start a run in this turn of the event loop."""
+        if self._turn_ends is None:
+            self._turn_began, self._turn_ends = now, now + SLICE
+            loop.call_soon(self._end_turn)
+            self._settled_now = as_micros(self._clock.settled())
+            if now > self._state.proven_until:
+                if not self._state.is_proven(now):
+                    self._unproven()
+                self._turn_ends = float("-inf")  # first the blocked loop takes in the messages that came meanwhile
+        return now <= self._turn_ends
+
+    def _end_turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        if (took := loop.time() - self._turn_began) > LONG_TURN:
+            # Outcomes and heartbeats take several turns, and each turn may run a handler that blocks.
+            self._turn_began, self._turn_ends = float("inf"), float("-inf")
+            loop.call_later(min(LONGEST_BREATH, took / SHARE_OF_TURN), self._end_turn)
+            return
+        self._turn_ends = None
+        if self._scheduler.runnable and not self._state.is_stopping:
+            self.call()
+
+    async def _rest(self) -> bool:
+        """Wait to be called; False if the worker is sent home."""
+        current_envelope.set(None)
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._idle.append(waiter)
+        if self._state.is_stopping:
+            return False
+        try:
+            return await waiter
+        finally:
+            if waiter.done() and not waiter.cancelled() and waiter.result():
+                self._called -= 1
+
+    # --- a run ---------------------------------------------------------------------------------
+
+    def _finished(self, run: Run, outcome: Outcome | None) -> None:
+        """A run is over: free the worker, and let the settler have the outcome."""
+        if run.phase is STUCK:
+            return self._watchdog.came_back(run)
+        self._leave(run)
+        if outcome is None or run.is_settled:
+            self._settler.end(run, outcome)
+        else:
+            self._settler.add(outcome)
+
+    async def _run_batch(self, batch: BatchRun, task: asyncio.Task[None]) -> None:
+        """Call a handler for many rows. The settler has each outcome as soon as the row is judged."""
+        self._expire_old(batch)
+        batch.started = 0.0  # the handler's time begins when the handler is called
+        if self._watchdog.timer is None:
+            self._watchdog.watch()
+        await self._invoker.call_batch(batch, task, lambda row, outcome: self._row_done(batch, row, outcome))
+        if batch.phase is STUCK:
+            return self._watchdog.came_back(batch)
+        self._leave(batch)
+        for row in batch.undone:  # the rows that were not judged
+            self._settler.end(row, None)
+
+    def _expire_old(self, batch: BatchRun) -> None:
+        """Rows that outlived the retention leave the batch before the handler is called."""
+        rows, spec = batch.parts[0], batch.queue.spec
+        old = [row for row in rows if spec.is_too_old(row.notification, self._settled_now)]
+        for row in old:
+            batch.remaining.pop(row)
+            self._settler.end(row, expired(row.notification, row.lease))
+        batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
+
+    def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:
+        """A row of a batch has an outcome. The rest of the batch may go on for long."""
+        if batch.remaining.pop(row, row) is None:
+            self._settler.end(row, outcome)
+
+    def _leave(self, run: Run) -> None:
+        self._scheduler.leave(run)
+        if run.queue.claim is not None and self._scheduler.has_hooks:
+            self._hooks.call()
+
+    def _start_next(self) -> None:
+        scheduler = self._scheduler
+        if scheduler.has_hooks:
+            self._hooks.call()
+        if (scheduler.runnable or scheduler.hooks_came) and not self._state.is_stopping:
+            self.call()

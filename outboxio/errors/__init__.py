@@ -1,0 +1,69 @@
+"""All errors of outboxio.
+
+An error has data as attributes, and a message that says the wrong value and the remedy. Errors of a database driver are
+translated in ``storage/`` and chained, so ``__cause__`` is the error of the driver.
+"""
+
+from outboxio.errors.configuration import (
+    ConfigurationError,
+    OtherDatabase,
+    PooledConnection,
+    PoolTooSmall,
+    RegistrationError,
+    SameDatabase,
+    SettingsError,
+    UnknownEventType,
+    UnknownHandler,
+    WrongEventLoop,
+)
+from outboxio.errors.databases import DatabaseError, DatabaseUnavailable, DrainTimeout, PoolExhausted, ShutdownError
+from outboxio.errors.events import AmbiguousTypeName, InvalidEvent, TooManyHops
+from outboxio.errors.handlers import (
+    CrashedProcess,
+    HandlerFailed,
+    InterruptedRun,
+    InvalidRetryAfter,
+    NotBegun,
+    RetryAfter,
+    ReturnedAsFailed,
+    Undescribable,
+    Unprocessable,
+    UnreadableRow,
+)
+from outboxio.errors.root import OutboxError
+from outboxio.errors.schema import (
+    RightsMissing,
+    SchemaError,
+    SchemaInUse,
+    SchemaMissing,
+    SchemaNewer,
+    SchemaOccupied,
+)
+from outboxio.errors.transactions import (
+    CommitUnknown,
+    ConcurrentUse,
+    NestedConnection,
+    NestedExecute,
+    NoHandlerTransaction,
+    NoTransaction,
+    StaleRecord,
+    TransactionClosed,
+    TransactionEnded,
+    TransactionError,
+    WaitsForItself,
+)
+
+__all__ = [
+    "AmbiguousTypeName", "CommitUnknown", "ConcurrentUse", "ConfigurationError", "CrashedProcess", "DatabaseError",
+    "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun", "InvalidEvent", "InvalidRetryAfter",
+    "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
+    "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
+    "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",
+    "SchemaNewer", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord", "TooManyHops",
+    "TransactionClosed", "TransactionEnded", "TransactionError", "Undescribable", "UnknownEventType", "UnknownHandler",
+    "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
+]  # fmt: skip
+
+# Tracebacks, logs, stored errors and pickles show the module from which applications import the errors.
+for _name in __all__:
+    globals()[_name].__module__ = __name__

@@ -1,0 +1,167 @@
+"""Errors that a handler raises, and errors that end or postpone a notification."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from outboxio.errors.configuration import SettingsError
+from outboxio.errors.root import OutboxError
+from outboxio.support.text import spelled
+
+
+class InterruptedRun(OutboxError):
+    """A run of a handler with delivery at most once was begun and never ended. The handler is not run again."""
+
+    def __init__(self, handler_name: str) -> None:
+        self.handler_name = handler_name
+        super().__init__(
+            f"a run of handler {handler_name!r} was begun before and never ended: its process died, or lost its "
+            "database. It runs at most once, so it is not begun again; look at what it did, then retry or skip it"
+        )
+
+
+class CrashedProcess(OutboxError):
+    """The process ended during each run of a handler for an event. The handler is not run again for this event."""
+
+    def __init__(self, handler_name: str, starts: int) -> None:
+        self.handler_name = handler_name
+        self.starts = starts
+        super().__init__(
+            f"handler {handler_name!r} was begun {starts} times for this event, at last with no other run beside it, "
+            "and each time its process ended before it did. It is not begun again: find out what ends the process "
+            "(os._exit, a fault in native code, no memory left), mend it, then retry or skip the notification"
+        )
+
+
+class UnreadableRow(OutboxError):
+    """A row of ``event_notifications`` has an unreadable value. The notification is DEAD, and no handler was called.
+
+    The row was written by hand, or the table was changed. Correct the row, then retry the notification.
+    """
+
+    def __init__(self, notification_id: UUID, reason: str) -> None:
+        self.notification_id = notification_id
+        self.reason = reason
+        super().__init__(
+            f"notification {notification_id} cannot be read: {reason}. Its handler is not called; correct the row in "
+            "event_notifications, then retry or skip the notification"
+        )
+
+
+class Undescribable(OutboxError):
+    """A handler failed with an error that cannot be described. The handler is retried after the default backoff."""
+
+    def __init__(self, error_type: str, reason: str) -> None:
+        self.error_type = error_type
+        self.reason = reason
+        super().__init__(
+            f"the handler failed with {error_type}, which cannot be described ({reason}); the default backoff applies"
+        )
+
+
+class Unprocessable(Exception):
+    """Raised by a handler: this event can never be handled, so do not retry.
+
+    The notification is DEAD at once, and this error is stored. Notifications of other handlers do not change.
+
+    Example::
+
+        raise Unprocessable(f"wallet {event.wallet_id} was closed")
+    """
+
+
+class InvalidRetryAfter(OutboxError, ValueError):
+    """The delay or the moment of a ``RetryAfter`` is invalid. In a handler, this error is an ordinary failure.
+
+    ``option`` is ``"delay"`` or ``"at"``, ``value`` the invalid value.
+    """
+
+    def __init__(self, option: str, value: object, expected: str) -> None:
+        self.option = option
+        self.value = value
+        self.expected = expected
+        super().__init__(f"RetryAfter({option}={spelled(value)}): expected {expected}")
+
+
+class RetryAfter(Exception):
+    """Raised by a handler: retry at the given moment, not after the backoff.
+
+    * ``delay``: a ``timedelta``, a number of seconds from now, or text such as ``"30"``, ``"90s"`` or ``"PT1M"``.
+    * ``at``: a ``datetime``, naive UTC or aware. Give either ``delay`` or ``at``.
+    * ``count_attempt``: ``False`` if the run shall not count as an attempt.
+
+    A moment beyond the retention window ends the notification EXPIRED. Raises :class:`InvalidRetryAfter` for an invalid
+    delay or moment, and :class:`TypeError` for both or neither.
+
+    Example::
+
+        raise RetryAfter(response.headers["Retry-After"])
+    """
+
+    # A subclass may forget to call __init__.
+    delay: timedelta | float | str | None = None
+    at: datetime | None = None
+    count_attempt: bool = True
+
+    def __init__(
+        self,
+        delay: timedelta | float | str | None = None,
+        *,
+        at: datetime | None = None,
+        count_attempt: bool = True,
+    ) -> None:
+        if (delay is None) == (at is None):
+            raise TypeError("RetryAfter needs either a delay or at=, and not both")
+        _require_moment(delay, at)
+        self.delay = delay
+        self.at = at
+        self.count_attempt = count_attempt
+        super().__init__(f"retry after {delay}" if at is None else f"retry at {at}")
+
+
+class HandlerFailed(Exception):
+    """The stored error of a notification that is DEAD or EXPIRED, as the argument of an ``on_dead`` hook.
+
+    ``type``, ``message`` and ``traceback`` describe the last error, ``attempt`` is the number of the failed run.
+    """
+
+    def __init__(self, type: str, message: str, traceback: str, attempt: int | None) -> None:
+        self.type = type
+        self.message = message
+        self.traceback = traceback
+        self.attempt = attempt
+        super().__init__(f"{type}: {message}")
+
+
+class ReturnedAsFailed(Exception):
+    """A batch handler returned an envelope as failed, without an error."""
+
+    def __init__(self, handler_name: str) -> None:
+        self.handler_name = handler_name
+        super().__init__(f"handler {handler_name!r} returned this event as failed")
+
+
+class NotBegun(RetryAfter):
+    """The transaction of a handler could not begin, so the handler was not called. The retry follows after 1 s."""
+
+    def __init__(self, handler_name: str) -> None:
+        super().__init__(1.0, count_attempt=False)
+        self.handler_name = handler_name
+
+    def __str__(self) -> str:
+        return f"handler {self.handler_name!r} could not be begun: {self.__cause__!r}"
+
+
+def _require_moment(delay: object, at: object) -> None:
+    """Raise :class:`InvalidRetryAfter` unless the given ``delay`` or ``at`` is valid."""
+    from outboxio.support.duration import parse_duration  # duration imports this module
+
+    if at is not None:
+        if not isinstance(at, datetime):
+            raise InvalidRetryAfter("at", at, "a datetime, naive UTC or aware")
+        return
+    try:
+        parse_duration(delay)
+    except SettingsError as error:
+        raise InvalidRetryAfter("delay", delay, error.expected) from None

@@ -1,0 +1,1 @@
+"""Fan-out: undelivered events become notifications, one for each subscribed handler."""

@@ -1,0 +1,1 @@
+"""Registration of handlers: options, and all checks of a registration."""

@@ -1,0 +1,370 @@
+"""Handlers, which react to events. A handler's name is schema: the name is stored with every notification."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from inspect import isclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack, cast, get_args, get_origin
+
+from msgspec import Struct
+
+from outboxio.errors import InvalidEvent, RegistrationError
+from outboxio.handlers.annotations import CallCheck
+from outboxio.handlers.batch import Batch
+from outboxio.handlers.in_thread import InThread, flaw_of
+from outboxio.handlers.options import (
+    MISPLACED,
+    NEVER_A_USERS_OWN,
+    AnyDelivery,
+    AnyOnDeadKey,
+    Delivery,
+    HandlerKeywords,
+    HandlerOptions,
+    Since,
+    checked_options,
+)
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.event import Event, EventTypes, checked_name, is_strict, type_name, type_names, with_subclasses
+from outboxio.model.retry import Backoff, RetryPolicy
+from outboxio.model.validation import unfit_field
+from outboxio.support.signature import is_async
+from outboxio.support.text import is_respelt, meant_by
+
+if TYPE_CHECKING:
+    from outboxio.model.envelope import EventEnvelope
+
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
+
+HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None] | None]
+BatchFunction = Callable[[list["EventEnvelope[Any]"]], Awaitable[Any] | Iterable[Any] | None]
+AnyHandlerFunction = HandlerFunction | BatchFunction
+
+
+class Handler(Struct, frozen=True, kw_only=True):
+    """A registered handler."""
+
+    name: str
+    aliases: frozenset[str]
+    event_types: tuple[type[Event], ...]
+    topic: str | None
+    options: HandlerOptions
+    function: Callable[[Any], Awaitable[Any]]
+    """Calls the handler; a plain function is called in a thread."""
+    where: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names under which rows of this handler may be stored: the name and the aliases."""
+        return self.aliases | {self.name}
+
+    def accepts(self) -> Iterator[type[Event]]:
+        """The event classes of the handler, subclasses included."""
+        for cls in self.event_types:
+            yield from with_subclasses(cls)
+
+
+class EventHandler(Generic[E]):
+    """The class form of a handler: options as class attributes, dependencies through the constructor.
+
+    ``name`` is required and is stored with every notification: treat the name as part of your schema, and rename a
+    handler through ``aliases``. Event types are read from ``event_types``, or else from the type parameter. The
+    remaining attributes are the options of ``@outbox.handler``.
+
+    Example::
+
+        class SendReceipt(EventHandler[MoneyDeposited]):
+            name = "deposit-receipt"
+            retry = RetryPolicy(max_attempts=5)
+
+            def __init__(self, mailer: Mailer) -> None:
+                self.mailer = mailer
+
+            async def handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:
+                await self.mailer.send(envelope.event.wallet_id)
+
+        outbox.add_handler(SendReceipt(mailer))
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[Iterable[str]] = ()
+    event_types: ClassVar[Iterable[type[Event]]] = ()
+    topic: ClassVar[str | None] = None
+    retry: ClassVar[RetryPolicy | Backoff | None] = None
+    timeout: ClassVar[timedelta | float | str | None] = None
+    concurrency: ClassVar[int | None] = None
+    delivery: ClassVar[AnyDelivery] = Delivery.AT_LEAST_ONCE
+    on_dead: ClassVar[Any] = None
+    ordered: ClassVar[bool] = False
+    on_dead_key: ClassVar[AnyOnDeadKey | None] = None
+    batch: ClassVar[Batch | None] = None
+    priority: ClassVar[int] = 0
+    relay: ClassVar[bool] = False
+    since: ClassVar[Since | None] = None
+    partitions: ClassVar[int] = 1
+    total_concurrency: ClassVar[int | None] = None
+
+    def handle(self, envelope: Any, /) -> Any:
+        """React to an event, or with ``batch`` to a list of events. After an error, the retry policy applies.
+
+        Write ``async def``; a plain ``def`` runs in a thread.
+        """
+        raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
+
+
+class HandlerRegistry:
+    """The handlers of an outbox, by the names under which rows are stored."""
+
+    def __init__(self, types: EventTypes) -> None:
+        self._types = types
+        self._by_name: dict[str, Handler] = {}
+        self._handlers: list[Handler] = []
+
+    def __iter__(self) -> Iterator[Handler]:
+        return iter(self._handlers)
+
+    def __len__(self) -> int:
+        return len(self._handlers)
+
+    def add(self, handler: Handler) -> None:
+        """Add a handler; :class:`RegistrationError` if a name or an event type clashes. Then no part is added."""
+        for name in sorted(handler.names):
+            other = self._by_name.get(name)
+            if other is not None:
+                what = "name" if name == handler.name else "alias"
+                raise RegistrationError(
+                    f"handler {what} {name!r} is registered twice: by {other.where} (handler {other.name!r}) and "
+                    f"{handler.where}; names and aliases are stored in event_notifications and must be unique"
+                )
+        for cls in handler.event_types:
+            self._types.register(cls)
+        self._by_name.update(dict.fromkeys(handler.names, handler))
+        self._handlers.append(handler)
+
+    def find(self, name: str) -> Handler | None:
+        """The handler with this name or alias."""
+        return self._by_name.get(name)
+
+    @property
+    def names(self) -> list[str]:
+        """All names and aliases."""
+        return sorted(self._by_name)
+
+    def subscriptions(self) -> list[Subscription]:
+        """The subscriptions of all handlers: for each handler, an entry per event type name or topic."""
+        return [wanted for handler in self._handlers for wanted in self.wanted_by(handler)]
+
+    def wanted_by(self, handler: Handler) -> list[Subscription]:
+        """The subscriptions of a handler."""
+        return _wanted_by(handler)
+
+    def strict_types(self) -> frozenset[str]:
+        """The names of all event types with strict priority."""
+        classes = {cls for handler in self._handlers for cls in handler.accepts()}.union(self._types)
+        return frozenset(name for cls in classes if is_strict(cls) for name in type_names(cls))
+
+    def event_class(self, handler: Handler, name: str) -> type[Event] | None:
+        """The class of a stored event type: a registered class, or else a subclass of the handler's types."""
+        found = self._types.find(name)
+        if found is not None or not handler.event_types:
+            return found
+        candidates = {cls for cls in handler.accepts() if name in type_names(cls)}
+        if len(candidates) > 1:
+            first, second, *_ = sorted(candidates, key=lambda cls: (cls.__module__, cls.__qualname__))
+            raise InvalidEvent(f"event type {name!r}", f"both {first} and {second} have this name; give one type_name=")
+        return candidates.pop() if candidates else None
+
+
+def make_handler(
+    function: AnyHandlerFunction,
+    *,
+    name: str,
+    event_types: Iterable[type[Event]],
+    aliases: Iterable[str],
+    topic: str | None,
+    where: str,
+    **options: Unpack[HandlerKeywords],
+) -> Handler:
+    """A handler of checked parts; the :class:`RegistrationError` names the wrong part."""
+    others, wanted_topic = _checked_names(name, aliases, topic, where)
+    types = _checked_types(event_types, name, where)
+    if not types and topic is None:
+        raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
+    if not (is_plain := not is_async(function)):
+        called: Any = function
+    elif (flaw := flaw_of(function)) is not None:
+        raise RegistrationError(f"handler {name!r} must be a function, async or plain: {where} {flaw}")
+    else:
+        called = InThread(function, name)
+    handler = Handler(
+        name=name,
+        aliases=others,
+        event_types=types,
+        topic=wanted_topic,
+        options=checked_options(name, where, options),
+        function=called,
+        where=where,
+    )
+    if is_plain and handler.options.delivery is Delivery.TRANSACTIONAL:
+        raise RegistrationError(
+            f"handler {name!r} has delivery='transactional' and is a plain function ({where}): it runs in a thread, "
+            "and a transaction can be used in its event loop only; write it as `async def`, or leave delivery= out"
+        )
+    _refuse_strict_batch(handler)
+    is_batch = handler.options.batch is not None
+    CallCheck(function=function, name=name, where=where, event_types=types, is_batch=is_batch).refuse()
+    return handler
+
+
+def _checked_names(
+    name: str, aliases: Iterable[str], topic: str | None, where: str
+) -> tuple[frozenset[str], str | None]:
+    """The aliases and the topic. :class:`RegistrationError` if a name, an alias or the topic cannot be stored."""
+    if isinstance(aliases, str):
+        raise RegistrationError(f"aliases of handler {name!r} is one string; give a set of names: {{{aliases!r}}}")
+    try:
+        checked_name(name, "handler name")
+        given = _each(aliases, f"aliases of handler {name!r}", where, "names")
+        others = frozenset(checked_name(alias, f"an alias of handler {name!r}") for alias in given)
+        wanted_topic = None if topic is None else checked_name(topic, f"the topic of handler {name!r}")
+    except InvalidEvent as error:
+        raise RegistrationError(f"{error} ({where})") from None
+    if name in others:
+        raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); leave it out")
+    return others, wanted_topic
+
+
+def _checked_types(event_types: Iterable[type[Event]], name: str, where: str) -> tuple[type[Event], ...]:
+    """The event classes. :class:`RegistrationError` for a value that is no event class, or cannot be stored."""
+    types = _each(event_types, f"event_types of handler {name!r}", where, "Event classes")
+    for cls in types:
+        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
+        refuse_unfit(cls, f"handler {name!r} ({where})")
+    return types
+
+
+def _each(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise RegistrationError(f"{subject} is {values!r} ({where}); expected a tuple or a set of {what}") from None
+
+
+def refuse_unfit(cls: type[Event], subject: str) -> None:
+    """Raise :class:`RegistrationError` if no event of a class can be stored and read."""
+    reason = unfit_field(cls)
+    if reason is not None:
+        raise RegistrationError(f"{subject} is for events that cannot be stored and read: {type_name(cls)}, {reason}")
+
+
+def _refuse_strict_batch(handler: Handler) -> None:
+    strict = next(filter(is_strict, handler.accepts()), None)
+    if handler.options.batch is not None and strict is not None:
+        raise RegistrationError(
+            f"handler {handler.name!r} has batch= and is for {type_name(strict)}, which has strict_priority=True "
+            f"({handler.where}): each row of such an event waits for others, so there is no batch of them; leave one "
+            "of them out"
+        )
+
+
+def handler_from_object(handler: EventHandler[Any]) -> Handler:
+    """The handler that an :class:`EventHandler` object describes."""
+    cls = type(handler)
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    if not isinstance(handler, EventHandler):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        raise RegistrationError(f"add_handler() takes an EventHandler object, not {handler!r}")
+    if not hasattr(handler, "name"):
+        raise RegistrationError(f'{where} has no name; write `name = "..."` in the class, it is stored with its rows')
+    _refuse_misspelt(cls, handler.name, where)
+    if getattr(handler.handle, "__func__", None) is vars(EventHandler)["handle"]:
+        raise RegistrationError(f"handler {handler.name!r} ({where}) has no method `async def handle(self, envelope)`")
+    types = _each(handler.event_types, f"event_types of handler {handler.name!r}", where, "Event classes")
+    options: Any = {option: getattr(handler, option) for option in HandlerKeywords.__annotations__}
+    # A function that is a class attribute would come bound to the handler. That is right for on_dead, a method.
+    options["retry"] = vars(handler).get("retry", cls.retry)
+    return make_handler(
+        handler.handle,
+        name=handler.name,
+        event_types=types or (_type_parameters(cls) if handler.topic is None else ()),
+        aliases=handler.aliases,
+        topic=handler.topic,
+        where=where,
+        **options,
+    )
+
+
+_OPTIONS = ("name", "aliases", "event_types", "topic", *HandlerKeywords.__annotations__)
+_METHODS = ("handle", "on_dead", "retry")
+
+
+def _refuse_misspelt(cls: type, name: str, where: str) -> None:
+    """Refuse an attribute that is probably a misspelt option.
+
+    A class may have any constants and methods. So a value is refused if the name is nearly the name of an option, and a
+    method only if it has the same letters in a different case. Names in capitals and names that begin with an
+    underscore always pass.
+    """
+    for base in cls.__mro__[: cls.__mro__.index(EventHandler)]:
+        for attribute, value in vars(base).items():
+            if attribute.startswith("_") or attribute.isupper() or attribute in _OPTIONS or attribute == "handle":
+                continue
+            if attribute in NEVER_A_USERS_OWN and issubclass(base, EventHandler):
+                raise RegistrationError(f"handler {name!r} has {attribute}= ({where}): {MISPLACED[attribute]}")
+            if isclass(value) or hasattr(value, "__get__"):
+                meant = next((method for method in _METHODS if is_respelt(attribute, method)), None)
+            else:
+                meant = meant_by(attribute, _OPTIONS)
+            if meant is not None:
+                _refuse_attribute(name, attribute, meant, where)
+
+
+def _refuse_attribute(name: str, attribute: str, meant: str, where: str) -> NoReturn:
+    raise RegistrationError(
+        f"handler {name!r} has the attribute {attribute!r} ({where}), which is no option; did you mean {meant!r}? An "
+        f"attribute of your own needs another name, such as '_{attribute}'"
+    )
+
+
+def where_defined(function: Callable[..., Any]) -> str:
+    """How an error names a function: module and qualified name."""
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def _wanted_by(handler: Handler) -> list[Subscription]:
+    def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
+        return Subscription(
+            handler_name=handler.name,
+            event_type=event_type,
+            topic=topic,
+            aliases=tuple(sorted(handler.aliases)),
+            priority=handler.options.priority,
+            ordered=handler.options.ordered,
+        )
+
+    if handler.topic is not None:
+        return [wanted(topic=handler.topic)]
+    names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
+    return [wanted(event_type=name) for name in sorted(names)]
+
+
+def _type_parameters(cls: type) -> tuple[type[Event], ...]:
+    """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
+    parameter = _parameter_of(cls, {})
+    return tuple(cast("type[Event]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
+
+
+def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:
+    """The value that ``cls`` gives to EventHandler's type parameter, through generic classes in between, or None."""
+    for base in vars(cls).get("__orig_bases__", cls.__bases__):
+        origin: Any = get_origin(base) or base
+        arguments = [known.get(argument, argument) for argument in get_args(base)]
+        if origin is EventHandler:
+            return arguments[0] if arguments else None
+        if issubclass(origin, EventHandler):
+            names: tuple[Any, ...] = getattr(cast(Any, origin), "__parameters__", ())
+            found = _parameter_of(cast(Any, origin), dict(zip(names, arguments, strict=False)))
+            if found is not None:
+                return found
+    return None

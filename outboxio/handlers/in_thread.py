@@ -1,0 +1,103 @@
+"""Synchronous handlers: a plain function is called in a thread, so that the event loop goes on meanwhile.
+
+A thread cannot be interrupted. So a call ends when the function ends. A timeout or the shutdown cancels the run, and
+the run ignores the cancellation while the function goes on: dispatch gives the run up as stuck, and does not start the
+event again in this process before the function has ended. The function can end early, because
+``anyio.from_thread.check_cancelled()`` raises in a cancelled run.
+
+The call in the thread runs in a second task: a cancellation by asyncio would end ``anyio.to_thread.run_sync`` before
+the function ends (decision 25).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from anyio import CancelScope, CapacityLimiter, to_thread
+
+
+class InThread:
+    """A plain function as a coroutine function. The context variables of the call are visible in the thread.
+
+    The handler's concurrency limits the threads. The limiter has no bound: a handler with a limiter does not share
+    anyio's default limiter of 40 threads with the application.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], name: str) -> None:
+        """``name``: the handler's, for errors."""
+        self._function = function
+        self._name = name
+        self._limiter: CapacityLimiter | None = None  # made in the event loop
+        self._threads: dict[asyncio.Task[Any] | None, int] = {}  # by waiting task, the thread of the call
+
+    async def __call__(self, argument: Any) -> Any:
+        """Call the function and return or raise when the function has ended, even if the run is cancelled."""
+        scope = CancelScope()
+        call = asyncio.ensure_future(self._call(argument, scope, asyncio.current_task()))
+        while not call.done():
+            try:
+                await asyncio.shield(call)
+            except asyncio.CancelledError:
+                scope.cancel()  # check_cancelled() raises from now on
+        result, raised = call.result()  # or CancelledError, if the event loop is torn down
+        if raised is not None:
+            raise raised
+        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise TypeError(
+                f"handler {self._name!r} is a plain function and returned a {type(result).__name__}, which nothing "
+                "awaits: write the handler, or the decorator around it, as `async def`"
+            )
+        return result
+
+    async def _call(
+        self, argument: Any, scope: CancelScope, task: asyncio.Task[Any] | None
+    ) -> tuple[Any, BaseException | None]:
+        limiter = self._limiter
+        if limiter is None:
+            limiter = self._limiter = CapacityLimiter(math.inf)
+        with scope:
+            return await to_thread.run_sync(self._call_here, argument, task, limiter=limiter)
+        return None, asyncio.CancelledError()  # cancelled before a thread was there
+
+    def _call_here(self, argument: Any, task: asyncio.Task[Any] | None) -> tuple[Any, BaseException | None]:
+        """Call the function in this thread. Errors are returned: a task that raises SystemExit ends the event loop."""
+        self._threads[task] = threading.get_ident()
+        try:
+            return self._function(argument), None
+        except BaseException as error:
+            return None, error
+        finally:
+            del self._threads[task]
+
+    def stack_of(self, task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
+        """The present stack of the function for which ``task`` waits; empty if the function does not run."""
+        frame = sys._current_frames().get(self._threads.get(task, 0))  # pyright: ignore[reportPrivateUsage]  # documented
+        if frame is None:
+            return []
+        frames = traceback.extract_stack(frame)
+        ours = [at for at, each in enumerate(frames) if each.filename == __file__]
+        return frames[ours[-1] + 1 :] if ours else []
+
+
+def flaw_of(function: Any) -> str | None:
+    """The reason to refuse a plain callable as a handler; ``None`` for a good handler."""
+    if inspect.isclass(function):
+        return "is a class; register an object of an EventHandler class with add_handler()"
+    if not callable(function):
+        return "is no function"
+    called = function if inspect.isroutine(function) else type(function).__call__
+    for plain in (function, called):
+        if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+            return "is a generator function, whose call returns before its first line; return instead of yield"
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return "is a plain function around an async one; write its decorator's wrapper as `async def` too"
+    return None

@@ -1,0 +1,282 @@
+"""The options of handlers. Values and combinations that make no sense are refused at registration."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+from msgspec import Struct
+
+from outboxio.errors import HandlerFailed, RegistrationError, SettingsError
+from outboxio.handlers.batch import Batch
+from outboxio.model.retry import Backoff, RetryPolicy
+from outboxio.support.clock import naive_utc
+from outboxio.support.duration import parse_duration
+from outboxio.support.signature import is_async, missing_for
+from outboxio.support.text import briefly, nearest
+
+if TYPE_CHECKING:
+    from outboxio.model.envelope import EventEnvelope
+
+DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
+"""A hook for a notification that ends DEAD, or EXPIRED after a failure."""
+
+MOST_PARTITIONS = 64
+
+_SMALLEST, _LARGEST = -(2**31), 2**31 - 1  # the range of the column
+
+
+class Delivery(StrEnum):
+    """The promise to a handler for the case that the run fails, or the process dies, half-way."""
+
+    AT_LEAST_ONCE = "at_least_once"
+    TRANSACTIONAL = "transactional"
+    AT_MOST_ONCE = "at_most_once"
+
+
+class OnDeadKey(StrEnum):
+    """The treatment of an ordering key when a row of the key ends DEAD or EXPIRED."""
+
+    PARK = "park"
+    """The later rows of the key wait until an operator retries or skips the ended row."""
+    CONTINUE = "continue"
+    """The next row of the key starts."""
+
+
+AnyDelivery = Delivery | Literal["at_least_once", "transactional", "at_most_once"]
+AnyOnDeadKey = OnDeadKey | Literal["park", "continue"]
+Since = datetime | Literal["now"]
+"""The first moment of a handler's events: by ``event_date``, or the handler's first announcement."""
+
+
+class SingleKeywords(TypedDict, total=False):
+    """The options of a handler that is called for each event alone."""
+
+    retry: RetryPolicy | Backoff | None
+    timeout: timedelta | float | str | None
+    concurrency: int | None
+    delivery: AnyDelivery
+    on_dead: DeadHook | None
+    ordered: bool
+    on_dead_key: AnyOnDeadKey | None
+    priority: int
+    relay: bool
+    since: Since | None
+    partitions: int
+    total_concurrency: int | None
+
+
+class HandlerKeywords(SingleKeywords, total=False):
+    """The options of a handler as given: keywords of ``outbox.handler``, or attributes of a class."""
+
+    batch: Batch | None
+
+
+class HandlerOptions(Struct, frozen=True, kw_only=True):
+    """The checked options. ``None`` leaves a value to the settings of the outbox."""
+
+    retry: RetryPolicy
+    timeout: timedelta | None
+    concurrency: int | None
+    delivery: Delivery
+    on_dead: DeadHook | None
+    ordered: bool
+    on_dead_key: OnDeadKey
+    batch: Batch | None
+    priority: int
+    relay: bool
+    since: Since | None
+    partitions: int
+    total_concurrency: int | None
+
+
+_IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
+MISPLACED: Mapping[str, str] = {
+    "size": _IN_BATCH.format("size"),
+    "max_wait": _IN_BATCH.format("max_wait"),
+    "schedule": _IN_BATCH.format("schedule"),
+    "strict_priority": "it belongs to the event, as in class MoneyDeposited(Event, strict_priority=True)",
+    "ordering_key": "it belongs to the event, as in tx.emit(event, ordering_key=...); the handler says ordered=True",
+    "max_attempts": "it is part of the retry policy, as in retry=RetryPolicy(max_attempts=...)",
+    "backoff": "it is part of the retry policy, as in retry=RetryPolicy(backoff=...)",
+    "retention": "it is part of the retry policy, as in retry=RetryPolicy(retention=...)",
+}
+"""Options that belong elsewhere, with the right place."""
+
+NEVER_A_USERS_OWN = MISPLACED.keys() - {"size", "ordering_key", "backoff", "retention"}
+"""Misplaced options that a handler class has as an attribute only by mistake."""
+
+
+def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOptions:
+    """The checked options; the :class:`RegistrationError` names a value or combination that makes no sense."""
+    refuse = _Refuse(name, where)
+    for option in given.keys() - HandlerKeywords.__annotations__.keys():
+        meant = nearest(option, HandlerKeywords.__annotations__)
+        hint = f"did you mean {meant}?" if meant else f"there is {', '.join(HandlerKeywords.__annotations__)}"
+        refuse(f"has {option}=: {MISPLACED.get(option, f'there is no such option; {hint}')}")
+    options = HandlerOptions(
+        retry=_policy(given.get("retry"), refuse),
+        timeout=_timeout(given.get("timeout"), refuse),
+        concurrency=_at_least_one("concurrency", given.get("concurrency"), refuse),
+        delivery=_one_of(Delivery, "delivery", given.get("delivery", Delivery.AT_LEAST_ONCE), refuse),
+        on_dead=checked_hook(given.get("on_dead"), f"on_dead of handler {name!r}"),
+        ordered=_switch("ordered", given.get("ordered", False), refuse),
+        on_dead_key=_one_of(OnDeadKey, "on_dead_key", given.get("on_dead_key") or OnDeadKey.PARK, refuse),
+        batch=_batch(given.get("batch"), refuse),
+        priority=_priority(given.get("priority", 0), refuse),
+        relay=_switch("relay", given.get("relay", False), refuse),
+        since=_since(given.get("since"), refuse),
+        partitions=_partitions(given.get("partitions", 1), refuse),
+        total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
+    )
+    for makes_no_sense, why in _senseless(options, given):
+        if makes_no_sense:
+            refuse(f"has {why}")
+    return options
+
+
+def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bool, str]]:
+    once = options.delivery is Delivery.AT_MOST_ONCE
+    batch, partitions, total = options.batch, options.partitions, options.total_concurrency
+    return [
+        (
+            once and given.get("retry") is not None,
+            f"delivery='at_most_once' and retry={given.get('retry')!r}: what may run only once is never retried; "
+            "leave one of them out",
+        ),
+        (
+            once and batch is not None,
+            "delivery='at_most_once' and batch=: a call that fails is split, and its rows run again; leave one of "
+            "them out",
+        ),
+        (
+            options.ordered and batch is not None,
+            "ordered=True and batch=: an ordered handler gets the next event of a key when the one before is done, "
+            "a batch gets many at once; leave one of them out",
+        ),
+        (
+            given.get("on_dead_key") is not None and not options.ordered,
+            f"on_dead_key={given.get('on_dead_key')!r} without ordered=True: only the keys of an ordered handler can "
+            "be parked; add ordered=True, or leave it out",
+        ),
+        (
+            partitions > 1 and batch is not None and batch.schedule is not None,
+            f"partitions={partitions} and batch=Batch(schedule=...): each process would make a report of its own part "
+            "of the events; leave partitions out",
+        ),
+        (
+            total is not None and total < partitions,
+            f"total_concurrency={total} and partitions={partitions}: each partition needs a run of its own, so the "
+            f"events of some partitions would never run; raise total_concurrency to {partitions} or more, or ask for "
+            "fewer partitions",
+        ),
+    ]  # fmt: skip
+
+
+class _Refuse:
+    """Raises, naming the handler."""
+
+    def __init__(self, name: str, where: str) -> None:
+        self._name = name
+        self._where = where
+
+    def __call__(self, what: str) -> None:
+        raise RegistrationError(f"handler {self._name!r} {what} ({self._where})")
+
+
+def checked_hook(hook: DeadHook | None, subject: str) -> DeadHook | None:
+    """The checked hook; the :class:`RegistrationError` names ``subject``."""
+    if hook is None:
+        return None
+    if not is_async(hook):
+        raise RegistrationError(f"{subject} is {briefly(hook)}; expected an async function of (envelope, error)")
+    missing = missing_for(hook, 2)
+    if missing is not None:
+        raise RegistrationError(f"{subject} is called with (envelope, error), and {briefly(hook)} {missing}")
+    return hook
+
+
+# Each function below checks an option. Callers may not be typed, so every value is checked.
+
+
+def _policy(retry: Any, refuse: _Refuse) -> RetryPolicy:
+    if retry is None:
+        return RetryPolicy()
+    if not (isinstance(retry, RetryPolicy) or callable(retry)):
+        refuse(f"has retry={retry!r}; expected a RetryPolicy or a callable of (attempts, exception)")
+    policy = retry if isinstance(retry, RetryPolicy) else RetryPolicy(backoff=cast(Backoff, retry))
+    missing = None if policy.backoff is None else missing_for(policy.backoff, 2)
+    if missing is not None:
+        refuse(f"has retry={retry!r}, which is called with (attempts, exception) and {missing}")
+    return policy
+
+
+def _timeout(timeout: Any, refuse: _Refuse) -> timedelta | None:
+    if timeout is None:
+        return None
+    try:
+        duration = parse_duration(timeout, key="timeout")
+    except SettingsError as error:
+        refuse(f"has timeout={timeout!r}; expected {error.expected}")
+        raise
+    if not duration:
+        refuse(f"has timeout={timeout!r}; expected a duration longer than zero")
+    return duration
+
+
+def _at_least_one(option: str, value: Any, refuse: _Refuse) -> int | None:
+    if value is not None and (not _is_number(value) or value < 1):
+        refuse(f"has {option}={value!r}; expected 1 or more")
+    number: int | None = value
+    return number
+
+
+def _partitions(partitions: Any, refuse: _Refuse) -> int:
+    if not _is_number(partitions) or not 1 <= partitions <= MOST_PARTITIONS:
+        refuse(f"has partitions={partitions!r}; expected a whole number from 1 to {MOST_PARTITIONS}")
+    number: int = partitions
+    return number
+
+
+def _priority(priority: Any, refuse: _Refuse) -> int:
+    if not _is_number(priority) or not _SMALLEST <= priority <= _LARGEST:
+        refuse(f"has priority={priority!r}; expected a whole number from {_SMALLEST} to {_LARGEST}, lower runs first")
+    number: int = priority
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _switch(option: str, value: Any, refuse: _Refuse) -> bool:
+    if not isinstance(value, bool):
+        refuse(f"has {option}={value!r}; expected True or False")
+    return bool(value)
+
+
+def _batch(batch: Any, refuse: _Refuse) -> Batch | None:
+    if batch is not None and not isinstance(batch, Batch):
+        refuse(f"has batch={batch!r}; expected a Batch, as in batch=Batch(size=500)")
+    chosen: Batch | None = batch
+    return chosen
+
+
+def _since(since: Any, refuse: _Refuse) -> Since | None:
+    if since is None or since == "now":
+        return cast("Since | None", since)
+    if not isinstance(since, datetime):
+        refuse(
+            f"has since={since!r}; expected a datetime (naive UTC, or aware), as in since=datetime(2026, 1, 31), or "
+            "'now' for events from the handler's first start on. A duration would mean another moment at every start"
+        )
+    return naive_utc(cast(datetime, since))
+
+
+def _one_of(kind: Any, option: str, value: Any, refuse: _Refuse) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        refuse(f"has {option}={value!r}; expected one of {', '.join(repr(str(member)) for member in kind)}")

@@ -1,0 +1,141 @@
+"""The part of an outbox that registers handlers and event classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, Unpack, overload
+
+from outboxio.handlers.batch import Batch
+from outboxio.handlers.handler import (
+    BatchFunction,
+    EventHandler,
+    HandlerFunction,
+    HandlerRegistry,
+    handler_from_object,
+    make_handler,
+    refuse_unfit,
+    where_defined,
+)
+from outboxio.handlers.options import HandlerKeywords, SingleKeywords
+from outboxio.model.event import Event, EventTypes
+
+F = TypeVar("F", bound=HandlerFunction)
+B = TypeVar("B", bound=BatchFunction)
+
+
+class Registration:
+    """The base class of :class:`~outboxio.Outbox` that registers handlers and event classes."""
+
+    def __init__(self) -> None:
+        self._types = EventTypes()
+        self._handlers = HandlerRegistry(self._types)
+
+    @overload
+    def handler(
+        self,
+        *event_types: type[Event],
+        name: str,
+        aliases: Iterable[str] = (),
+        topic: str | None = None,
+        batch: None = None,
+        **options: Unpack[SingleKeywords],
+    ) -> Callable[[F], F]: ...
+
+    @overload
+    def handler(
+        self,
+        *event_types: type[Event],
+        name: str,
+        aliases: Iterable[str] = (),
+        topic: str | None = None,
+        batch: Batch,
+        **options: Unpack[SingleKeywords],
+    ) -> Callable[[B], B]: ...
+
+    def handler(
+        self,
+        *event_types: type[Event],
+        name: str,
+        aliases: Iterable[str] = (),
+        topic: str | None = None,
+        **options: Unpack[HandlerKeywords],
+    ) -> Callable[[Any], Any]:
+        """Register a function as the handler of events of these types, subclasses included.
+
+        The function is async; a plain ``def`` runs in a thread of the handler.
+
+        ``name`` is stored with every notification, so treat the name as part of your schema. To rename a handler, keep
+        the old name in ``aliases`` until no unfinished rows with the old name are left. ``topic`` subscribes to every
+        event that is emitted on that topic instead; event types then only say how payloads are decoded. The options
+        are:
+
+        ``retry`` is a :class:`RetryPolicy` or a callable of (attempts, exception). ``timeout`` (default: setting
+        ``handler_timeout``) cancels a run that takes longer, which counts as a failure. ``concurrency`` limits the
+        runs at the same time (default: the setting of that name; 1 with ``batch``).
+
+        ``delivery`` decides about a crash half-way. ``"at_least_once"``: the handler runs again, so the handler must
+        be idempotent. ``"transactional"``: the handler works in ``envelope.tx``, a transaction on the event's shard
+        that commits together with the delivery, so the effects in that database happen exactly once.
+        ``"at_most_once"``: the handler never runs a second time; a run that fails, or is cut short, ends DEAD.
+
+        ``on_dead`` is an async function of (envelope, error), called when a notification ends DEAD, or EXPIRED after a
+        failure; before the hook of the outbox. The hook works in ``envelope.tx``, and its rows and events commit
+        together with that end. If the hook fails, the verdict stands and only the hook is tried again. As many hooks
+        of one handler run at the same time as its ``concurrency`` says, beside its own runs.
+
+        ``since`` keeps history from a new handler: a datetime (naive UTC, or aware), or ``"now"`` for the moment of the
+        handler's first announcement, which stays the same at every later start. Older events, by their ``event_date``,
+        end SKIPPED without a run. Without ``since``, a handler gets all events that waited for a first handler.
+
+        ``partitions``, 1 to 64, lets up to that many processes share the handler: each process runs the events of its
+        own partitions, and no event runs in two. An ordered handler keeps the order within a key. A larger number in
+        code raises the number of the cluster once; ``admin.partitions`` sets the number in both directions. SQLite has
+        a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
+        least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
+
+        Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function
+        cannot be called with one envelope (with ``batch``: a list); a plain function has ``delivery="transactional"``,
+        or is a generator or a wrapper of an async function; an annotation names other events than
+        ``event_types``; a class is no Event or has a field that cannot be stored.
+
+        Example::
+
+            @outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"}, timeout="10s")
+            async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None: ...
+        """
+
+        def register(function: Any) -> Any:
+            self._refuse_while_running()
+            self._handlers.add(
+                make_handler(
+                    function,
+                    name=name,
+                    event_types=event_types,
+                    aliases=aliases,
+                    topic=topic,
+                    where=where_defined(function),
+                    **options,
+                )
+            )
+            return function
+
+        return register
+
+    def add_handler(self, handler: EventHandler[Any]) -> None:
+        """Register an :class:`EventHandler` object. Raises :class:`RegistrationError` like :meth:`handler`."""
+        self._refuse_while_running()
+        self._handlers.add(handler_from_object(handler))
+
+    def register(self, *event_types: type[Event]) -> None:
+        """Make event classes known that no handler names, so that a topic's payloads decode to these classes.
+
+        Raises :class:`AmbiguousTypeName` if another class has the same name, :class:`RegistrationError` if a field is
+        of a type that cannot be stored.
+        """
+        for cls in event_types:
+            refuse_unfit(cls, "register()")
+            self._types.register(cls)
+
+    def _refuse_while_running(self) -> None:
+        """Raise :class:`RegistrationError` if the handlers are at work."""
+        raise NotImplementedError

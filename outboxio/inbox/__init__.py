@@ -1,0 +1,1 @@
+"""The inbox: messages from outside become events, or are handled at once."""

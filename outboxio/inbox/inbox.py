@@ -1,0 +1,347 @@
+"""The inbox: a message of a broker or a webhook is stored once, acknowledged at once, and handled like all events.
+
+Messages are deduplicated by (source, external id). The row in ``consumed_events`` is written in the same transaction as
+the event and is kept longer. Its hash of the payload tells a redelivery from a second message under the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Literal, TypedDict, Unpack, cast
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.actions.executor import ActionExecutor, WritableShard
+from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.handlers.handler import Handler
+from outboxio.inbox.inline import Consumption, InlineRunner, Message, Received
+from outboxio.invocation.claim import TakenByAnother
+from outboxio.model.emitter import Emitter
+from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord, checked_name
+from outboxio.model.lock_name import LockName
+from outboxio.storage.protocols import ConsumeResult, Session
+from outboxio.support.codec import decode_given, encode_object
+from outboxio.support.ids import uuid7
+from outboxio.support.log import log_of
+from outboxio.support.text import briefly
+from outboxio.transaction import Transaction
+
+logger = log_of(__name__)
+
+Wrap = Callable[[WritableShard, Any], Awaitable[Session]]
+"""Makes a session of a connection of the application, on which a transaction must be open."""
+
+
+class Inbox:
+    """Receives events from outside."""
+
+    def __init__(
+        self, namespace: str, executor: ActionExecutor, wrap: Wrap, inline: Callable[[str], InlineRunner]
+    ) -> None:
+        self._executor = executor
+        self._wrap = wrap
+        self._inline = inline
+        self._consumer = LockName(namespace, "inbox").lease
+        self.conflicts = 0
+        """How many messages came under the id of an earlier message with another payload."""
+
+    async def receive(
+        self,
+        *,
+        source: str,
+        external_id: str,
+        event: Event | None = None,
+        type: str | None = None,
+        payload: object = None,
+        topic: str | None = None,
+        ordering_key: object = None,
+        headers: Mapping[str, Any] | None = None,
+        correlation_id: str | None = None,
+        available_at: datetime | None = None,
+        connection: Any = None,
+        shard: str | None = None,
+    ) -> Received:
+        """Store the message of ``source`` with the id ``external_id`` once, so that it can be acknowledged.
+
+        Give either ``event``, or ``type`` and ``payload``: a mapping, a struct, or JSON text or bytes. Handlers of the
+        event type and of ``topic`` run afterwards, as for any event. The same id with another payload is a CONFLICT:
+        the first message is kept, and :attr:`conflicts` counts the second. With ``connection`` (any that
+        ``outbox.record`` takes) the message is stored in the transaction that is open there, otherwise in a new one.
+
+        Raises :class:`InvalidEvent` before writing if the message cannot be stored, and :class:`NoTransaction` if no
+        transaction is open on the connection.
+
+        Example::
+
+            await outbox.inbox.receive(
+                source="billing", external_id=message.id, type="InvoicePaid", payload=message.body
+            )
+            await message.ack()
+        """
+        given = _Given(
+            source=source, external_id=external_id, event=event, type=type, payload=payload, topic=topic,
+            ordering_key=ordering_key, headers=headers, correlation_id=correlation_id, available_at=available_at,
+        )  # fmt: skip
+        target = self._executor.shard(shard)
+        delivery = _Delivery(source, external_id, self._consumer, given.checked(target.emitter))
+        options: dict[str, Any] = {"headers": headers, "correlation_id": correlation_id, "source": source}
+        try:
+            if connection is None:
+                await self._store(delivery, given.params, shard=shard, **options)
+            else:
+                session = await self._wrap(target, connection)
+                await delivery.require_new(session, target.clock())
+                await self._executor.record(target, session, RECEIVED_ACTION, given.params, [delivery.event], **options)
+        except _Seen as seen:
+            return self._seen_before(seen, delivery)
+        return Received.RECEIVED
+
+    async def _store(
+        self, delivery: _Delivery, params: Mapping[str, Any], *, shard: str | None, **options: Any
+    ) -> None:
+        """Store a message in a new transaction. Stale records and transient failures are retried."""
+        executor, action_id = self._executor, uuid7()
+        retries = executor.retries((), shard)
+        while True:
+            try:
+                async with executor.transaction(
+                    RECEIVED_ACTION, params, shard=shard, action_id=action_id, **options
+                ) as tx:
+                    await delivery.require_new(tx, tx.now)
+                    tx.add(delivery.event)
+                return
+            except Exception as error:
+                if (delay := executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id)) is None:
+                    raise
+            await asyncio.sleep(delay)
+
+    async def consume(
+        self,
+        message: object = None,
+        /,
+        *,
+        on_error: Literal["raise", "store"] = "raise",
+        shard: str | None = None,
+        **parts: Unpack[MessageParts],
+    ) -> Consumption:
+        """Run the handlers of a message now, in the order of their priority.
+
+        The message has the parts of :meth:`receive`, as keywords, or in a mapping or an object. Each handler runs,
+        even if a handler before has failed, unless the handler has handled this id before. With ``on_error="raise"``
+        the failures are raised together at the end, as an ``ExceptionGroup``, so that the broker delivers the message
+        again and the failed handlers run again. With ``on_error="store"`` each failure becomes a notification, which
+        is retried as usual, so that the message can be acknowledged.
+
+        The message is stored, and handled in its turn, for
+
+        * ordered handlers, batch handlers, and handlers that run at most once,
+        * paused handlers,
+        * all handlers, before ``available_at``.
+
+        Raises :class:`ConfigurationError` if no handler here wants the event (:meth:`receive` keeps the event for a
+        later handler), :class:`InvalidEvent` if the message cannot be stored, and :class:`NestedExecute` inside a
+        transaction of this outbox.
+
+        Example::
+
+            async for message in subscription:
+                await outbox.inbox.consume(
+                    source="billing", external_id=message.id, type="InvoicePaid", payload=message.body, on_error="store"
+                )
+                await message.ack()
+        """
+        if on_error not in ("raise", "store"):
+            raise ConfigurationError(f"on_error is {briefly(on_error)}; expected 'raise' or 'store'")
+        self._executor.refuse_nesting(RECEIVED_ACTION)
+        given: dict[str, Any] = {**_parts_of(message), **parts}
+        inbound = self._message(_Given(**given), shard)
+        inline = self._inline(self._executor.shard(shard).database.name)
+        handlers = inline.interested(inbound.event)
+        if not handlers:
+            raise ConfigurationError(
+                f"no handler here wants events of type {inbound.event.event_type!r}; register one, or call "
+                "inbox.receive(), which keeps the event for a later handler"
+            )
+        seen = await inline.seen(inbound, handlers)
+        if any(row.payload_hash != inbound.payload_hash for row in seen.values()):
+            self._count_conflict(inbound.source, inbound.external_id)
+            return Consumption(status=Received.CONFLICT)
+        return await self._consume(inline, inbound, handlers, seen, stores=on_error == "store")
+
+    async def _consume(
+        self,
+        inline: InlineRunner,
+        message: Message,
+        handlers: Sequence[Handler],
+        seen: Container[str],
+        *,
+        stores: bool,
+    ) -> Consumption:
+        succeeded: list[str] = []
+        done: list[str] = []
+        failed: dict[str, BaseException] = {}
+        waiting: list[Handler] = []
+        for handler in handlers:
+            if handler.name in seen:
+                done.append(handler.name)
+            elif not await inline.runs_now(message, handler):
+                waiting.append(handler)
+            elif (error := await inline.run(message, handler)) is None:
+                succeeded.append(handler.name)
+            elif issubclass(type(error), TakenByAnother):  # isinstance() would read the error's __class__
+                done.append(handler.name)
+            else:
+                failed[handler.name] = error
+        if waiting or (failed and stores):
+            await inline.store(message, waiting, failed if stores else {})
+        is_new = bool(succeeded or waiting or failed)
+        result = Consumption(
+            status=Received.RECEIVED if is_new else Received.DUPLICATE,
+            succeeded=tuple(succeeded),
+            seen=tuple(done),
+            stored=(*(handler.name for handler in waiting), *(failed if stores else ())),
+            failed=failed,
+        )
+        if failed and not stores:
+            told = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source!r}"
+            raise BaseExceptionGroup(told, list(failed.values()))
+        return result
+
+    def _message(self, given: _Given, shard: str | None) -> Message:
+        """The message, checked and encoded."""
+        target = self._executor.shard(shard)
+        record = given.checked(target.emitter)
+        action = self._executor.action_record(
+            target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
+        )
+        return Message(given.source, given.external_id, _hash_of(record), action, record)
+
+    def _count_conflict(self, source: str, external_id: str) -> None:
+        self.conflicts += 1
+        logger.error(
+            "%r delivered something else as %r than before; the first is kept", source, external_id,
+            extra={"source": source, "external_id": external_id},
+        )  # fmt: skip
+
+    def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:
+        if seen.payload_hash == delivery.payload_hash:
+            return Received.DUPLICATE
+        self._count_conflict(delivery.source, delivery.external_id)
+        return Received.CONFLICT
+
+
+class _Seen(Exception):
+    """The message was received before."""
+
+    def __init__(self, payload_hash: str) -> None:
+        self.payload_hash = payload_hash
+        super().__init__(payload_hash)
+
+
+class _Delivery(Struct, frozen=True):
+    """One message on its way into the tables."""
+
+    source: str
+    external_id: str
+    consumer: str
+    event: EventRecord
+
+    @property
+    def payload_hash(self) -> str:
+        return _hash_of(self.event)
+
+    async def require_new(self, writer: Transaction | Session, now: datetime) -> None:
+        """Write the inbox message's row; :class:`_Seen` if the row is there already."""
+        key = (self.source, self.external_id, self.consumer)
+        found = await writer.consume(ConsumeResult(*key, self.event.id, self.payload_hash, now))
+        if found.event_id != self.event.id:
+            raise _Seen(found.payload_hash)
+
+
+class MessageParts(TypedDict, total=False):
+    """The parts of a message, as keywords of ``consume``."""
+
+    source: str
+    external_id: str
+    event: Event | None
+    type: str | None
+    payload: object
+    topic: str | None
+    ordering_key: object
+    headers: Mapping[str, Any] | None
+    correlation_id: str | None
+    available_at: datetime | None
+
+
+class _Given(Struct, frozen=True, kw_only=True):
+    """The parts of a message as the application gives them."""
+
+    source: str = ""
+    external_id: str = ""
+    event: Event | None = None
+    type: str | None = None
+    payload: object = None
+    topic: str | None = None
+    ordering_key: object = None
+    headers: Mapping[str, Any] | None = None
+    correlation_id: str | None = None
+    available_at: datetime | None = None
+
+    @property
+    def params(self) -> dict[str, str]:
+        """The parameters of the action that receives the message."""
+        return {"source": self.source, "external_id": self.external_id}
+
+    def checked(self, emitter: Emitter) -> EventRecord:
+        """The record of the event; :class:`InvalidEvent` if a part cannot be stored."""
+        checked_name(self.source, "source")
+        external_id = checked_name(self.external_id, f"external_id of {self.source!r}")
+        subject = f"what {self.source!r} delivered as {external_id!r}"
+        record = _record(emitter, subject, self.event, self.type, self.payload)
+        routing = emitter.routing(
+            subject, ordering_key=self.ordering_key, topic=self.topic, available_at=self.available_at
+        )
+        return replace(record, **routing)
+
+
+def _parts_of(message: object) -> dict[str, Any]:
+    """The parts of a message that is given as a mapping or an object."""
+    if message is None:
+        return {}
+    if isinstance(message, Mapping):
+        given = dict(cast(Mapping[str, Any], message))
+        for key in given.keys() - MessageParts.__annotations__.keys():
+            parts = ", ".join(MessageParts.__annotations__)
+            raise InvalidEvent("the message", f"it has {briefly(key)}, which is no part of one; there is {parts}")
+        return given
+    return {part: getattr(message, part) for part in MessageParts.__annotations__ if hasattr(message, part)}
+
+
+def _hash_of(event: EventRecord) -> str:
+    """The hash of type and content. The order of keys and white space do not count."""
+    content = msgspec.json.decode(event.payload or "null")
+    return sha256(msgspec.json.encode([event.event_type, content], order="deterministic")).hexdigest()
+
+
+def _record(emitter: Emitter, subject: str, event: Event | None, type: str | None, payload: object) -> EventRecord:
+    if (event is None) == (type is None) or (event is not None and payload is not None):
+        raise InvalidEvent(subject, "give either event=, or type= and payload=")
+    if event is not None:
+        return emitter.record(event)
+    return EventRecord(
+        id=emitter.new_id(),
+        event_type=checked_name(type, f"type of {subject}"),
+        payload=encode_object(_decoded(payload, subject), f"payload of {subject}", stores_nul=emitter.stores_nul),
+    )
+
+
+def _decoded(payload: object, subject: str) -> object:
+    """The payload, decoded if it is JSON text or bytes: so a value that cannot be stored is found."""
+    if not isinstance(payload, str | bytes | bytearray):
+        return payload
+    return decode_given(payload, f"payload of {subject}")

@@ -1,0 +1,399 @@
+"""Consuming: the handlers of an inbox message run at once. The failure of a handler does not stop the next handler.
+
+A row of ``consumed_events`` says that a handler has handled a message. The row is written in the transaction of a
+transactional handler; for the rest, right after the handler's success. The message becomes an event with notifications
+only for handlers that have failed and for handlers that may not run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.errors import CommitUnknown
+from outboxio.handlers.handler import Handler, HandlerRegistry
+from outboxio.handlers.options import DeadHook, Delivery
+from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResult
+from outboxio.invocation.counters import Counters
+from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.invocation.judge import Judge
+from outboxio.model.envelope import HandlerContext, begin_inside
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.lock_name import LockName
+from outboxio.model.notification import Context, Notification, State
+from outboxio.model.outcome import NO_LEASE, Outcome
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.run import Run
+from outboxio.runs.transaction_shares import Shares
+from outboxio.settings import Settings
+from outboxio.storage.protocols import CommitLost, ConsumeResult, Database, NewNotification, Session
+from outboxio.support.aio import to_the_end
+from outboxio.support.clock import ShardClock, as_micros
+from outboxio.support.ids import uuid7
+from outboxio.transaction import roll_back
+
+PAUSES_ARE_OLD = 1.0  # seconds
+
+
+class Received(StrEnum):
+    """The result of receiving a message. The message can be acknowledged in each case."""
+
+    RECEIVED = "RECEIVED"
+    """The message is new and stored; the handlers will run."""
+    DUPLICATE = "DUPLICATE"
+    """The message was received before."""
+    CONFLICT = "CONFLICT"
+    """The id was received before with a different payload, which is kept: the producer has used the id twice."""
+
+
+class Consumption(Struct, frozen=True, kw_only=True):
+    """The result of consuming a message, by handler name.
+
+    ``status`` is
+
+    * RECEIVED if a handler had not handled the message before;
+    * DUPLICATE if all handlers had handled the message before;
+    * CONFLICT if the id was consumed before with a different payload, which is kept. No handler was run.
+    """
+
+    status: Received
+    succeeded: tuple[str, ...] = ()
+    """Handlers that have handled the message now."""
+    seen: tuple[str, ...] = ()
+    """Handlers that had handled the message before."""
+    stored: tuple[str, ...] = ()
+    """Handlers that will handle the message later, as an event."""
+    failed: Mapping[str, BaseException] = {}
+    """Handlers that have failed, with the error of each."""
+
+
+class Message(Struct, frozen=True):
+    """An inbox message, as an event and the action that received the event."""
+
+    source: str
+    external_id: str
+    payload_hash: str
+    action: ActionRecord
+    event: EventRecord
+
+
+class InlineRunner:
+    """Runs the handlers of inbox messages on a shard."""
+
+    def __init__(
+        self,
+        database: Database,
+        clock: ShardClock,
+        handlers: HandlerRegistry,
+        settings: Settings,
+        context: HandlerContext,
+        *,
+        on_dead: DeadHook | None,
+        committed: Callable[[], None],
+        became_due: Callable[[], None],
+    ) -> None:
+        """``committed`` is called after a COMMIT with events, ``became_due`` after a COMMIT with notifications."""
+        self._namespace = context.namespace
+        self._database = database
+        self._clock = clock
+        self._handlers = handlers
+        self._settings = settings
+        self._context = context
+        self._on_dead = on_dead
+        self._committed = committed
+        self._became_due = became_due
+        self._judge = Judge(clock, context.redact, context.outbox)
+        self._queues: dict[str, HandlerQueue] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
+        """Stuck runs, which ignore the cancellation of the consumer, by source, external id and handler name."""
+        self._pauses: set[str] = set()
+        self._asked_at = float("-inf")
+        transactional = [handler.name for handler in handlers if _works_in_transaction(handler)]
+        self._transactions = Shares(database.handler_transactions, handlers=len(transactional))
+        self._claims = {name: self._transactions.of_handler() for name in transactional}
+
+    def interested(self, event: EventRecord) -> list[Handler]:
+        """The handlers for an event of now, by priority, without relays: a relay would send the event out again."""
+        found = [h for h in self._handlers if self._wants(h, event) and not h.options.relay and not self._is_early(h)]
+        return sorted(found, key=lambda handler: handler.options.priority)
+
+    def _wants(self, handler: Handler, event: EventRecord) -> bool:
+        wanted = self._handlers.wanted_by(handler)
+        return any(s.event_type == event.event_type or (s.topic and s.topic == event.topic) for s in wanted)
+
+    def _is_early(self, handler: Handler) -> bool:
+        """True if the handler wants only events of a later time."""
+        since = handler.options.since
+        return isinstance(since, datetime) and self._clock() < since
+
+    async def seen(self, message: Message, handlers: Sequence[Handler]) -> dict[str, ConsumeResult]:
+        """The rows of handlers that have handled the message before, by the present name of the handler."""
+        consumers = {self._consumer(name): handler.name for handler in handlers for name in handler.names}
+        async with self._database.session() as session:
+            found = await session.consumed(message.source, message.external_id, sorted(consumers))
+        return {consumers[consumed.handler_name]: consumed for consumed in found}
+
+    async def run(self, message: Message, handler: Handler) -> BaseException | None:
+        """Run a handler; the error of the run, or ``None``. :class:`TakenByAnother` if the message is handled."""
+        queue = self._queue(handler)
+        run = Run(self._notification(message, handler), queue, NO_LEASE)
+        claim = _MessageClaim(self, message)
+        key = (message.source, message.external_id, handler.name)
+        if (stuck := self._stuck.get(key)) is not None:
+            await asyncio.wait({stuck})
+        async with self._slots.setdefault(handler.name, asyncio.Semaphore(queue.spec.limit)), self._place_of(handler):
+            outcome = await self._watched(self._invoker(claim), run, key)
+        if claim.error is not None:
+            return claim.error
+        if outcome is not None and not run.is_settled:
+            await self._write_done(message, handler, outcome)
+        if run.is_settled or (outcome is not None and outcome.emitted):
+            self._committed()
+        return None
+
+    async def runs_now(self, message: Message, handler: Handler) -> bool:
+        """True if the handler runs for the message at once; otherwise the handler gets a notification."""
+        if message.event.available_at is not None and message.event.available_at > self._clock():
+            return False
+        return runs_inline(handler) and not handler.names & await self._paused()
+
+    async def _paused(self) -> set[str]:
+        """The handlers that an operator has paused, as read within the last second."""
+        now = asyncio.get_running_loop().time()
+        if now - self._asked_at > PAUSES_ARE_OLD:
+            pauses = await self._database.subscriptions.pauses(self._namespace)
+            self._pauses = {pause.handler_name for pause in pauses if pause.ended_date is None}
+            self._asked_at = now
+        return self._pauses
+
+    async def store(self, message: Message, waiting: Iterable[Handler], failed: Mapping[str, BaseException]) -> None:
+        """Make an event of the message, with notifications for ``waiting`` and ``failed`` handlers, for dispatch."""
+        await self._clock.measure(self._database.now)  # the notifications are due by the database's clock
+        now, action, event = self._clock(), message.action, message.event
+        owed = [self._owed(message, handler, None) for handler in waiting]
+        owed += [self._owed(message, self._handler(name), error) for name, error in failed.items()]
+
+        async def write(session: Session) -> None:
+            ours = [o for o in owed if await self._write_row(session, message, o.handler_name, now)]
+            if ours:
+                await session.insert_events(action.completed(now), [event])
+                await session.insert_notifications(event.id, ours, now)
+
+        await self._transact(message, write)
+        self._became_due()
+
+    # --- a run ---------------------------------------------------------------------------------
+
+    async def _watched(self, invoker: HandlerInvoker, run: Run, key: tuple[str, str, str]) -> Outcome | None:
+        """Call the handler in a new task, which is cancelled at the handler's timeout, or with the consumer.
+
+        A consumer that is cancelled waits at most the handler's grace period. If the run goes on then, the next run of
+        the handler for the same message waits until the stuck run has ended.
+        """
+        loop = asyncio.get_running_loop()
+        run.queue.running[run] = None
+
+        async def call() -> Outcome | None:
+            task = asyncio.current_task()
+            assert task is not None
+            run.task, run.started = task, loop.time()
+            return await invoker.call(run, task)
+
+        context = contextvars.copy_context()
+        context.run(begin_inside)
+        task = loop.create_task(call(), context=context)
+        deadline = loop.call_later(run.queue.spec.timeout, _time_is_up, run, task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            run.interrupt()
+            task.cancel()
+            await to_the_end(asyncio.wait({task}, timeout=run.queue.spec.grace))
+            if not task.done():
+                self._stuck[key] = task
+                task.add_done_callback(lambda _: self._stuck.pop(key, None))
+            raise
+        finally:
+            deadline.cancel()
+            run.queue.running.pop(run, None)
+
+    async def _write_done(self, message: Message, handler: Handler, outcome: Outcome) -> None:
+        """Write that a handler has handled the message, together with the emitted events."""
+
+        async def write(session: Session) -> None:
+            if await self._write_row(session, message, handler.name, self._clock()) and outcome.emitted:
+                action, events = outcome.emitted
+                await session.insert_events(action, events)
+
+        await self._transact(message, write)
+
+    async def _transact(self, message: Message, write: Callable[[Session], Awaitable[None]]) -> None:
+        async with self._database.session() as session:
+            await session.begin()
+            try:
+                await write(session)
+            except BaseException:
+                await to_the_end(roll_back(session))
+                raise
+            try:
+                await to_the_end(session.commit())
+            except CommitLost as error:
+                raise CommitUnknown(message.action.action_name, message.action.action_id) from error
+
+    async def claim(self, session: Session, message: Message, handler_name: str) -> bool:
+        """Write the handler's row in the handler's transaction; True if the row is new."""
+        return await self._write_row(session, message, handler_name, self._clock())
+
+    async def _write_row(self, session: Session, message: Message, handler_name: str, now: datetime) -> bool:
+        row = ConsumeResult(
+            message.source,
+            message.external_id,
+            self._consumer(handler_name),
+            message.event.id,
+            message.payload_hash,
+            now,
+        )
+        return (await session.consume(row)).event_id == message.event.id
+
+    def _consumer(self, handler_name: str) -> str:
+        return LockName(self._namespace, "consume", handler_name).lease
+
+    def _queue(self, handler: Handler) -> HandlerQueue:
+        queue = self._queues.get(handler.name)
+        if queue is None:
+            queue = self._queues[handler.name] = HandlerQueue(
+                HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead)
+            )
+        return queue
+
+    def _handler(self, name: str) -> Handler:
+        handler = self._handlers.find(name)
+        assert handler is not None
+        return handler
+
+    def _notification(self, message: Message, handler: Handler) -> Notification:
+        action, event, now = message.action, message.event, self._clock()
+        context = Context(
+            event_id=event.id,
+            action_id=action.action_id,
+            action_name=action.action_name,
+            action_params=msgspec.Raw(action.action_params.encode()),
+            started_date=action.started_date,
+            completion_date=action.completion_date,
+            model_id=event.model_id,
+            model_type=event.model_type,
+            event_date=action.completion_date,
+            correlation_id=action.correlation_id,
+            causation_id=action.causation_id,
+            headers=msgspec.Raw((action.headers or "null").encode()),
+            hops=action.hops,
+            ordering_key=event.ordering_key,
+            created_date=now,
+        )
+        moment = as_micros(now)
+        return Notification(
+            uuid7(),
+            handler.name,
+            event.event_type or "",
+            event.payload,
+            State.PENDING,
+            0,
+            moment,
+            moment,
+            0,
+            0,
+            context,
+        )
+
+    def _owed(self, message: Message, handler: Handler, error: BaseException | None) -> NewNotification:
+        """The notification of a handler that has failed with ``error``, or of a handler that was not run."""
+        notification, options = self._notification(message, handler), handler.options
+        key = message.event.ordering_key or message.event.model_id
+        owed = NewNotification(
+            id=notification.id,
+            handler_name=handler.name,
+            state=State.PENDING,
+            attempts=0,
+            next_retry_at=message.event.available_at or notification.next_retry_at,
+            errors="[]",
+            ordering_key=key if options.ordered else None,
+            priority=options.priority,
+        )
+        if error is None:
+            return owed
+        outcome = self._judge(Run(notification, self._queue(handler), NO_LEASE), error)
+        return msgspec.structs.replace(
+            owed,
+            state=outcome.state,
+            attempts=outcome.attempts,
+            next_retry_at=outcome.next_retry_at or notification.next_retry_at,
+            errors=f"[{outcome.error}]",
+        )
+
+    def _invoker(self, claim: Claim) -> HandlerInvoker:
+        return HandlerInvoker(
+            self._database, self._handlers, self._clock, self._context, Counters(), emitted=lambda: None, claim=claim
+        )
+
+    def _place_of(self, handler: Handler) -> AbstractAsyncContextManager[None]:
+        """A share of the transactions for a handler that needs a transaction. The wait is not the handler's time."""
+        if not _works_in_transaction(handler):
+            return nullcontext()
+        claim = self._claims.get(handler.name)
+        if claim is None:  # registered since
+            claim = self._claims[handler.name] = self._transactions.of_handler()
+        return self._transactions.place(claim)
+
+
+def runs_inline(handler: Handler) -> bool:
+    """True if the handler can be run outside of dispatch.
+
+    Only dispatch keeps an order and fills batches, and only dispatch notices that a run that may not begin a second
+    time was cut short.
+    """
+    options = handler.options
+    return not (options.ordered or options.batch or options.delivery is Delivery.AT_MOST_ONCE)
+
+
+def _works_in_transaction(handler: Handler) -> bool:
+    return runs_inline(handler) and handler.options.delivery is Delivery.TRANSACTIONAL
+
+
+class _MessageClaim:
+    """Claims a message for a handler by a row in ``consumed_events``, and keeps the error of the run."""
+
+    def __init__(self, runner: InlineRunner, message: Message) -> None:
+        self._runner = runner
+        self._message = message
+        self.error: BaseException | None = None
+
+    async def take(
+        self, session: Session, run: Run, envelopes: Mapping[Run, Envelope], states: Sequence[State]
+    ) -> dict[Run, Envelope]:
+        if not await self._runner.claim(session, self._message, run.notification.handler_name):
+            raise TakenByAnother
+        return dict(envelopes)
+
+    async def finish(self, session: Session, claimed: Iterable[Run], ended: WorkResult) -> None:
+        """There is no notification to finish."""
+
+    def failed(self, run: Run, error: BaseException, cause: BaseException | None) -> Outcome | None:
+        if cause is None and not issubclass(type(error), TakenByAnother) and error.__cause__ is not None:
+            cause = error.__cause__  # the error of ours that stands for CommitUnknown
+        self.error = error if cause is None else cause
+        return None
+
+
+def _time_is_up(run: Run, task: asyncio.Task[Any]) -> None:
+    run.exceed_deadline(asyncio.get_running_loop().time())
+    task.cancel()

@@ -1,0 +1,1 @@
+"""A run: the envelope, the call of the handler by kind of delivery, and the outcome."""

@@ -1,0 +1,201 @@
+"""A call of a batch handler. A call that fails is split in halves, until the rows that fail are alone.
+
+Each row is handed on as soon as the row is judged. In a transaction, the COMMIT settles all rows of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from outboxio.errors import RetryAfter, ReturnedAsFailed
+from outboxio.handlers.options import Delivery
+from outboxio.invocation.claim import STARTABLE, Envelope, WorkResult
+from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, timeout_error
+from outboxio.invocation.handler_transactions import HandlerTransactions
+from outboxio.invocation.judge import Judge
+from outboxio.invocation.opening import EnvelopeOpener
+from outboxio.invocation.splitting import DecodedEvents
+from outboxio.model.envelope import current_envelope
+from outboxio.model.error_description import Description
+from outboxio.model.notification import State
+from outboxio.model.outcome import Outcome
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.run import BatchRun, Run
+from outboxio.support.aio import Slice
+from outboxio.support.log import log_of, log_text
+
+logger = log_of(__name__)
+
+SLICE = 0.005  # seconds that a batch may take before the event loop gets a turn
+
+Done = Callable[[Run, Outcome | None], None]
+"""Takes the outcome of each row as soon as the row is judged; ``None`` if the row has no outcome."""
+
+
+class BatchCall:
+    """Calls a handler for the rows of a batch."""
+
+    def __init__(
+        self,
+        opener: EnvelopeOpener,
+        transactions: HandlerTransactions,
+        endings: Endings,
+        judge: Judge,
+        crashes: PoisonGuard | None,
+    ) -> None:
+        self._opener = opener
+        self._transactions = transactions
+        self._endings = endings
+        self._judge = judge
+        self._crashes = crashes
+        self._time_slice = Slice(SLICE)
+        self._decoded: DecodedEvents | None = None
+        """The events of a call that was split."""
+
+    async def run(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> None:
+        """Call the handler until every part of the batch is judged, or the run is interrupted or given up."""
+        while batch.parts:
+            rows = batch.parts.pop()
+            try:
+                failed = await self._call(batch, rows, done)
+            except BaseException as error:
+                if is_thrown_away(task, error):
+                    raise
+                batch.started = 0.0  # the handler's time is over
+                await self._split(batch, rows, self._endings.cause(batch, error, task), done)
+            else:
+                batch.started = 0.0
+                await self._judge_rows(batch, rows, failed, done)
+            if batch.cancelled_at is not None:
+                task.uncancel()
+                if batch.interrupted or batch.abandoned:
+                    return
+                batch.go_on()
+            if batch.parts:
+                batch.session, batch.is_settled = None, False
+                self._decoded = self._decoded or DecodedEvents()
+
+    async def _call(self, batch: BatchRun, rows: list[Run], done: Done) -> Mapping[Run, BaseException]:
+        """Make a call; the rows that the handler returns as failed, with the error of each."""
+        envelopes = await self._open(rows, done)
+        if not envelopes:
+            return {}
+        first = next(iter(envelopes.values()))
+        current_envelope.set(first)
+        before = contextvars.copy_context()
+        in_transaction = batch.queue.spec.needs_transaction
+        # Waiting for a connection is not the handler's time.
+        batch.queue.starts_now(batch, 0.0 if in_transaction else asyncio.get_running_loop().time())
+        try:
+            failed = await self._call_recorded(batch, envelopes)
+        finally:
+            first.is_over = True
+            batch.is_clean = batch.is_clean and left_no_context(before)
+        if batch.cancelled_at is not None and not batch.interrupted and not batch.is_settled:
+            raise timeout_error(batch)
+        for run, envelope in envelopes.items():
+            if run not in failed and run in batch.remaining:
+                # In a transaction the row is settled already, or a second process has the row.
+                done(run, None if in_transaction else self._endings.succeeded(run, envelope))
+        return failed
+
+    async def _call_recorded(self, batch: BatchRun, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
+        """Call the handler. If a call may end the process, the start of the call is written before."""
+        if not batch.queue.is_watched:
+            return await self._call_delivered(batch, envelopes)
+        assert self._crashes is not None
+        await self._crashes.begin(batch, envelopes)
+        try:
+            return await self._call_delivered(batch, envelopes)
+        finally:
+            self._crashes.ended()
+
+    async def _call_delivered(self, batch: BatchRun, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
+        if batch.queue.delivery is Delivery.TRANSACTIONAL:
+            return (await self._transactions.run(batch, envelopes, STARTABLE, _perform)).failed
+        return await _call_with(batch, envelopes)
+
+    async def _open(self, rows: Iterable[Run], done: Done) -> dict[Run, Envelope]:
+        """The envelopes of a call; a row that cannot be decoded fails by itself."""
+        opened: dict[Run, Envelope] = {}
+        for run in rows:
+            if self._time_slice.is_over:
+                await self._time_slice.turn()
+            try:
+                if self._decoded is None:
+                    opened[run] = self._opener.open(run)
+                else:
+                    opened[run] = self._opener.open_again(run, self._decoded)
+            except BaseException as error:  # a check of the event's class may raise any error
+                done(run, self._judge(run, error))
+        return opened
+
+    async def _judge_rows(
+        self, batch: BatchRun, rows: Iterable[Run], failed: Mapping[Run, BaseException], done: Done
+    ) -> None:
+        """Judge the failed rows among ``rows``. An error of many rows is described once."""
+        described: dict[int, Description | None] = {}
+        for run in rows:
+            if run in failed and run in batch.remaining:
+                error = failed[run]
+                if id(error) not in described:
+                    described[id(error)] = self._judge.describe(error)
+                done(run, self._judge(run, error, described[id(error)]))
+                if self._time_slice.is_over:
+                    await self._time_slice.turn()
+
+    async def _split(self, batch: BatchRun, rows: Sequence[Run], cause: BaseException | None, done: Done) -> None:
+        """Put the rows of a failed call back as two halves, or judge a row that is alone. Without a cause, end."""
+        left = [run for run in rows if run in batch.remaining]
+        if cause is None or batch.interrupted or batch.abandoned:
+            for part in (*batch.parts, left):
+                for run in part:
+                    if run in batch.remaining:
+                        done(run, None)
+            batch.parts.clear()
+        elif len(left) == 1 or issubclass(type(cause), RetryAfter):
+            await self._judge_rows(batch, left, dict.fromkeys(left, cause), done)
+        else:
+            logger.info(
+                "handler %r failed for %d events at once; trying halves of them: %s",
+                batch.queue.handler.name, len(left), log_text(cause, self._judge.redact),
+                extra={"handler_name": batch.queue.handler.name},
+            )  # fmt: skip
+            middle = len(left) // 2
+            batch.parts += [left[middle:], left[:middle]]
+
+
+async def _perform(run: Run, envelopes: Mapping[Run, Envelope]) -> WorkResult:
+    return WorkResult(State.SUCCEEDED, 1, await _call_with(run, envelopes))
+
+
+async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
+    """Call a handler with a list; the rows that the handler returns as failed, with the error of each."""
+    returned = await run.queue.function(cast(Any, list(envelopes.values())))
+    if returned is None:
+        return {}
+    name = run.queue.handler.name
+    by_envelope = {id(envelope): row for row, envelope in envelopes.items()}
+    failed: dict[Run, BaseException] = {}
+    for item in cast(Iterable[object], returned):
+        is_pair = isinstance(item, tuple)
+        pair = cast(tuple[object, ...], item) if is_pair else (item, ReturnedAsFailed(name))
+        row = by_envelope.get(id(pair[0])) if len(pair) == 2 else None
+        error = pair[-1]
+        if row is None or not isinstance(error, BaseException):
+            raise TypeError(
+                f"batch handler {name!r} returned {_kind_of(item)} among what failed; expected envelopes of this "
+                "call, or pairs of (envelope, error)"
+            )
+        failed[row] = error
+    return failed
+
+
+def _kind_of(item: object) -> str:
+    """The class of an item, and not the contents: an event may not be logged."""
+    if isinstance(item, tuple):
+        return f"a tuple of ({', '.join(type(part).__name__ for part in cast(tuple[object, ...], item))})"
+    return f"a {type(item).__name__}"

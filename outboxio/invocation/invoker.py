@@ -1,0 +1,153 @@
+"""Calling the handler of a notification. The three kinds of delivery differ in the moment of the outcome's COMMIT.
+
+* At least once: after the run, together with the outcomes of many runs.
+* At most once: before the run, as the start of the only run.
+* Transactional: in the handler's transaction, together with the handler's SQL and events
+  (``handler_transactions.py``).
+
+A batch handler is called by ``batch_call.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast
+
+from outboxio.errors import InterruptedRun, NotBegun
+from outboxio.handlers.handler import HandlerRegistry
+from outboxio.handlers.options import Delivery
+from outboxio.invocation.batch_call import BatchCall, Done
+from outboxio.invocation.claim import STARTABLE, Claim, Envelope, RowClaim, TakenByAnother, WorkResult
+from outboxio.invocation.counters import Counters as Counters
+from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, stuck_error, timeout_error
+from outboxio.invocation.handler_transactions import HandlerTransactions
+from outboxio.invocation.judge import Judge
+from outboxio.invocation.opening import EnvelopeOpener
+from outboxio.model.envelope import HandlerContext, current_envelope
+from outboxio.model.notification import DYING, State
+from outboxio.model.outcome import Bucket, Outcome
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.run import BatchRun, Run
+from outboxio.storage.protocols import Database
+from outboxio.support.clock import ShardClock
+
+
+class HandlerInvoker:
+    """Calls the handlers of a shard."""
+
+    stuck_error = staticmethod(stuck_error)
+
+    def __init__(
+        self,
+        database: Database,
+        handlers: HandlerRegistry,
+        clock: ShardClock,
+        context: HandlerContext,
+        counters: Counters,
+        *,
+        emitted: Callable[[], None],
+        crashes: PoisonGuard | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        """``claim`` is a notification's row by default. ``emitted`` is called after a handler's COMMIT with events."""
+        self.redact = context.redact
+        self.judge = Judge(clock, context.redact, context.outbox)
+        """Makes the outcome of a failed run."""
+        claim = claim or RowClaim(self.judge, counters, clock)
+        self._endings = Endings(claim, counters, clock)
+        self._opener = EnvelopeOpener(handlers, context)
+        self._transactions = HandlerTransactions(database, clock, context, claim, emitted)
+        self._database = database
+        self._clock = clock
+        self._crashes = crashes
+        self._open = self._opener.open
+        self._succeeded, self._failed = self._endings.succeeded, self._endings.failed
+
+    @property
+    def home(self) -> asyncio.Task[Any] | None:
+        """The task that runs the shard. A cancellation of the task ends all runs without an outcome."""
+        return self._endings.home
+
+    @home.setter
+    def home(self, task: asyncio.Task[Any] | None) -> None:
+        self._endings.home = task
+
+    async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
+        """Call the handler, or the hooks that are owed; ``None`` if the run has no outcome."""
+        queue, before, is_dying = run.queue, None, run.notification.state == DYING
+        envelope: Envelope | None = None
+        try:
+            envelope = self._opener.open_dead(run) if is_dying else self._open(run)
+            current_envelope.set(envelope)
+            before = contextvars.copy_context()
+            if queue.is_plain and not is_dying:
+                await queue.function(cast(Any, envelope))
+            elif queue.is_watched:
+                assert self._crashes is not None
+                await self._crashes.begin(run, (run,))
+                try:
+                    await self._deliver(run, envelope)
+                finally:
+                    self._crashes.ended()
+            else:
+                await self._deliver(run, envelope)
+            envelope.is_over = True
+            if run.is_settled or run.cancelled_at is None or run.interrupted:
+                outcome: Outcome | None = self._succeeded(run, envelope)
+            else:
+                outcome = self._failed(run, timeout_error(run), task)  # the handler returned, but too late
+        except BaseException as error:
+            if is_thrown_away(task, error):
+                raise
+            if envelope is not None:
+                envelope.is_over = True
+            outcome = self._failed(run, error, task)
+        if run.cancelled_at is not None:
+            task.uncancel()
+        run.is_clean = before is None or left_no_context(before)
+        return outcome
+
+    def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:
+        """Call a handler for many rows, and tell ``done`` the outcome of each."""
+        return BatchCall(self._opener, self._transactions, self._endings, self.judge, self._crashes).run(
+            batch, task, done
+        )
+
+    async def _deliver(self, run: Run, envelope: Envelope) -> None:
+        """Call hooks, or a handler with at-most-once or transactional delivery, or a watched handler."""
+        if run.notification.state == DYING:
+            await self._transactions.run(run, {run: envelope}, (DYING,), self._bury)
+        elif run.queue.delivery is Delivery.TRANSACTIONAL:
+            await self._transactions.run(run, {run: envelope}, STARTABLE, self._perform)
+        elif run.queue.delivery is Delivery.AT_LEAST_ONCE:
+            await run.queue.function(cast(Any, envelope))
+        else:
+            await self._start_only_run(run)
+            run.has_begun = True
+            await run.queue.function(cast(Any, envelope))
+
+    async def _perform(self, run: Run, envelopes: Mapping[Run, Envelope]) -> WorkResult:
+        await run.queue.function(cast(Any, envelopes[run]))
+        return WorkResult(State.SUCCEEDED, 1)
+
+    async def _bury(self, run: Run, envelopes: Mapping[Run, Envelope]) -> WorkResult:
+        """Call the hooks of a verdict. The handler is not called again for the row."""
+        assert run.verdict is not None
+        for hook in run.queue.spec.hooks:
+            await hook(envelopes[run], run.verdict.error)
+        return WorkResult(run.verdict.state, 0)
+
+    async def _start_only_run(self, run: Run) -> None:
+        """Commit the start of a run that may begin only once. A row with such a start is never begun again."""
+        notification = run.notification
+        if notification.attempts > 0:
+            raise InterruptedRun(run.queue.handler.name)
+        begun = Bucket(State.PENDING, 1, [Outcome(notification.id, run.lease, State.PENDING, 1)])
+        try:
+            is_ours = await self._database.notifications.settle(begun, self._clock())
+        except Exception as error:
+            raise NotBegun(run.queue.handler.name) from error
+        if not is_ours:
+            raise TakenByAnother

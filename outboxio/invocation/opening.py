@@ -1,0 +1,70 @@
+"""Envelopes: from the payload of a row to the event that the handler gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from outboxio.errors import InvalidEvent, UnreadableRow
+from outboxio.handlers.handler import HandlerRegistry
+from outboxio.invocation.splitting import DecodedEvents
+from outboxio.model.envelope import EventEnvelope, HandlerContext
+from outboxio.model.event import Event
+from outboxio.model.validation import decoder_of
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.run import Run
+
+Envelope = EventEnvelope[Any]
+
+_NULL = (None, msgspec.Raw(b"null"))
+_decode_mapping: Callable[[str], Any] = msgspec.json.Decoder(dict).decode
+"""For an event on a topic, if no registered class has the event's name."""
+
+
+class EnvelopeOpener:
+    """Makes the envelopes of a shard."""
+
+    def __init__(self, handlers: HandlerRegistry, context: HandlerContext) -> None:
+        self._handlers = handlers
+        self._context = context
+
+    def open(self, run: Run) -> Envelope:
+        """Decode the event. If that fails, only this row fails."""
+        notification, queue = run.notification, run.queue
+        decode = queue.decoders.get(notification.event_type)
+        if decode is None:
+            decode = self._decoder(queue, notification.event_type)
+        if notification.payload in _NULL:
+            raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
+        return EventEnvelope(decode(notification.payload), notification, self._context)
+
+    def open_again(self, run: Run, decoded: DecodedEvents) -> Envelope:
+        """A new envelope for a row of a call that is split; an event that no call has changed is not decoded again."""
+        event = decoded.take(run)
+        if event is not None:
+            return EventEnvelope(event, run.notification, self._context)
+        envelope = self.open(run)
+        decoded.keep(run, envelope.event)
+        return envelope
+
+    def open_dead(self, run: Run) -> Envelope:
+        """For hooks: an event that cannot be decoded is ``None``. A row without a readable context raises."""
+        if not run.notification.has_context:
+            raise UnreadableRow(run.notification.id, run.notification.flaw_of_context or "")
+        try:
+            return self.open(run)
+        except Exception:
+            return EventEnvelope(cast(Any, None), run.notification, self._context)
+
+    def _decoder(self, queue: HandlerQueue, event_type: str) -> Callable[[str], Event]:
+        """The decoder of an event type. The queue keeps decoders of classes only: names on a topic are unlimited."""
+        handler = queue.handler
+        cls = self._handlers.event_class(handler, event_type)
+        if cls is not None:
+            decode = queue.decoders[event_type] = decoder_of(cls)
+            return decode
+        if handler.topic is not None:
+            return _decode_mapping
+        raise InvalidEvent(f"event type {event_type!r}", f"no event class of handler {handler.name!r} has this name")

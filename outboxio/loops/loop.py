@@ -1,0 +1,197 @@
+"""The loop: drives rounds of a service until the loop is stopped.
+
+A service does one round and returns a :class:`RoundResult`. Only the loop waits, and the loop does not know its
+service. After a full round the next round begins at once. After a round that was not full the loop waits for a signal,
+or for the pause that a :class:`PollSchedule` decides.
+
+A round that fails is logged, counted, and tried again with backoff. If the event loop stood still before the failure,
+the log says only that: a server ends a session that is silent, and the driver's error would mislead the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+
+from outboxio.loops.standstill import stood_still_since
+from outboxio.support.aio import Signal
+from outboxio.support.backoff import jittered, pause_after
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+QUICKEST_POLL = 0.02  # seconds
+SHARE_OF_SILENCE = 4  # an eager loop waits for a fourth of the time since its last row
+FOR_EVER = float("inf")
+
+
+class RoundResult(Struct, frozen=True):
+    """The result of one round.
+
+    ``found``: the rows of this round. ``more``: True if there are probably more rows now. ``again_in``: the seconds
+    after which a further round may find rows that this round has missed.
+    """
+
+    found: int
+    more: bool = False
+    again_in: float = FOR_EVER
+
+
+NOTHING = RoundResult(0)
+
+
+class PollSchedule:
+    """Decides the pause after a round that was not full. The schedule does not wait, and the caller tells the time.
+
+    The pause is the poll delay, unless the loop is *eager*: then the pause is a fourth of the silence, the time since
+    the last round that found rows. So an eager loop polls ``quickest`` at first, and ever more rarely without new rows.
+    A loop is eager in two cases:
+
+    * ``eager_for`` seconds after its last row, and after its beginning. For ever, if no process wakes the loop; or for
+      as long as a wake-up may be on its way.
+    * From a round that finds rows more than ``heard_within`` seconds after the last wake-up, until a round finds rows
+      soon after a wake-up. A producer that sends no wake-ups (plain SQL) has written such rows, and is likely to write
+      more. The loop begins in this state, because such a producer may have been writing for long.
+    """
+
+    def __init__(
+        self,
+        delay: Callable[[], float],
+        *,
+        eager_for: Callable[[], float] = lambda: 0.0,
+        quickest: float = QUICKEST_POLL,
+        heard_within: float = FOR_EVER,
+    ) -> None:
+        """``delay``: the seconds between two rounds of an idle loop. ``quickest``: the shortest pause, in seconds."""
+        self._delay = delay
+        self._eager_for = eager_for
+        self._quickest = quickest
+        self._heard_within = heard_within
+        self._found_at = self._woken_at = float("-inf")
+        self._is_unheard = heard_within < FOR_EVER
+
+    def begin(self, now: float) -> None:
+        """The loop begins, and expects rows soon."""
+        self._found_at = now
+
+    def woken(self, now: float) -> None:
+        """A wake-up has ended the last pause."""
+        self._woken_at = now
+
+    def found(self, now: float) -> None:
+        """A round has found rows."""
+        self._found_at = now
+        self._is_unheard = now - self._woken_at > self._heard_within
+
+    def pause(self, now: float) -> float:
+        """The seconds until the next round, if no wake-up comes before."""
+        silence = now - self._found_at
+        is_eager = self._is_unheard or silence < self._eager_for()
+        return min(self._delay(), max(self._quickest, silence / SHARE_OF_SILENCE) if is_eager else FOR_EVER)
+
+
+class Loop:
+    """Drives the rounds of a service.
+
+    Example::
+
+        loop = Loop("outcomes", settler.settle_once, PollSchedule(lambda: 1.0), signal=signals.settle)
+        task = asyncio.create_task(loop.run())
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run_once: Callable[[], Awaitable[RoundResult]],
+        schedule: PollSchedule,
+        *,
+        signal: Signal | None = None,
+    ) -> None:
+        """``signal``: ends the pause; the services of a shard set it. Without a signal only :meth:`wake` does."""
+        self.name = name
+        self.errors = 0
+        """The number of failed rounds."""
+        self.failures = 0
+        """The number of failed rounds since the last good round. 0 is healthy."""
+        self.last_error: Exception | None = None
+        self._run_once = run_once
+        self._schedule = schedule
+        self._signal = Signal() if signal is None else signal
+        self._began = float("-inf")
+        self._is_told = False
+        self._stopping = False
+        self._again_at = float("-inf")
+        self._again_timer: asyncio.TimerHandle | None = None
+
+    def wake(self, *, again_after: float = 0.0) -> None:
+        """Begin the next round now, or right after the current round.
+
+        ``again_after``: begin a further round so many seconds later, counted from the last call with this argument. For
+        rows that are due by the clock of another process, and by ours a moment later.
+        """
+        self._signal.set()
+        if again_after:
+            loop = asyncio.get_running_loop()
+            self._again_at = loop.time() + again_after
+            if self._again_timer is None:
+                self._again_timer = loop.call_at(self._again_at, self._wake_again, loop)
+
+    def stop(self) -> None:
+        """End after the current round."""
+        self._stopping = True
+        self._signal.set()
+
+    async def run(self) -> None:
+        """Drive rounds until :meth:`stop`."""
+        time = asyncio.get_running_loop().time
+        self._schedule.begin(time())
+        while not self._stopping:
+            pause = await self._round()
+            if pause > 0 and not self._stopping and await self._signal.wait(pause):
+                self._schedule.woken(time())
+
+    def _wake_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._signal.set()
+        is_early = self._again_at > loop.time()
+        self._again_timer = loop.call_at(self._again_at, self._wake_again, loop) if is_early else None
+
+    async def _round(self) -> float:
+        """Do a round. Returns the seconds to wait after the round, 0 for none."""
+        former, self._began = self._began, time.monotonic()
+        try:
+            result = await self._run_once()
+        except Exception as error:
+            return self._failed(error, stood_still_since(former))
+        if self.failures:
+            logger.info("%s works again after %d failed rounds", self.name, self.failures)
+            self.failures, self._is_told = 0, False
+        now = asyncio.get_running_loop().time()
+        if result.found:
+            self._schedule.found(now)
+        return 0.0 if result.more else min(jittered(self._schedule.pause(now)), result.again_in)
+
+    def _failed(self, error: Exception, stood_still: float) -> float:
+        """The seconds to wait. ``stood_still``: the seconds of a standstill since the former round."""
+        self.errors += 1
+        self.failures += 1
+        self.last_error = error
+        pause = pause_after(self.failures)
+        extra = {"loop": self.name, "failures": self.failures}
+        if stood_still:
+            logger.info(
+                "%s failed, for the event loop stood still for %.1f s, and is tried again in %.1f s",
+                self.name, stood_still, pause, extra=extra,
+            )  # fmt: skip
+            return pause
+        # Only the first failure of an outage has its stack in the log.
+        is_first, self._is_told = not self._is_told, True
+        logger.log(
+            logging.ERROR if is_first else logging.WARNING,
+            "%s failed (%d in a row) and is tried again in %.1f s: %s", self.name, self.failures, pause, error,
+            exc_info=error if is_first else None, extra=extra,
+        )  # fmt: skip
+        return pause

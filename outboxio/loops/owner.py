@@ -1,0 +1,116 @@
+"""The event loop guard: an outbox works in a single event loop at a time.
+
+Connections, futures and locks belong to the event loop that made them. Suppose that two event loops used an outbox at
+the same time. The outbox would give the connections of the first loop to the second loop, or would forget the
+connections. On SQLite both loops would write in the same transaction. On a server a task in the first loop would wait
+for ever.
+
+So the first use binds the outbox to the running loop, and a second loop is refused for as long as the first loop may
+come back. This module is the only owner of that rule. An object that holds connections, futures or locks asks the guard
+at each use, and begins anew when a second loop takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+from outboxio.errors import WrongEventLoop
+
+_Loop = asyncio.AbstractEventLoop
+_BeginAnew = Callable[[], object]
+
+_left_by_parents: list[object] = []
+"""Connections of a parent process. They stay open: closing in a forked child would end the parent's connections."""
+
+
+class EventLoopGuard:
+    """Binds an outbox to the event loop that uses the outbox, and refuses every second loop.
+
+    A second loop takes over in these cases: the former loop is closed (``asyncio.run`` once more, a loop for each
+    test), is garbage, or belongs to a parent process; or the outbox was closed.
+
+    Example::
+
+        guard = EventLoopGuard("the outbox of namespace 'app'")
+        loop = guard.enter()      # in a coroutine; raises WrongEventLoop in a second loop
+    """
+
+    def __init__(self, subject: str) -> None:
+        """``subject``: the name of the guarded object in errors."""
+        self._subject = subject
+        self._owner: Callable[[], _Loop | None] = _nobody
+        self._former: Callable[[], _Loop | None] = _nobody
+        self._thread = ""
+        self._process = 0
+        self._taking = threading.Lock()
+        self._members: list[weakref.WeakMethod[_BeginAnew]] = []
+
+    @classmethod
+    def of_shard(cls, name: str) -> EventLoopGuard:
+        """A guard of a database that is used without an outbox."""
+        return cls(f"shard {name!r}")
+
+    def when_taken_over(self, begin_anew: _BeginAnew) -> None:
+        """Call this method whenever an event loop takes over, including the first loop.
+
+        The method forgets the objects that belong to an event loop, and returns the forgotten connections. The guard
+        does not keep the method's object alive.
+        """
+        self._members = [member for member in self._members if member() is not None]
+        self._members.append(weakref.WeakMethod(begin_anew))
+
+    def enter(self) -> _Loop:
+        """The running event loop, to which the outbox is bound from now on.
+
+        Raises :class:`WrongEventLoop` if the outbox is bound to a different loop, or if no event loop runs.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise WrongEventLoop(self._subject, self._describe_owner(), "where no event loop runs") from error
+        if self._owner() is not loop:
+            self._take(loop)
+        return loop
+
+    def leave(self) -> None:
+        """The outbox is closed, so the next event loop may use the outbox."""
+        with self._taking:
+            self._owner = _nobody
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` in the event loop that the outbox is bound to, from any thread."""
+        if (owner := self._owner()) is not None:
+            with suppress(RuntimeError):  # the loop was closed just now
+                owner.call_soon_threadsafe(callback)
+
+    def _take(self, loop: _Loop) -> None:
+        with self._taking:
+            owner, is_child = self._owner(), self._process != os.getpid()
+            if owner is not None and owner is not loop and not owner.is_closed() and not is_child:
+                raise WrongEventLoop(self._subject, self._describe_owner(), f"in that of {_this_thread()}")
+            if self._former() is not loop:
+                left = [begin_anew() for member in self._members if (begin_anew := member()) is not None]
+                if self._process and is_child:
+                    _left_by_parents.append(left)
+            self._owner = self._former = weakref.ref(loop)
+            self._thread, self._process = _this_thread(), os.getpid()
+
+    def _describe_owner(self) -> str:
+        owner = self._owner()
+        if owner is None:
+            return "no event loop yet"
+        state = "runs" if owner.is_running() else "does not run at the moment, and was not closed"
+        return f"the event loop of {self._thread}, which {state}"
+
+
+def _nobody() -> None:
+    return None
+
+
+def _this_thread() -> str:
+    return f"thread {threading.current_thread().name!r}"

@@ -1,0 +1,1 @@
+"""The values of the outbox: frozen data and pure functions without awaits."""

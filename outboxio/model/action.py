@@ -1,0 +1,135 @@
+"""Actions: units of domain work, and the rules for running a failed action again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from outboxio.errors import ConfigurationError, SettingsError
+from outboxio.model.event import NamedStructMeta
+from outboxio.support.backoff import jittered
+from outboxio.support.duration import Duration, default_duration, parse_duration
+from outboxio.support.text import briefly
+
+if TYPE_CHECKING:
+    from outboxio.transaction import Transaction
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+_LONGEST_DELAY = 10.0  # seconds: a user waits for an execute() call
+_MOST_DOUBLINGS = 30  # of a microsecond, until that is reached
+
+
+class Retry(Struct, frozen=True, kw_only=True):
+    """When a failed action is run again, whole and in a new transaction.
+
+    ``on``: an exception class or several; subclasses match, and so does an exception in the ``__cause__`` chain.
+    ``attempts``: runs in all, the first included. ``delay``: the wait before the second run, doubled before each
+    further run and varied by 25 % either way. Each entry counts for itself.
+
+    Example::
+
+        class BookSeat(Action):
+            retry = Retry(on=SeatTaken, attempts=5, delay="20ms")
+    """
+
+    on: type[BaseException] | tuple[type[BaseException], ...]
+    attempts: int = 4
+    delay: Duration = default_duration("50ms")
+
+    def __post_init__(self) -> None:
+        classes = self.on if isinstance(self.on, tuple) else (self.on,)
+        if not all(isinstance(cls, type) and issubclass(cls, BaseException) for cls in classes):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise SettingsError("Retry.on", self.on, "an exception class, or a tuple of them")
+        force_setattr(self, "delay", parse_duration(self.delay, key="Retry.delay"))
+        attempts: Any = self.attempts  # callers may not be typed
+        if not isinstance(attempts, int) or isinstance(attempts, bool) or attempts < 1:
+            raise SettingsError("Retry.attempts", attempts, "1 or more: it counts every run, so it is a whole number")
+
+    def matches(self, error: BaseException) -> bool:
+        """True if the error, or a cause of the error, is an instance of ``on``."""
+        return any(isinstance(e, self.on) for e in cause_chain(error))
+
+
+Retries = Retry | Sequence[Retry]
+
+
+class Action(Struct, frozen=True, metaclass=NamedStructMeta):
+    """A unit of domain work, committed with the emitted events. The fields are the parameters.
+
+    Subclass Action and write ``perform``; ``execute`` returns the result of ``perform``. ``type_name="..."`` in the
+    class statement stores a name that differs from the class's. ``retry`` says which failures run the action again.
+    Stale records, serialization failures, deadlocks and tables that changed meanwhile are always retried.
+
+    Example::
+
+        class OpenWallet(Action):
+            owner: str
+
+            async def perform(self, tx: Transaction) -> UUID:
+                wallet_id = uuid4()
+                await tx.execute("INSERT INTO wallets (id, owner) VALUES ($1, $2)", wallet_id, self.owner)
+                tx.emit(WalletOpened(wallet_id), model_id=wallet_id, model_type="Wallet")
+                return wallet_id
+    """
+
+    __type_name__: ClassVar[str]
+    retry: ClassVar[Retries] = ()
+
+    async def perform(self, tx: Transaction) -> Any:
+        """Do the work on ``tx``, and emit events. A retry runs ``perform`` again from the start."""
+        raise TypeError(f"{type(self).__name__} has no perform method: write `async def perform(self, tx)`")
+
+
+class Performs(Protocol[Result_co]):
+    """An action for the type checker: gives ``execute`` the result type of ``perform``."""
+
+    async def perform(self, tx: Transaction) -> Result_co: ...
+
+
+class RetryCounter:
+    """Counts the failed runs of an execution, apart for each :class:`Retry` entry."""
+
+    def __init__(self, entries: Sequence[Retry], otherwise: Callable[[BaseException], Retry | None]) -> None:
+        self._entries = entries
+        self._otherwise = otherwise
+        self._failed: dict[Retry, int] = {}
+
+    def delay_after(self, error: BaseException) -> float | None:
+        """Seconds to wait before the next run, or ``None`` if there is no next run."""
+        entry = next((e for e in self._entries if e.matches(error)), None) or self._otherwise(error)
+        if entry is None:
+            return None
+        failed = self._failed[entry] = self._failed.get(entry, 0) + 1
+        if failed >= entry.attempts:
+            return None
+        doubled = entry.delay.total_seconds() * 2 ** min(failed - 1, _MOST_DOUBLINGS)
+        return jittered(min(doubled, _LONGEST_DELAY), 0.25)
+
+
+def as_entries(retry: Retries) -> tuple[Retry, ...]:
+    """The entries as a tuple; :class:`ConfigurationError` for a value of any other type."""
+    if isinstance(retry, Retry):
+        return (retry,)
+    given: Any = retry  # callers may not be typed
+    try:
+        entries: tuple[Any, ...] = tuple(given)
+    except TypeError:
+        entries = (given,)
+    for entry in entries:
+        if not isinstance(entry, Retry):
+            raise ConfigurationError(f"retry is {briefly(retry)}; expected a Retry, or a list of them")
+    return entries
+
+
+def cause_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and the causes of the error, without repeats even if the chain is a circle."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__

@@ -1,0 +1,131 @@
+"""Emitting: an event becomes the record of a row, or is refused before a statement is sent to the database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TypedDict
+from uuid import UUID
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.errors import InvalidEvent, TooManyHops
+from outboxio.model.event import Event, EventRecord, EventTypes, checked_name, checked_text
+from outboxio.model.validation import EventCheck, unreadable
+from outboxio.support.clock import naive_utc
+from outboxio.support.codec import encode_object
+from outboxio.support.ids import uuid7
+from outboxio.support.text import briefly
+
+
+class Cause(Struct, frozen=True):
+    """The cause of events and actions of a running handler: the handler's event."""
+
+    event_id: UUID
+    handler_name: str
+    correlation_id: str | None
+    hops: int
+
+
+class EventRouting(TypedDict):
+    """The columns of an event that decide on handlers, order and time."""
+
+    ordering_key: str | None
+    topic: str | None
+    available_at: datetime | None
+
+
+class Emitter:
+    """Makes event records for a database, with the event types of the outbox and the limits of the database."""
+
+    def __init__(self, types: EventTypes, *, stores_nul: bool, max_hops: int, validates: bool = True) -> None:
+        self._types = types
+        self.stores_nul = stores_nul
+        self._max_hops = max_hops
+        self._check = EventCheck() if validates else None
+
+    def record(
+        self,
+        event: Event,
+        cause: Cause | None = None,
+        *,
+        model_id: object = None,
+        model_type: str | None = None,
+        ordering_key: object = None,
+        topic: str | None = None,
+        available_at: datetime | None = None,
+    ) -> EventRecord:
+        """The record of ``event``; :class:`InvalidEvent` or :class:`TooManyHops` if the event is refused."""
+        if not isinstance(event, Event):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            remedy = "is no Event; define its class as `class X(Event)`"
+            raise InvalidEvent("emit", f"{briefly(event)} {remedy}", logged=f"a {type(event).__name__} {remedy}")
+        if cause is not None and cause.hops >= self._max_hops:
+            raise TooManyHops(cause.hops + 1, self._max_hops, cause.handler_name)
+        cls, check = type(event), self._check
+        name = self._types.register(cls)
+        subject = f"event {name}"
+        decode = None if check is None else check.decoders.get(cls) or check.learn(cls, subject)
+        payload = encode_object(event, subject, stores_nul=self.stores_nul)
+        if decode is not None:
+            try:
+                decode(payload)
+            except Exception as error:  # __post_init__ is code of the application, and may raise any error
+                raise unreadable(error, subject) from error
+        record = EventRecord(
+            id=self.new_id(),
+            event_type=name,
+            payload=payload,
+            model_id=_text(model_id, subject, "model_id"),
+            model_type=_text(model_type, subject, "model_type"),
+        )
+        if ordering_key is None and topic is None and available_at is None:
+            return record  # as most are
+        return replace(
+            record, **self.routing(subject, ordering_key=ordering_key, topic=topic, available_at=available_at)
+        )
+
+    def new_id(self) -> UUID:
+        return uuid7()
+
+    def routing(
+        self, subject: str, *, ordering_key: object, topic: str | None, available_at: datetime | None
+    ) -> EventRouting:
+        """The checked columns that decide on handlers, order and time."""
+        return {
+            "ordering_key": _text(ordering_key, subject, "ordering_key"),
+            "topic": None if topic is None else checked_name(topic, f"topic of {subject}"),
+            "available_at": _moment(available_at, subject),
+        }
+
+
+def encode_params(params: object, action_name: str, *, stores_nul: bool) -> str:
+    """An action's parameters as JSON: a struct, a mapping, or ``None`` as ``{}``."""
+    return "{}" if params is None else encode_object(params, f"params of {action_name}", stores_nul=stores_nul)
+
+
+def encode_headers(headers: object, action_name: str, *, stores_nul: bool) -> str | None:
+    """The headers of an execution as JSON, or ``None`` if there are no headers."""
+    given: Any = headers  # callers may not be typed
+    if given is None or (isinstance(given, Mapping) and not given):
+        return None
+    return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul)
+
+
+def _text(value: object, subject: str, column: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return checked_text(value, f"{column} of {subject}")
+    try:
+        return checked_text(str(value), f"{column} of {subject}")
+    except ValueError as error:  # Python writes no integer of more than 4,300 digits
+        raise InvalidEvent(f"{column} of {subject}", f"{briefly(value)} cannot be written as text: {error}") from error
+
+
+def _moment(value: object, subject: str) -> datetime | None:
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise InvalidEvent(f"available_at of {subject}", f"{briefly(value)} is no datetime")
+    return naive_utc(value)

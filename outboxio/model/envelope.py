@@ -1,0 +1,308 @@
+"""Envelopes: the event that a handler receives, with the context of the causing action."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from uuid import UUID
+
+from msgspec import Struct
+
+from outboxio.errors import ConfigurationError, NoHandlerTransaction
+from outboxio.model.emitter import Cause, Emitter
+from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord
+from outboxio.model.notification import Notification
+from outboxio.model.redaction import Redact, keep_all
+from outboxio.support.codec import decode_object
+
+if TYPE_CHECKING:
+    from outboxio.model.action import Performs, Result_co
+    from outboxio.transaction import Transaction
+
+E_co = TypeVar("E_co", bound=Event, covariant=True)
+
+
+class Execute(Protocol):
+    """Runs an action: ``ActionExecutor.execute``."""
+
+    async def __call__(self, action: Performs[Result_co], *, shard: str | None = None) -> Result_co: ...
+
+
+class Join(Protocol):
+    """Runs an action inside a transaction that is open: ``ActionExecutor.join``."""
+
+    async def __call__(self, tx: Transaction, action: Performs[Result_co]) -> Result_co: ...
+
+
+class HandlerContext(Struct, kw_only=True, eq=False):
+    """The values that all envelopes of a shard share."""
+
+    namespace: str
+    shard: str
+    resources: Any
+    stopping: asyncio.Event
+    emitter: Emitter
+    execute: Execute
+    join: Join
+    outbox: object
+    redact: Redact = keep_all
+
+
+class EventEnvelope(Generic[E_co]):
+    """An event with its context, as one handler receives it.
+
+    ``event`` is the decoded event. ``event_id`` stays the same over retries and over handlers, so it is the natural
+    idempotency key. ``attempt`` counts the runs of this handler for this event from 1. Dates are naive UTC.
+    ``stopping`` is set when the application leaves ``running()``: a long handler should end then.
+
+    Example::
+
+        async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
+            await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
+    """
+
+    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "event", "is_over")
+
+    def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
+        self.event = event
+        self._row = row
+        self._context = context
+        self._emitted: list[EventRecord] | None = None
+        self._tx: Transaction | None = None
+        self._is_tx_shared = False
+        self.is_over = False
+        """True if the handler has ended; tasks that the handler has spawned may go on."""
+
+    @property
+    def event_id(self) -> UUID:
+        """The event's id: the same for every handler and every attempt."""
+        return self._row.event_id
+
+    @property
+    def event_type(self) -> str:
+        """The name under which the event is stored."""
+        return self._row.event_type
+
+    @property
+    def notification_id(self) -> UUID:
+        """The id of the notification, which says that this handler is owed this event."""
+        return self._row.id
+
+    @property
+    def namespace(self) -> str:
+        return self._context.namespace
+
+    @property
+    def shard(self) -> str:
+        """The name of the shard that the event lives on."""
+        return self._context.shard
+
+    @property
+    def attempt(self) -> int:
+        """The number of this run of the handler for the event, from 1."""
+        return self._row.attempts + 1
+
+    @property
+    def action_id(self) -> UUID:
+        return self._row.context.action_id
+
+    @property
+    def action_name(self) -> str:
+        return self._row.context.action_name
+
+    @property
+    def action_params(self) -> dict[str, Any]:
+        """The parameters of the action, as stored: a JSON object."""
+        return decode_object(self._row.context.action_params)
+
+    @property
+    def started_date(self) -> datetime:
+        """When the action began."""
+        return self._row.context.started_date
+
+    @property
+    def completion_date(self) -> datetime:
+        """When the action's ``perform`` returned."""
+        return self._row.context.completion_date
+
+    @property
+    def event_date(self) -> datetime:
+        return self._row.context.event_date
+
+    @property
+    def model_id(self) -> str | None:
+        return self._row.context.model_id
+
+    @property
+    def model_type(self) -> str | None:
+        return self._row.context.model_type
+
+    @property
+    def ordering_key(self) -> str | None:
+        """The ordering key: ordered handlers keep the order of events with the same key."""
+        return self._row.context.ordering_key
+
+    @property
+    def source(self) -> str | None:
+        """The source of an inbox message; ``None`` for an event of the application itself."""
+        if self._row.context.action_name != RECEIVED_ACTION:
+            return None
+        source: str | None = self.action_params.get("source")
+        return source
+
+    @property
+    def correlation_id(self) -> str | None:
+        """The correlation id of the execution that started the chain of events."""
+        return self._row.context.correlation_id
+
+    @property
+    def causation_id(self) -> UUID | None:
+        """The id of the event that caused this event through a handler; ``None`` at the start of a chain."""
+        return self._row.context.causation_id
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The headers of the execution; an empty mapping if the execution has no headers."""
+        return decode_object(self._row.context.headers)
+
+    @property
+    def resources(self) -> Any:
+        """The value of ``Outbox(resources=...)``."""
+        return self._context.resources
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Is set when the application leaves ``running()``. A run that goes on is cancelled after ``shutdown_timeout``;
+        the cancelled run uses up no attempt."""
+        return self._context.stopping
+
+    @property
+    def tx(self) -> Transaction:
+        """The transaction that commits together with this delivery, for handlers with ``delivery="transactional"``.
+
+        Raises :class:`NoHandlerTransaction` in a handler without a transaction.
+        """
+        if self._tx is None:
+            raise NoHandlerTransaction(self._row.handler_name)
+        return self._tx
+
+    def emit(
+        self,
+        event: Event,
+        *,
+        model_id: object = None,
+        model_type: str | None = None,
+        ordering_key: object = None,
+        topic: str | None = None,
+        available_at: datetime | None = None,
+    ) -> None:
+        """Record an event that this handler causes.
+
+        The event is committed in the same transaction as the success of the run, so a run that fails emits no event.
+        The parameters are those of ``tx.emit``. Raises :class:`InvalidEvent` if the event cannot be stored, and
+        :class:`TooManyHops` if a chain of events becomes longer than ``max_hops``.
+        """
+        record = self._context.emitter.record(
+            event,
+            self.cause,
+            model_id=model_id,
+            model_type=model_type,
+            ordering_key=ordering_key,
+            topic=topic,
+            available_at=available_at,
+        )
+        if self._tx is not None and not self._is_tx_shared:
+            self._tx.add(record)
+            return
+        if self._emitted is None:
+            self._emitted = []
+        self._emitted.append(record)
+
+    def execute(self, action: Performs[Result_co], *, shard: str | None = None) -> Coroutine[Any, Any, Result_co]:
+        """Run an action in a new transaction, on the shard of this event or on ``shard``.
+
+        The ``causation_id`` of the action's events is the id of this event. The action commits before the handler ends:
+        if the handler fails afterwards, the next run executes the action again.
+
+        In a transactional handler the action joins :attr:`tx` and commits with it; another shard is refused.
+
+        A synchronous handler calls ``anyio.from_thread.run(envelope.execute, action)``, because a thread has no event
+        loop: a direct call there raises :class:`ConfigurationError`.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigurationError(
+                f"handler {self._row.handler_name!r} runs in a thread, where no event loop runs: call "
+                "anyio.from_thread.run(envelope.execute, action), or write the handler as `async def`"
+            ) from None
+        return self._execute(action, shard)
+
+    async def _execute(self, action: Performs[Result_co], shard: str | None) -> Result_co:
+        if self._tx is not None:
+            if shard is not None and shard != self._context.shard:
+                raise ConfigurationError(
+                    f"handler {self._row.handler_name!r} has a transaction open on shard {self._context.shard!r}; an "
+                    f"action on shard {shard!r} cannot join it: emit an event there instead"
+                )
+            return await self._context.join(self._tx, action)
+        return await self._context.execute(action, shard=shard or self._context.shard)
+
+    def within(self, tx: Transaction, *, shared: bool) -> None:
+        """Work in ``tx`` from now on. ``shared``: the envelopes of a batch share it, and each keeps its own events."""
+        self._tx = tx
+        self._is_tx_shared = shared
+
+    @property
+    def cause(self) -> Cause:
+        """The origin that is stored with the rows that this handler writes."""
+        row, context = self._row, self._row.context
+        return Cause(context.event_id, row.handler_name, context.correlation_id, context.hops)
+
+    @property
+    def handler_name(self) -> str:
+        """The name under which the notification is stored: the handler's name, or an alias."""
+        return self._row.handler_name
+
+    def is_of(self, outbox: object) -> bool:
+        """True if the handler belongs to this outbox."""
+        return self._context.outbox is outbox
+
+    @property
+    def has_emitted(self) -> bool:
+        return self._emitted is not None
+
+    @property
+    def emitted(self) -> list[EventRecord]:
+        """The events that ``emit`` recorded in this run."""
+        return self._emitted or []
+
+    def __repr__(self) -> str:
+        row = self._row
+        return f"<EventEnvelope {row.event_type} {row.event_id} for {row.handler_name!r}, attempt {self.attempt}>"
+
+
+current_envelope: ContextVar[EventEnvelope[Any] | None] = ContextVar("outboxio_current_envelope", default=None)
+"""The envelope of the handler that is running here. The event is the cause of the actions that run here."""
+
+_enclosing: ContextVar[tuple[EventEnvelope[Any], ...]] = ContextVar("outboxio_enclosing_envelopes", default=())
+"""The envelopes of the handlers around the running handler, of any outbox: a handler may drain a second outbox."""
+
+
+def begin_inside() -> None:
+    """Make the running handler, if there is one, a handler around the handlers that run in this context from now on."""
+    envelope = current_envelope.get()
+    if envelope is not None and not envelope.is_over:
+        _enclosing.set((*_enclosing.get(), envelope))
+
+
+def handler_around(outbox: object) -> EventEnvelope[Any] | None:
+    """The envelope of the innermost handler of an outbox around this call, unless the handler has ended."""
+    around: Sequence[EventEnvelope[Any] | None] = (current_envelope.get(), *reversed(_enclosing.get()))
+    for envelope in around:
+        if envelope is not None and not envelope.is_over and envelope.is_of(outbox):
+            return envelope
+    return None

@@ -1,0 +1,202 @@
+"""Events: facts that happened, and the records of event rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from datetime import datetime
+from typing import Any, ClassVar, dataclass_transform
+from uuid import UUID
+
+from msgspec import Struct, StructMeta, field
+from msgspec.structs import replace
+
+from outboxio.errors import AmbiguousTypeName, InvalidEvent
+from outboxio.support.text import briefly
+
+RECEIVED_ACTION = "inbox.receive"
+"""The action of events from the inbox. No class has this name."""
+
+NAME_LENGTH = 255
+"""The longest name, key or id that a column holds, in characters."""
+
+
+def checked_name(value: object, subject: str) -> str:
+    """``value``; :class:`InvalidEvent`, naming ``subject``, if a name column cannot hold the value."""
+    text = checked_text(value, subject)
+    if not text.strip():
+        raise InvalidEvent(subject, f"{text!r} is blank")
+    return text
+
+
+def checked_text(value: object, subject: str) -> str:
+    """``value``; :class:`InvalidEvent`, naming ``subject``, if a varchar column cannot hold the value."""
+    if not isinstance(value, str):
+        raise InvalidEvent(subject, f"{briefly(value)} is no string")
+    if len(value) > NAME_LENGTH:
+        raise InvalidEvent(subject, f"{value[:40]!r}... has {len(value)} characters; the column holds {NAME_LENGTH}")
+    if "\0" in value:
+        raise InvalidEvent(subject, f"{value!r} contains NUL (U+0000), which text columns cannot store")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidEvent(subject, f"{value!r} contains a lone surrogate, which is no Unicode text") from None
+    return value
+
+
+def _not_text(aliases: Iterable[str], name: str) -> Iterable[str]:
+    if isinstance(aliases, str):
+        raise InvalidEvent(f"aliases of {name}", f"{aliases!r} is one string; give a set of names: {{{aliases!r}}}")
+    return aliases
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class NamedStructMeta(StructMeta):
+    """Gives a struct class a name for stored rows, apart from the class's own name."""
+
+    __type_name__: str
+    __type_aliases__: frozenset[str]
+
+    def __new__(
+        mcls,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        *,
+        type_name: str | None = None,
+        aliases: Iterable[str] = (),
+        **config: Any,
+    ) -> Any:
+        cls = super().__new__(mcls, name, bases, namespace, **config)
+        cls.__type_name__ = checked_name(type_name if type_name is not None else name, f"type_name of {name}")
+        cls.__type_aliases__ = frozenset(checked_name(a, f"an alias of {name}") for a in _not_text(aliases, name))
+        return cls
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class EventMeta(NamedStructMeta):
+    """The class statement of an event, with the option ``strict_priority``."""
+
+    __strict_priority__: bool
+
+    def __new__(
+        mcls,
+        name: str,
+        bases: tuple[type, ...],
+        namespace: dict[str, Any],
+        *,
+        strict_priority: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        cls = super().__new__(mcls, name, bases, namespace, **options)
+        if strict_priority is not None:
+            cls.__strict_priority__ = strict_priority
+        return cls
+
+
+class Event(Struct, frozen=True, metaclass=EventMeta):
+    """A fact that happened. Subclass Event; the fields are the payload.
+
+    Rows carry the class's simple name, or ``type_name``. A renamed class reads old rows through ``aliases``. With
+    ``strict_priority=True`` a handler of the event starts only after every handler with a lower ``priority`` has ended
+    the first attempt at the same event, with success or failure; subclasses inherit the option.
+
+    Example::
+
+        class MoneyDeposited(Event):
+            wallet_id: UUID
+            amount: Decimal
+
+        class WalletOpened(Event, type_name="WalletOpened", aliases={"WalletCreated"}):
+            wallet_id: UUID
+    """
+
+    __type_name__: ClassVar[str]
+    __type_aliases__: ClassVar[frozenset[str]]
+    __strict_priority__: ClassVar[bool] = False
+
+
+def type_name(cls: type[Event]) -> str:
+    """The name under which events of this class are stored."""
+    return cls.__type_name__
+
+
+def type_names(cls: type[Event]) -> frozenset[str]:
+    """All names under which rows of this class may be stored: the type name and the aliases."""
+    return cls.__type_aliases__ | {cls.__type_name__}
+
+
+def is_strict(cls: type[Event]) -> bool:
+    """True if the priority of this event's handlers is strict."""
+    return cls.__strict_priority__
+
+
+def with_subclasses(cls: type[Event]) -> Iterator[type[Event]]:
+    """The class and all subclasses that are defined so far."""
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from with_subclasses(subclass)
+
+
+class EventTypes:
+    """The classes of event type names in an outbox. Two classes with the same name are refused."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[Event]] = {}
+        self._known: set[type[Event]] = set()
+
+    def register(self, cls: type[Event]) -> str:
+        """Add a class, and return the type name; :class:`AmbiguousTypeName` if a second class has the name."""
+        if cls not in self._known:
+            for name in type_names(cls):
+                other = self._classes.get(name)
+                if other is not None and other is not cls:
+                    raise AmbiguousTypeName(name, other, cls)
+            self._classes.update(dict.fromkeys(type_names(cls), cls))
+            self._known.add(cls)
+        return cls.__type_name__
+
+    def find(self, name: str) -> type[Event] | None:
+        """The class that was registered under this name or alias."""
+        return self._classes.get(name)
+
+    @property
+    def names(self) -> Set[str]:
+        """All names and aliases of the classes."""
+        return self._classes.keys()
+
+    def __iter__(self) -> Iterator[type[Event]]:
+        return iter(self._known)
+
+
+class ActionRecord(Struct, frozen=True, kw_only=True):
+    """The columns of ``events`` that all rows of an action share: the action, and the cause."""
+
+    namespace: str
+    action_id: UUID
+    action_name: str
+    action_params: str
+    started_date: datetime
+    completion_date: datetime
+    source: str | None = None
+    correlation_id: str | None = None
+    causation_id: UUID | None = None
+    headers: str | None = None
+    hops: int = 0
+
+    def completed(self, moment: datetime) -> ActionRecord:
+        """The same action, completed at this moment."""
+        return replace(self, completion_date=moment)
+
+
+class EventRecord(Struct, frozen=True, kw_only=True):
+    """The columns of ``events`` that belong to a single event. A sentinel event has only an id."""
+
+    id: UUID
+    event_type: str | None = None
+    payload: str | None = None
+    model_id: str | None = None
+    model_type: str | None = None
+    ordering_key: str | None = None
+    topic: str | None = None
+    available_at: datetime | None = None

@@ -1,0 +1,247 @@
+"""Notifications: "this handler is owed this event", for dispatch and for operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.support.clock import from_micros
+from outboxio.support.codec import nests_deeper
+from outboxio.support.log import type_name, without_value
+
+
+class State(StrEnum):
+    """The life of a notification. The last four are terminal."""
+
+    PENDING = "PENDING"
+    FAILED = "FAILED"
+    BLOCKED = "BLOCKED"
+    DYING = "DYING"
+    SUCCEEDED = "SUCCEEDED"
+    EXPIRED = "EXPIRED"
+    DEAD = "DEAD"
+    SKIPPED = "SKIPPED"
+
+    __hash__ = str.__hash__  # the enum's own hash is a slower Python function
+
+
+# Reading a member from the class takes five times as long as a comparison.
+DYING, PENDING, SUCCEEDED = State.DYING, State.PENDING, State.SUCCEEDED
+TERMINAL = (State.SUCCEEDED, State.EXPIRED, State.DEAD, State.SKIPPED)
+
+
+class Context(Struct, frozen=True, array_like=True):
+    """The event and the action of a notification. Few handlers read all of the fields.
+
+    The order of the fields is the order of the values in the array that every dialect's ``find_due`` selects.
+    ``action_params`` and ``headers`` are JSON objects, or texts of JSON objects.
+    """
+
+    event_id: UUID
+    action_id: UUID
+    action_name: str
+    action_params: msgspec.Raw
+    started_date: datetime
+    completion_date: datetime
+    model_id: str | None
+    model_type: str | None
+    event_date: datetime
+    correlation_id: str | None
+    causation_id: UUID | None
+    headers: msgspec.Raw
+    hops: int
+    ordering_key: str | None
+    created_date: datetime
+
+
+_decode_context = msgspec.json.Decoder(Context).decode
+
+
+class Notification(Struct, gc=False):
+    """The columns of a due row that dispatch needs.
+
+    The order of the fields is the order of the columns in every dialect's ``find_due``. ``payload`` is the text or the
+    bytes of a JSON object, or ``None``. Moments are microseconds since 1970, UTC, because drivers take 1 us to make a
+    datetime. ``raw_context`` is a single column for all values that a handler may never read: a driver takes longer to
+    decode the parts than a database takes to put the parts together.
+    """
+
+    id: UUID
+    handler_name: str
+    event_type: str
+    payload: Any
+    state: str
+    attempts: int
+    next_retry_us: int
+    retention_us: int
+    sequence: int
+    partition_number: int
+    raw_context: Any
+    flaw: str | None = None
+    """The reason why the row cannot be read. Such a row ends with the reason, and the handler is not called."""
+
+    @property
+    def next_retry_at(self) -> datetime:
+        return from_micros(self.next_retry_us)
+
+    @property
+    def retention_from(self) -> datetime:
+        return from_micros(self.retention_us)
+
+    @property
+    def context(self) -> Context:
+        """The event and the action, decoded when first asked for."""
+        if not isinstance(self.raw_context, Context):
+            self.raw_context = _decode_context(self.raw_context)
+        return self.raw_context
+
+    @property
+    def event_id(self) -> UUID:
+        return self.context.event_id
+
+    @property
+    def event_label(self) -> str:
+        """The event in a log line: the event's id, or the notification's id if the event's id cannot be read."""
+        return self.known_event_id or f"of notification {self.id}"
+
+    @property
+    def known_event_id(self) -> str | None:
+        """The event's id, or ``None`` if the id cannot be read."""
+        return str(self.event_id) if self.has_context else None
+
+    @property
+    def has_context(self) -> bool:
+        """True if the event and the action can be read."""
+        return self.flaw_of_context is None
+
+    @property
+    def flaw_of_context(self) -> str | None:
+        """The reason why the event and the action cannot be read, or ``None``."""
+        try:
+            self.context  # noqa: B018  # decodes the context and keeps it
+        except Exception as error:
+            return flaw_of(error, Context.__struct_fields__)
+        return None
+
+
+NO_CONTEXT = b"null"
+"""A ``raw_context`` that cannot be read."""
+
+_PLACE = re.compile(r" - at `\$\[(\d+)\]`\Z")
+_WHOLE_NUMBERS = ("attempts", "next_retry_us", "retention_us", "sequence", "partition_number")
+_COLUMNS = {"next_retry_us": "next_retry_at", "retention_us": "retention_from"}
+
+
+def flaw_of(error: Exception, fields: Sequence[str]) -> str:
+    """The column that makes a row unreadable, and the reason, without the value."""
+    message = without_value(error) if isinstance(error, msgspec.ValidationError) else type_name(error)
+    place = _PLACE.search(message)
+    if place is None:
+        return message
+    field = fields[int(place[1])]
+    return f"{_COLUMNS.get(field, field)}: {message[: place.start()]}"
+
+
+def checked(row: Notification) -> Notification:
+    """The row, with a flaw if a column of numbers holds a value that is no number."""
+    for field in _WHOLE_NUMBERS:
+        if not isinstance(getattr(row, field), int):
+            row.flaw = f"{_COLUMNS.get(field, field)}: no value that can be read"
+            setattr(row, field, 0)
+    return row
+
+
+def unreadable(id: UUID, handler_name: str, flaw: str) -> Notification:
+    """A due row of which only the id and the handler name can be read. That is enough to end the row."""
+    return Notification(id, handler_name, "", None, State.PENDING, 0, 0, 0, 0, 0, NO_CONTEXT, flaw)
+
+
+class NotificationRecord(Struct, frozen=True, kw_only=True):
+    """A whole row of ``event_notifications``, from ``outbox.admin.list``."""
+
+    id: UUID
+    event_id: UUID
+    handler_name: str
+    namespace: str
+    action_id: UUID
+    action_name: str
+    action_params: dict[str, object]
+    started_date: datetime
+    completion_date: datetime
+    model_id: str | None
+    model_type: str | None
+    event_type: str
+    payload: dict[str, object] | None
+    event_date: datetime
+    state: State
+    attempts: int
+    next_retry_at: datetime
+    created_date: datetime
+    updated_date: datetime
+    sequence: int
+    ordering_key: str | None
+    priority: int
+    errors: list[dict[str, object]]
+    correlation_id: str | None
+    causation_id: UUID | None
+    headers: dict[str, object] | None
+    hops: int
+    retention_from: datetime
+    partition_number: int
+    shard: str
+
+
+_DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
+_DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper document overflows the stack
+
+
+def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
+    """The record of a row with documents in JSON text. A document that cannot be shown is replaced by the reason."""
+    record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
+    return msgspec.structs.replace(record, **{column: _shown(column, row[column]) for column in _DOCUMENTS})
+
+
+def _shown(column: str, text: str | None) -> Any:
+    if text is None:
+        return None
+    if nests_deeper(text.encode(), _DEEPEST_SHOWN):
+        return _not_shown(column)
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text  # an operator needs to see malformed text
+    except RecursionError:
+        return _not_shown(column)
+
+
+def _not_shown(column: str) -> Any:
+    """The substitute for a document that is nested too deeply. Only tools of an application store such documents."""
+    reason = (
+        f"the column {column} of this row has more than {_DEEPEST_SHOWN} objects and lists within one another; read it "
+        "by SQL"
+    )
+    if column == "errors":
+        return [{"time": None, "type": "NotShown", "message": reason, "traceback": "", "attempt": None}]
+    return {"not shown": reason}
+
+
+Position = tuple[datetime, int]
+"""A position in the index of due rows: (next_retry_at, sequence)."""
+
+BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of the past
+
+
+class DueQuery(Struct, frozen=True):
+    """A read of due rows: at most ``limit`` rows of a partition of a handler name after a position."""
+
+    handler_name: str
+    limit: int
+    after: Position = BEGINNING
+    partition: int = 0

@@ -1,0 +1,346 @@
+"""Outcomes: the result of a run for a notification. Equal outcomes are written together.
+
+Pure functions decide, dispatch writes. Outcomes of equal state and attempts are a bucket, which a single UPDATE writes.
+The values that differ within a bucket, the next due time and the error, travel as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable, UnreadableRow
+from outboxio.model.error_description import Description
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import SUCCEEDED, Notification, State
+from outboxio.model.redaction import Redact, keep_all
+from outboxio.model.retry import RetryPolicy
+from outboxio.support.clock import EPOCH, as_micros, naive_utc
+from outboxio.support.duration import parse_duration
+from outboxio.support.log import log_of, log_text, place_of
+
+logger = log_of(__name__)
+
+_MICROSECOND = timedelta(microseconds=1)
+_list: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Any])
+_VERDICTS = (State.DEAD, State.EXPIRED)
+_NEVER_HANDLED = (Unprocessable, TooManyHops, CrashedProcess, UnreadableRow)
+
+
+class Lease(Struct):
+    """A cluster lock that this process holds or held. Outcomes are written under the term of the lease."""
+
+    name: str
+    handler_name: str
+    term: int
+    held: bool = True
+    follows_crash: bool = False
+    """True if the former holder did not give the lock back."""
+    partition: int = 0
+
+    @property
+    def slot(self) -> Slot:
+        """The slot that the lock covers."""
+        return Slot(self.handler_name, self.partition)
+
+
+NO_LEASE = Lease("", "", 0)
+"""The lease of a run in ``inbox.consume``, which has no notification to settle."""
+
+Emitted = tuple[ActionRecord, list[EventRecord]]
+"""The events that a handler emitted, to be committed together with the handler's success."""
+
+
+class Outcome(Struct, gc=False):
+    """The result of a run for a notification."""
+
+    notification_id: UUID
+    lease: Lease
+    state: State
+    attempts: int
+    next_retry_at: datetime | None = None
+    error: str | None = None
+    emitted: Emitted | None = None
+
+    def without_error_text(self) -> Outcome:
+        """This outcome with a substitute for the error's text, which the database has refused."""
+        refused = Description("Unstorable", "the database refused this error's text")
+        return msgspec.structs.replace(self, error=_entry(refused))
+
+
+class Bucket(Struct, frozen=True):
+    """Outcomes of equal state and attempts, which a single UPDATE writes."""
+
+    state: State
+    attempts: int
+    outcomes: list[Outcome]
+
+    @property
+    def ids(self) -> list[UUID]:
+        return [outcome.notification_id for outcome in self.outcomes]
+
+    @property
+    def leases(self) -> list[Lease]:
+        """The leases that the statement must find unchanged, in the order in which every process locks them."""
+        distinct = {id(outcome.lease): outcome.lease for outcome in self.outcomes}
+        return sorted(distinct.values(), key=lambda lease: lease.name)
+
+    @property
+    def has_details(self) -> bool:
+        """True if the rows differ in due time and error."""
+        return self.outcomes[0].error is not None
+
+    @property
+    def emitted(self) -> list[Emitted]:
+        """The events of these outcomes."""
+        return [outcome.emitted for outcome in self.outcomes if outcome.emitted is not None]
+
+    def halves(self) -> tuple[Bucket, Bucket]:
+        """The bucket cut in two, to find the value that a database refuses."""
+        middle = len(self.outcomes) // 2
+        return (
+            Bucket(self.state, self.attempts, self.outcomes[:middle]),
+            Bucket(self.state, self.attempts, self.outcomes[middle:]),
+        )
+
+
+def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
+    """The outcomes by state, attempts and kind; within a bucket in primary key order, so that writers do not deadlock.
+
+    A lock that was lost, held by a second process and taken again leaves outcomes under two leases. A bucket never
+    mixes the two, because the statement asks if any lease of the bucket holds the handler's name.
+    """
+    some = list(outcomes)
+    over = _with_successors({id(outcome.lease): outcome.lease for outcome in some}.values())
+    buckets: dict[tuple[State, int, bool, bool, bool], list[Outcome]] = {}
+    for outcome in some:
+        is_over = bool(over) and id(outcome.lease) in over
+        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over)
+        buckets.setdefault(kind, []).append(outcome)
+    return [
+        Bucket(kind[0], kind[1], sorted(alike, key=lambda outcome: outcome.notification_id.int))
+        for kind, alike in buckets.items()
+    ]
+
+
+def _with_successors(leases: Iterable[Lease]) -> set[int]:
+    """The ids of the leases that have a successor among ``leases``."""
+    leases = list(leases)
+    newest: dict[str, int] = {}
+    for lease in leases:
+        newest[lease.name] = max(lease.term, newest.get(lease.name, 0))
+    return {id(lease) for lease in leases if lease.term < newest[lease.name]}
+
+
+def success(notification: Notification, lease: Lease) -> Outcome:
+    return Outcome(notification.id, lease, SUCCEEDED, notification.attempts + 1)
+
+
+def expired(notification: Notification, lease: Lease) -> Outcome:
+    """The outcome of a row that is past the retention. The handler was not called, so no attempt is used up."""
+    return Outcome(notification.id, lease, State.EXPIRED, notification.attempts)
+
+
+class FailureRules(Struct, frozen=True, kw_only=True):
+    """The rules of a handler for runs that fail."""
+
+    policy: RetryPolicy
+    retention: timedelta
+    cap: timedelta
+    """The longest wait between two tries."""
+    is_final: bool = False
+    """True if a run has no second try."""
+    owes_hook: bool = False
+    """True if a hook is owed at the end: the verdict is not the end before the hook was called."""
+    redact: Redact = keep_all
+    """Redacts each text of the error before the text is kept."""
+
+
+def failure(
+    notification: Notification,
+    lease: Lease,
+    error: BaseException,
+    now: datetime,
+    rules: FailureRules,
+    described: Description | None = None,
+) -> Outcome:
+    """The outcome of a run that raised: a second try, or the end. ``now`` is after the handler ended.
+
+    ``described``: the error in words, if the error was described before, for a row of the same batch.
+    """
+    # isinstance() would read the error's __class__, and an error may refuse to answer.
+    kind = type(error)
+    policy = rules.policy
+    attempts = 1 if rules.is_final else notification.attempts + (not _is_free(error))
+    told = described or Description.of(error, rules.redact)
+
+    def entry(verdict: State | None = None) -> str:
+        return describe(told, now, notification.attempts + 1, verdict=verdict)
+
+    def ends(state: State) -> Outcome:
+        if rules.owes_hook:
+            return Outcome(notification.id, lease, State.DYING, attempts, now, entry(state))
+        return Outcome(notification.id, lease, state, attempts, None, entry())
+
+    if rules.is_final or issubclass(kind, _NEVER_HANDLED):
+        return ends(State.DEAD)
+    if policy.max_attempts is not None and attempts >= policy.max_attempts and attempts > notification.attempts:
+        return ends(State.DEAD)
+    due = _next_try(error, attempts, now, policy, rules.cap, rules.redact)
+    # In microseconds, because a datetime cannot be later than the year 9999.
+    if as_micros(due) > notification.retention_us + rules.retention // _MICROSECOND:
+        return ends(State.EXPIRED)
+    return Outcome(notification.id, lease, State.FAILED, attempts, due, entry())
+
+
+def hook_failure(
+    notification: Notification,
+    lease: Lease,
+    error: BaseException,
+    now: datetime,
+    last: Verdict | None,
+    cap: timedelta,
+    redact: Redact = keep_all,
+    described: Description | None = None,
+) -> Outcome:
+    """The outcome of a hook that failed: the verdict stands, and only the hook is tried again.
+
+    ``last`` is the verdict, or ``None`` if the verdict was not read.
+    """
+    due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap, redact)
+    verdict = last or Verdict(State.DEAD, UNKNOWN, 0)
+    told = described or Description.of(error, redact)
+    entry = describe(told, now, notification.attempts, hook_of=verdict)
+    return Outcome(notification.id, lease, State.DYING, notification.attempts, due, entry)
+
+
+def dead_without_hook(
+    notification: Notification, lease: Lease, error: BaseException, now: datetime, redact: Redact = keep_all
+) -> Outcome:
+    """The outcome of a hook that ends the process or cannot get the row: the row is DEAD without the hook."""
+    entry = describe(error, now, notification.attempts, redact=redact)
+    return Outcome(notification.id, lease, State.DEAD, notification.attempts, None, entry)
+
+
+class Verdict(Struct, frozen=True):
+    """The decision about a notification before the hook was called."""
+
+    state: State
+    error: HandlerFailed
+    hook_failures: int
+
+
+UNKNOWN = HandlerFailed("unknown", "", "", None)
+
+
+def verdict_of(errors: str) -> Verdict:
+    """The verdict in the ``errors`` column. A row that was made DYING by hand, without a verdict, is DEAD."""
+    entries = _entries(errors)
+    states = [entry["verdict"] for entry in entries if entry.get("verdict") in _VERDICTS]
+    hooks = [entry for entry in entries if isinstance(entry.get("hook_of"), dict)]
+    # The handler's own error. Entries of failed hooks may have pushed it out of the column, and repeat the error.
+    lost: dict[str, Any] = hooks[-1]["hook_of"] if hooks else {}
+    own = next((entry for entry in reversed(entries) if "hook_of" not in entry), lost)
+    told, attempt = Description.read(own), own.get("attempt")
+    error = HandlerFailed(
+        told.type or UNKNOWN.type, told.message, told.traceback, attempt if isinstance(attempt, int) else None
+    )
+    return Verdict(State(states[-1]) if states else State.DEAD, error, len(hooks))
+
+
+def _entries(errors: str) -> list[dict[str, Any]]:
+    """The entries of the column, without values that were written by hand."""
+    try:
+        return [entry for entry in _list.decode(errors) if isinstance(entry, dict)]
+    except (msgspec.DecodeError, UnicodeError, TypeError, RecursionError):
+        return []
+
+
+def describe(
+    error: BaseException | Description,
+    now: datetime,
+    attempt: int,
+    *,
+    verdict: State | None = None,
+    hook_of: Verdict | None = None,
+    redact: Redact = keep_all,
+) -> str:
+    """An entry of the ``errors`` column: time, type, message, short traceback, attempt."""
+    told = error if type(error) is Description else Description.of(cast(BaseException, error), redact)
+    return _entry(told, now, attempt, verdict, hook_of)
+
+
+def _is_free(error: BaseException) -> bool:
+    """True if the error says that the run uses up no attempt."""
+    try:
+        return issubclass(type(error), RetryAfter) and not error.count_attempt  # type: ignore[attr-defined]  # RetryAfter has one
+    except BaseException:  # a subclass that cannot say
+        return False
+
+
+def _next_try(
+    error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta, redact: Redact
+) -> datetime:
+    try:
+        return _wanted(error, attempts, now, policy, cap)
+    except OverflowError:
+        return datetime.max
+    except BaseException as broken:
+        # A backoff callable or a delay that raises must not lose the row that failed.
+        logger.error(
+            "cannot tell when to retry after %s; the default backoff applies: %s at %s",
+            log_text(error, redact), log_text(broken, redact), place_of(broken),
+        )  # fmt: skip
+        return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
+
+
+def _wanted(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
+    """The moment of the next try, by the error or else by the policy. Both may give any value."""
+    if not issubclass(type(error), RetryAfter):
+        return now + policy.wait_after(max(attempts, 1), error, cap)
+    wish: Any = error
+    if wish.at is None:
+        return now + parse_duration(wish.delay, key="RetryAfter.delay")
+    return max(_plain(wish.at), EPOCH)  # dispatch reads due rows from the epoch on
+
+
+def _plain(moment: datetime) -> datetime:
+    """A moment as naive UTC, and as a plain ``datetime``, because a subclass may behave in any way."""
+    try:
+        naive = naive_utc(moment)
+    except OverflowError:  # within a day of the calendar's end, where the zone does not matter
+        naive = moment.replace(tzinfo=None)
+    return datetime(
+        naive.year, naive.month, naive.day, naive.hour, naive.minute, naive.second, naive.microsecond
+    )  # fmt: skip
+
+
+def _entry(
+    told: Description,
+    now: datetime | None = None,
+    attempt: int | None = None,
+    verdict: State | None = None,
+    hook_of: Verdict | None = None,
+) -> str:
+    entry: dict[str, Any] = {
+        "time": None if now is None else now.isoformat(timespec="microseconds"),
+        "type": told.type,
+        "message": told.message,
+        "traceback": told.traceback,
+        "attempt": attempt,
+    }
+    if verdict is not None:
+        entry["verdict"] = verdict
+    if hook_of is not None:
+        of = hook_of.error
+        entry["verdict"] = hook_of.state
+        entry["hook_of"] = {
+            "type": of.type, "message": of.message, "traceback": of.traceback, "attempt": of.attempt,
+        }  # fmt: skip
+    return msgspec.json.encode(entry).decode()

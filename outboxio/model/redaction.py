@@ -1,0 +1,90 @@
+"""Redaction of texts that are stored after a failure, logged, or shown by a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.notification import NotificationRecord
+from outboxio.support.log import log_of, type_name
+from outboxio.support.signature import is_async
+from outboxio.support.text import briefly
+
+logger = log_of(__name__)
+
+Redact = Callable[[str], str]
+"""Returns the part of a text that may be stored and shown."""
+
+_TEXTS = ("type", "message", "traceback")
+
+
+def keep_all(text: str) -> str:
+    """Keeps all text: the default."""
+    return text
+
+
+def checked_redact(redact: Redact | None) -> Redact:
+    """A function that never raises, and returns no text that ``redact`` has not returned.
+
+    Raises :class:`ConfigurationError` if ``redact`` is no plain function of a text.
+    """
+    if redact is None:
+        return keep_all
+    if not callable(redact) or is_async(redact):
+        raise ConfigurationError(
+            f"redact is {briefly(redact)}; expected a function, not async, of a text that returns what may be kept of "
+            "the text"
+        )
+
+    def redacted(text: str) -> str:
+        try:
+            kept: Any = redact(text)
+            if isinstance(kept, str):
+                return str.__str__(kept)  # a subclass of str could run any code when the text is used
+            reason = f"returned {type(kept).__name__}"
+        except BaseException as broken:  # a broken function must not lose the row that failed
+            reason = f"failed with {type_name(broken)}"
+        # Message and traceback are left out, because both may quote the text.
+        logger.error("redact %s; what it was given is left out", reason)
+        return f"<left out: redact {reason}>"
+
+    return redacted
+
+
+def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationRecord:
+    """The record with redacted documents and errors."""
+    if redact is keep_all:
+        return record
+    return replace(
+        record,
+        payload=_document(record.payload, redact),
+        action_params=_document(record.action_params, redact) or {},
+        headers=_document(record.headers, redact),
+        errors=[_entry(entry, redact) for entry in record.errors],
+    )
+
+
+def _document(document: Any, redact: Redact) -> Any:
+    """A JSON document, redacted as text. A result that is no JSON object is shown as text."""
+    if not document:
+        return document
+    text = redact(msgspec.json.encode(document).decode())
+    try:
+        decoded: object = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError):
+        decoded = None
+    return cast(Any, decoded) if isinstance(decoded, dict) else {"redacted": text}
+
+
+def _entry(entry: Mapping[str, Any], redact: Redact) -> dict[str, Any]:
+    """An entry of ``errors``. The entry may have been stored before ``redact`` was configured."""
+    kept: dict[str, Any] = {
+        key: redact(value) if key in _TEXTS and isinstance(value, str) else value for key, value in entry.items()
+    }
+    if isinstance(kept.get("hook_of"), dict):
+        kept["hook_of"] = _entry(kept["hook_of"], redact)
+    return kept

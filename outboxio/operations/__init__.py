@@ -1,0 +1,1 @@
+"""For operators and for housekeeping: counts, lists, retries, retention."""

@@ -1,0 +1,74 @@
+"""The shards that an operator's order reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+
+from msgspec import Struct
+
+from outboxio.actions.nesting import refuse_in_transaction
+from outboxio.errors import ConfigurationError
+from outboxio.storage.protocols import Database
+from outboxio.support.clock import ShardClock
+from outboxio.support.text import briefly
+
+
+class AdminShard(Struct, frozen=True):
+    """A shard, as an operator sees the shard."""
+
+    database: Database
+    clock: ShardClock
+    wake: Callable[[], None]
+    """Tell the loops, here and in other processes, that notifications became due, or ended."""
+    partitions_changed: Callable[[], None]
+    """Tell the loops, here and in other processes, that a number of partitions has changed."""
+
+    async def measure(self) -> None:
+        """Ask the database for the time, because the clock of an operator's machine may be wrong."""
+        await self.clock.measure(self.database.now)
+
+    async def now(self) -> datetime:
+        """The present moment by the database's clock."""
+        await self.measure()
+        return self.clock()
+
+
+class AdminShards:
+    """All shards of an outbox."""
+
+    def __init__(self, shards: Mapping[str, AdminShard], owner: object) -> None:
+        """``owner``: the outbox, whose transactions would block an order on a database with a single writer."""
+        self._shards = shards
+        self._owner = owner
+
+    def chosen(self, shard: str | None) -> Sequence[AdminShard]:
+        """The shard of this name, or all shards. Raises :class:`ConfigurationError` for an unknown name."""
+        if shard is None:
+            return tuple(self._shards.values())
+        found = self._shards.get(shard) if isinstance(shard, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        if found is None:
+            shards = ", ".join(map(repr, self._shards))
+            raise ConfigurationError(f"there is no shard {briefly(shard)}; the shards are {shards}")
+        return [found]
+
+    def databases(self, shard: str | None) -> Sequence[Database]:
+        return [reached.database for reached in self.chosen(shard)]
+
+    def to_write(self, call: str, shard: str | None) -> Sequence[AdminShard]:
+        """The chosen shards. Raises :class:`WaitsForItself` inside a transaction on a database with a single writer."""
+        chosen = self.chosen(shard)
+        remedy = "this database has one writer; call it when the transaction has ended"
+        names = [reached.database.name for reached in chosen if reached.database.has_one_writer]
+        refuse_in_transaction(self._owner, call, remedy, names)
+        return chosen
+
+    async def change(self, call: str, shard: str | None, change: Callable[[AdminShard], Awaitable[int]]) -> int:
+        """Make a change on each chosen shard, and wake the loops of a shard with changed rows. Returns their number."""
+        changed = 0
+        for reached in self.to_write(call, shard):
+            done = await change(reached)
+            changed += done
+            if done:
+                reached.wake()
+        return changed

@@ -1,0 +1,163 @@
+"""Who owns which partition: the answers for operators, from ``leases``, ``handler_partitions`` and ``instances``.
+
+Only a cluster lock proves an owner. ``leases`` has the process that took a lock last: a process that died stays the
+owner there until a takeover, which takes a quarter of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+from msgspec import Struct
+
+from outboxio.model.lock_name import LockName
+from outboxio.operations.partitions.upkeep import EVER
+from outboxio.storage.protocols import Database, Holder, PartitionCount
+
+
+class PartitionOwner(Struct, frozen=True, kw_only=True):
+    """A partition of a handler name, and the process that owns the partition. ``since`` is naive UTC."""
+
+    partition: int
+    owner: str | None
+    """The process: host, process id and a random part. ``None`` if no process owns the partition."""
+    since: datetime | None
+
+
+class HandlerPartitions(Struct, frozen=True, kw_only=True):
+    """The partitions of a stored handler name on a shard, and the owner of each partition.
+
+    ``number``: the partitions over which new notifications are spread. ``active``: only partitions below this number
+    may have unfinished notifications; more than ``number`` for a while after the number was lowered. ``declared``: the
+    largest number that code has asked for; an operator may have set a different number.
+    """
+
+    handler_name: str
+    shard: str
+    number: int
+    active: int
+    declared: int
+    owners: tuple[PartitionOwner, ...]
+    """The partitions from 0 to ``active - 1``."""
+
+    @property
+    def by_owner(self) -> Mapping[str | None, tuple[int, ...]]:
+        """The partitions of each process, and under ``None`` the partitions that no process owns."""
+        owned: dict[str | None, list[int]] = {}
+        for one in self.owners:
+            owned.setdefault(one.owner, []).append(one.partition)
+        return {owner: tuple(partitions) for owner, partitions in owned.items()}
+
+    def __str__(self) -> str:
+        owned = "; ".join(f"{owner or 'no process'} owns {in_ranges(each)}" for owner, each in self.by_owner.items())
+        beyond = f" ({self.active} still active)" if self.active > self.number else ""
+        return f"handler {self.handler_name!r} has {_counted(self.number)}{beyond}: {owned}"
+
+
+class ClusterInstance(Struct, frozen=True, kw_only=True):
+    """A process of the cluster, as a shard knows the process, with the partitions that the process owns.
+
+    ``last_seen_date`` (naive UTC) is the last sign of life in ``instances``. A process that shares no handler writes no
+    sign of life: the date is ``None``, and the process is listed while the process owns a lock.
+    """
+
+    instance: str
+    shard: str
+    last_seen_date: datetime | None
+    fans_out: bool
+    partitions: dict[str, tuple[int, ...]]
+    """The owned partitions by stored handler name."""
+
+    def __str__(self) -> str:
+        owned = [f"{name!r} {in_ranges(numbers)}" for name, numbers in self.partitions.items()]
+        does = [*["fan-out"] * self.fans_out, *owned]
+        seen = "" if self.last_seen_date is None else f", seen at {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC"
+        return f"{self.instance} owns {', '.join(does) or 'no partition'}{seen}"
+
+
+async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
+    """The numbers of partitions by stored handler name; a name without a number has a single partition."""
+    if database.partitions is None:
+        return {}
+    return {one.handler_name: one for one in (await database.subscriptions.orders(namespace)).partitions}
+
+
+async def find_partitions(database: Database, namespace: str, names: Iterable[str]) -> list[HandlerPartitions]:
+    """The partitions of these stored handler names, and their owners."""
+    counts = await counts_of(database, namespace)
+    wanted = sorted(names)
+    holders = await database.subscriptions.holders(_locks(namespace, wanted, counts))
+    return [_partitions(database.name, namespace, name, counts.get(name), holders) for name in wanted]
+
+
+async def find_instances(database: Database, namespace: str, names: Iterable[str]) -> list[ClusterInstance]:
+    """The processes in ``instances``, and the processes that own a lock. ``names``: all stored handler names."""
+    fanout = LockName(namespace, "fanout")
+    counts = await counts_of(database, namespace)
+    holders = await database.subscriptions.holders([fanout, *_locks(namespace, sorted({*names, *counts}), counts)])
+    owned: dict[str, list[LockName]] = {}
+    for lock, holder in sorted(holders.items()):
+        if not holder.has_given_back:
+            owned.setdefault(holder.owner, []).append(lock)
+    seen: dict[str, datetime] = {}
+    if database.partitions is not None:
+        view = await database.partitions.view(namespace, EVER, [])
+        seen = {one.instance: one.last_seen_date for one in view.instances}
+    return [
+        ClusterInstance(
+            instance=instance,
+            shard=database.name,
+            last_seen_date=seen.get(instance),
+            fans_out=fanout in owned.get(instance, ()),
+            partitions=_by_name(lock for lock in owned.get(instance, ()) if lock != fanout),
+        )
+        for instance in sorted({*seen, *owned})
+    ]
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: ``0-3, 7``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _locks(namespace: str, names: Sequence[str], counts: Mapping[str, PartitionCount]) -> list[LockName]:
+    return [
+        LockName(namespace, "dispatch", name, partition)
+        for name in names
+        for partition in range(counts[name].active if name in counts else 1)
+    ]
+
+
+def _partitions(
+    shard: str, namespace: str, name: str, count: PartitionCount | None, holders: Mapping[LockName, Holder]
+) -> HandlerPartitions:
+    number, active, declared = (1, 1, 1) if count is None else (count.number, count.active, count.declared)
+
+    def owner(partition: int) -> PartitionOwner:
+        holder = holders.get(LockName(namespace, "dispatch", name, partition))
+        if holder is None or holder.has_given_back:
+            return PartitionOwner(partition=partition, owner=None, since=None)
+        return PartitionOwner(partition=partition, owner=holder.owner, since=holder.since)
+
+    return HandlerPartitions(
+        handler_name=name, shard=shard, number=number, active=active, declared=declared,
+        owners=tuple(map(owner, range(active))),
+    )  # fmt: skip
+
+
+def _by_name(locks: Iterable[LockName]) -> dict[str, tuple[int, ...]]:
+    owned: dict[str, list[int]] = {}
+    for lock in locks:
+        owned.setdefault(lock.handler_name, []).append(lock.partition)
+    return {name: tuple(numbers) for name, numbers in owned.items()}
+
+
+def _counted(number: int) -> str:
+    return "1 partition" if number == 1 else f"{number} partitions"

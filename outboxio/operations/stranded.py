@@ -1,0 +1,107 @@
+"""Stranded notifications: their handler name was announced not long ago, and no process has the handler any longer.
+
+A rename without an alias has this effect, and so has a fleet of workers that is down while other workers run. Fan-out
+goes on making rows for the name until ``subscription_ttl`` is over. Only then is the name unroutable: without this
+module an operator would not hear of the rows for days.
+
+Every process announces its handlers at least once per minute. So a name has no process if the name was seen last some
+minutes before the youngest of all names. This rule compares no clocks. It is also right when all processes are down,
+because then all names were seen last at about the same time.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from msgspec import Struct
+
+from outboxio.handlers.subscription import LONGEST_UNSEEN
+from outboxio.storage.protocols import Database
+from outboxio.support.clock import Clock
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+GONE_AFTER = 3 * LONGEST_UNSEEN  # because an announcement may come late, and the next may fail
+
+
+class Stranded(Struct, frozen=True, kw_only=True):
+    """Unfinished notifications of a handler name that no process has. Dates are naive UTC.
+
+    ``oldest_date``: the moment when the first due notification was made; ``None`` if all notifications are BLOCKED.
+    ``last_seen_date``: the last moment when a process had the handler.
+    """
+
+    handler_name: str
+    unfinished: int
+    oldest_date: datetime | None
+    last_seen_date: datetime
+    shard: str
+
+    def __str__(self) -> str:
+        oldest = "" if self.oldest_date is None else f", the oldest of {self.oldest_date:%Y-%m-%d %H:%M:%S} UTC"
+        return (
+            f"handler {self.handler_name!r} has {self.unfinished} unfinished notifications{oldest}, and no process has "
+            f"had such a handler since {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC: deploy it, or give its successor "
+            "the alias"
+        )
+
+
+async def find_stranded(database: Database, namespace: str, seen_since: datetime) -> list[Stranded]:
+    """The stranded notifications of a namespace, by handler name. One short query if every handler has its process.
+
+    Names that were not seen since ``seen_since`` are unroutable, and left out.
+    """
+    gone = await _gone(database, namespace, seen_since)
+    if not gone:
+        return []
+    unfinished = await database.notifications.unfinished_names(namespace)
+    return [await _stranded(database, namespace, name, gone[name]) for name in unfinished if name in gone]
+
+
+async def _gone(database: Database, namespace: str, seen_since: datetime) -> dict[str, datetime]:
+    """The names that no process has any longer, each with the moment when it was seen last."""
+    announced = await database.subscriptions.announced(namespace)
+    seen: dict[str, datetime] = {}
+    for one in announced:
+        for name in one.names:
+            seen[name] = max(one.last_seen_date, seen.get(name, one.last_seen_date))
+    newest = max(seen.values(), default=seen_since)
+    return {name: last for name, last in seen.items() if seen_since < last < newest - GONE_AFTER}
+
+
+async def _stranded(database: Database, namespace: str, name: str, last_seen: datetime) -> Stranded:
+    return Stranded(
+        handler_name=name,
+        unfinished=await database.notifications.count_unfinished(namespace, [name]),
+        oldest_date=await database.notifications.oldest_unfinished(namespace, name),
+        last_seen_date=last_seen,
+        shard=database.name,
+    )
+
+
+class StrandedWatch:
+    """Warns of stranded notifications in the log, once for each name. Only the process that fans out has this watch."""
+
+    def __init__(self, namespace: str, database: Database, clock: Clock, ttl: timedelta) -> None:
+        self._namespace = namespace
+        self._database = database
+        self._clock = clock
+        self._ttl = ttl
+        self._begun: datetime | None = None
+        self._warned: frozenset[str] = frozenset()
+
+    async def look(self) -> None:
+        """Warn of the names that became stranded since the last call.
+
+        The first minutes have no warning: other processes may be starting, and have not announced their handlers yet.
+        """
+        now = self._clock()
+        self._begun = self._begun or now
+        if now - self._begun < GONE_AFTER:
+            return
+        found = await find_stranded(self._database, self._namespace, now - self._ttl)
+        for stranded in found:
+            if stranded.handler_name not in self._warned:
+                logger.warning("%s", stranded, extra={"handler_name": stranded.handler_name})
+        self._warned = frozenset(stranded.handler_name for stranded in found)

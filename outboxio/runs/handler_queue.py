@@ -1,0 +1,117 @@
+"""Handler queues: the rows of a handler that are ready or run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime
+
+from outboxio.handlers.options import Delivery
+from outboxio.model.event import Event
+from outboxio.runs.handler_spec import HOOKS_AHEAD, HandlerSpec
+from outboxio.runs.run import BatchRun, HookRun, Run
+from outboxio.runs.transaction_shares import Claim
+
+QUICK, SLOW = 0.25, 2.0  # seconds between two full reads that double, or halve, the window of a handler
+
+
+class HookLane:
+    """The hook runs of a handler that are ready or run."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.ready: deque[HookRun] = deque()
+        self.running: dict[Run, None] = {}
+        self.is_listed = False
+        """True while the lane stands in the turns of all lanes."""
+        self.claim: Claim | None = None
+        """The lane's share of the transactions."""
+
+
+class ReadAhead:
+    """How many rows of a handler may be ready: many of a quick handler, few of a slow handler."""
+
+    __slots__ = ("_read_at", "_spec", "may_have_more", "was_full", "window")
+
+    def __init__(self, spec: HandlerSpec) -> None:
+        self._spec = spec
+        self._read_at = 0.0
+        self.window = spec.first_window
+        """Rows that may be ready, at most."""
+        self.was_full = False
+        """True if the last read, or the last handoff, found as many rows as it had asked for."""
+        self.may_have_more = True
+        """True if there may be due rows that were not read because the queue was full."""
+
+    def adapt(self, now: float) -> None:
+        """Double the window if a full read follows within 0.25 s, halve the window if a full read follows after 2 s."""
+        since, self._read_at = now - self._read_at, now
+        if not self.was_full or self._spec.batch:
+            return
+        if since < QUICK:
+            self.window = min(self._spec.largest_window, self.window * 2)
+        elif since > SLOW:
+            self.window = min(self._spec.largest_window, max(self._spec.limit, self.window // 2))
+
+
+class HandlerQueue:
+    """The state of a handler in this process."""
+
+    def __init__(self, spec: HandlerSpec) -> None:
+        self.spec = spec
+        self.handler = spec.handler
+        self.limit = spec.limit
+        """Runs at the same time, at most: fewer than the spec says if this process has few of the cluster's runs."""
+        self.gives_back_at = -1
+        """With so many runs a halted slot can be given back (``dispatch/slots/limits.py``)."""
+        self.function = spec.handler.function
+        self.delivery = spec.delivery
+        self.retention_renewed = 0
+        """When the handler's last pause ended, in us since 1970: the retention of rows that waited begins there."""
+        self.beginning: datetime | None = None
+        """The handler does not want events from before this moment."""
+        self.claim: Claim | None = None
+        """The share of the transactions, if the handler is transactional."""
+        self.hook_lane = HookLane(spec.limit)
+        self.decoders: dict[str, Callable[[str], Event]] = {}
+        self.ahead = ReadAhead(spec)
+        self.ready: deque[Run] = deque()
+        self.batch_buffer: list[Run] = []
+        """Rows that wait until the batch is full."""
+        self.gather_timer: asyncio.TimerHandle | None = None
+        self.running: dict[Run, None] = {}
+        """The runs, in the order in which their handlers' time began, which is the order of their deadlines."""
+        self.is_listed = False
+        """True while the queue stands in the turns of all queues."""
+        self.listed_at = 0.0
+        self.watch(is_watched=False)
+
+    def watch(self, *, is_watched: bool) -> None:
+        """Record the starts of rows before the handler is called, or stop doing so (``runs/poison.py``)."""
+        self.is_watched = is_watched
+        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE and self.spec.batch is None and not is_watched
+
+    def starts_now(self, run: Run, now: float) -> None:
+        """The handler's time begins now: the run had to wait for a connection, or is the next part of a call."""
+        run.started = now
+        running = self.hook_lane.running if isinstance(run, HookRun) else self.running
+        del running[run]
+        running[run] = None
+
+    @property
+    def wants_more(self) -> bool:
+        """True if at most half of the window is ready, and few verdicts wait for hooks."""
+        read_ahead = len(self.ready) * self.spec.per_call + len(self.batch_buffer)
+        return read_ahead <= self.ahead.window // 2 and len(self.hook_lane.ready) <= HOOKS_AHEAD
+
+    @property
+    def room(self) -> int:
+        """How many more rows may become ready."""
+        return self.ahead.window - len(self.ready)
+
+    def take_batch(self) -> BatchRun:
+        """A call for the rows that have gathered."""
+        size = self.spec.per_call
+        rows, self.batch_buffer = self.batch_buffer[:size], self.batch_buffer[size:]
+        return BatchRun.of(rows)

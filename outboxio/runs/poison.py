@@ -1,0 +1,336 @@
+"""The poison guard: finds poison events, which end the process of their handler, at no cost while no process dies.
+
+A handler may end the process: by ``os._exit``, in native code, for lack of memory. The row is still due after that, the
+next process runs the row again, and so on for ever. To record each start would cost as much as settling. So the guard
+finds the row after the fact (decision 12), in three steps:
+
+1. A lease says if the last holder gave the lock back. If not, the guard records the starts of all rows that can have
+   been in flight, before the call of the handler, and removes each record when the run has ended.
+2. If that process dies as well, the rows with a record are suspects: one of the suspects is the cause. For suspects the
+   guard holds the handler: no more rows of the handler are read until all its rows in flight have ended. Then the
+   suspects run one at a time, beside no other run of the handler and beside no other suspect of the whole process, and
+   their starts are counted. When the handler has no due suspect left, the handler goes on, and the guard holds the next
+   handler with suspects. So each suspect has its turn, however many rows are due.
+3. A suspect that was started ``max_crashes`` times without coming to an end becomes DEAD and is not started again.
+
+The first crash is not counted, because no start was recorded before. The first counted start was made beside further
+runs, so the start is no proof against a single row: that is why no row becomes DEAD before the row was started alone.
+
+A record is worthless once the notification was written after the record: the run has ended in some way, or an operator
+has given an order. So a record that could not be removed does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from outboxio.errors import CrashedProcess, NotBegun
+from outboxio.handlers.options import Delivery
+from outboxio.loops.signals import Signals
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import DueQuery, Notification, State
+from outboxio.runs.cursor import HandlerCursor
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.run import Run
+from outboxio.storage.protocols import StartedRun, StartRepository
+from outboxio.support.aio import Alarm
+from outboxio.support.clock import Clock
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+LEAST_STARTS = 2  # a start beside further runs, and a start alone
+CLOCKS_DIFFER = timedelta(seconds=1)  # the former holder's clock may have been ahead by so much
+CHECK_AGAIN = 0.05  # seconds until the guard checks again if a suspect of another shard still runs
+
+
+class Watch:
+    """A slot of which the former holder had not given the lock back."""
+
+    __slots__ = ("lease", "left", "queue", "suspects", "until")
+
+    def __init__(self, cursor: HandlerCursor, until: datetime) -> None:
+        self.lease = cursor.lease
+        self.queue = cursor.queue
+        self.until = until
+        """The rows that the former holder was running were due by this moment."""
+        self.left = cursor.queue.spec.most_in_flight
+        """How many more starts of rows that are no suspects are recorded."""
+        self.suspects: dict[UUID, int] | None = None
+        """The counted starts of each suspect; ``None`` until the records are read."""
+
+
+class PoisonGuard:
+    """The suspects of a shard, and the records that this process has written."""
+
+    def __init__(
+        self,
+        namespace: str,
+        repository: StartRepository,
+        clock: Clock,
+        max_crashes: int,
+        *,
+        in_flight: Mapping[UUID, Run],
+        left_behind: Collection[UUID],
+        signals: Signals,
+    ) -> None:
+        self._namespace = namespace
+        self._repository = repository
+        self._clock = clock
+        self._most = max(max_crashes, LEAST_STARTS)
+        self._in_flight = in_flight
+        self._left_behind = left_behind
+        self._signals = signals
+        self._alarm = Alarm(signals.find.set)
+        self._watches: dict[tuple[str, int], Watch] = {}
+        self._lost: dict[tuple[str, int], Watch] = {}
+        """The watches of slots whose locks are lost. A watch goes on if no other process has had the lock meanwhile."""
+        self._recorded: dict[UUID, tuple[str, int]] = {}
+        """The records that this process has written and not removed yet, with the slot."""
+        self._alone: UUID | None = None
+        self._held: HandlerQueue | None = None
+        """The held handler: only suspects of this queue start, one at a time."""
+        self._beginning: dict[UUID, StartedRun] = {}
+        self._turn = asyncio.Lock()
+        _all_guards.add(self)
+
+    @property
+    def is_active(self) -> bool:
+        """True if starts have to be recorded, or records have to be removed."""
+        return bool(self._watches or self._recorded)
+
+    @property
+    def alone_in(self) -> HandlerQueue | None:
+        """The queue of which a suspect runs alone now."""
+        run = None if self._alone is None else self._in_flight.get(self._alone)
+        return None if run is None else run.queue
+
+    def taken(self, cursor: HandlerCursor) -> None:
+        """The lock of a slot was taken: watch the rows if the former holder may have died of a row."""
+        lease, slot = cursor.lease, cursor.slot
+        watch = self._lost.pop(slot, None) or self._watches.get(slot)
+        if watch is not None and watch.lease is lease:
+            self._watches[slot] = watch  # no other process had the lock meanwhile
+            cursor.queue.watch(is_watched=True)
+            return
+        if slot in self._watches:
+            self._forget(slot)
+        if lease.follows_crash:
+            lease.follows_crash = False  # a single watch is enough, however often the lock is taken again
+            self._watches[slot] = Watch(cursor, self._clock() + CLOCKS_DIFFER)
+            cursor.queue.watch(is_watched=True)
+
+    def lost(self, slot: Slot) -> None:
+        """The lock of a slot was lost, or given back: the watch has nothing to do for now."""
+        if (watch := self._watches.get(slot)) is not None:
+            self._lost[slot] = watch
+            self._forget(slot)
+
+    def leave(self) -> None:
+        """The shard is being left: let go of the suspects, so that no shard of this process waits for them."""
+        self._alone = self._held = None
+        self._alarm.cancel()
+
+    def holds(self, queue: HandlerQueue) -> bool:
+        """True if only suspects of this queue may start."""
+        return queue is self._held or queue is self.alone_in
+
+    @property
+    def is_holding(self) -> bool:
+        """True if rows wait for a suspect, so that a find round has to follow when a run has ended."""
+        return self._held is not None
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def readable(self, cursors: Sequence[HandlerCursor]) -> Sequence[HandlerCursor]:
+        """The cursors that may read: all but the cursors of a held handler that has rows in flight.
+
+        When the held handler has no row in flight, a sweep follows. The suspects lie at the beginning of the index: the
+        suspects were due when the process died, and rows that are due before a suspect end or are put off in time.
+        """
+        held = self._held
+        if held is None:
+            return cursors
+        if self._has_in_flight(held):
+            return [cursor for cursor in cursors if cursor.queue is not held]
+        of_held = [cursor for cursor in cursors if cursor.queue is held]
+        for cursor in of_held:
+            cursor.sweep_soon()
+        if not of_held:  # the handler was paused, or the lock was lost
+            self._held = None
+        return cursors
+
+    async def filter_startable(
+        self, asked: Iterable[tuple[HandlerCursor, DueQuery]], rows: Sequence[Notification]
+    ) -> list[Notification]:
+        """The rows that may start now, of rows that were found due. The rest are found again."""
+        await self.clear()
+        await self._read_suspects()
+        queues = {cursor.slot.handler_name: cursor.queue for cursor, _ in asked}
+        swept = {cursor.slot: cursor.queue for cursor, _ in asked if cursor.sweeps}
+        self._relax(swept, rows)
+        held = self._make_room(
+            set(swept.values()),
+            [row for row in rows if slot_of(row) in swept and self._is_suspect(row) and self._can_start(row)],
+        )
+        return [
+            row
+            for row in rows
+            if row.id == self._alone or not (queues.get(row.handler_name) is held or self._is_suspect(row))
+        ]
+
+    async def _read_suspects(self) -> None:
+        unread = [slot for slot, watch in self._watches.items() if watch.suspects is None]
+        if not unread:
+            return
+        await self._repository.remove_ended(
+            self._namespace
+        )  # a process may die before the record of an ended run is removed
+        found = await self._repository.find(self._namespace, sorted({name for name, _ in unread}))
+        for slot in unread:
+            if (watch := self._watches.get(slot)) is None:
+                continue
+            watch.suspects = {run.notification_id: run.starts for run in found if run.slot == slot}
+            if watch.suspects:
+                logger.warning(
+                    "%d runs of handler %s had begun when their process ended, and one of them may be why; each is run "
+                    "alone now", len(watch.suspects), Slot(*slot), extra={"handler_name": slot[0]},
+                )  # fmt: skip
+
+    def _make_room(self, swept: Collection[HandlerQueue], suspects: Sequence[Notification]) -> HandlerQueue | None:
+        """The queue of which only a suspect may start, if there is such a queue. Choose the suspect if it can start.
+
+        ``suspects``: the due suspects of the queues that were ``swept``.
+        """
+        if (queue := self.alone_in) is not None:
+            return queue
+        self._alone = None
+        due: dict[HandlerQueue, UUID] = {}
+        for row in suspects:
+            due.setdefault(self._watches[slot_of(row)].queue, row.id)
+        if self._held in swept and self._held not in due:
+            self._held = None
+        if not due and self._held is None:
+            return None
+        if any(other.alone_in is not None for other in tuple(_all_guards)):
+            self._alarm.set(asyncio.get_running_loop().time() + CHECK_AGAIN)
+            self._held = None
+            return None
+        if self._held is None:
+            self._held = next(iter(due))
+        if self._held in due and not self._has_in_flight(self._held):
+            self._alone = due[self._held]
+        return self._held
+
+    def _has_in_flight(self, queue: HandlerQueue) -> bool:
+        return any(run.queue is queue for run in self._in_flight.values())
+
+    def _relax(self, swept: Collection[tuple[str, int]], rows: Iterable[Notification]) -> None:
+        """End the watch of a slot when none of the rows that can have been in flight is left."""
+        now, earliest = self._clock(), dict[tuple[str, int], datetime]()
+        for row in (*rows, *(run.notification for run in self._in_flight.values())):
+            slot = slot_of(row)
+            earliest[slot] = min(row.next_retry_at, earliest.get(slot, row.next_retry_at))
+        for slot, watch in tuple(self._watches.items()):
+            if slot in swept and now > watch.until and earliest.get(slot, datetime.max) > watch.until:
+                watch.left = 0
+            if not watch.left and not watch.suspects:
+                self._forget(slot)
+
+    def _forget(self, slot: tuple[str, int]) -> None:
+        queue = self._watches.pop(slot).queue
+        queue.watch(is_watched=any(watch.queue is queue for watch in self._watches.values()))
+
+    def _is_suspect(self, row: Notification) -> bool:
+        watch = self._watches.get(slot_of(row))
+        return watch is not None and bool(watch.suspects) and row.id in (watch.suspects or ())
+
+    def _can_start(self, row: Notification) -> bool:
+        return row.id not in self._in_flight and row.id not in self._left_behind
+
+    # --- running -------------------------------------------------------------------------------
+
+    async def begin(self, run: Run, rows: Iterable[Run]) -> None:
+        """Record the rows of a call before the call begins.
+
+        Raises :class:`CrashedProcess` for a suspect that was started too often, and :class:`NotBegun` if the database
+        does not take the record.
+        """
+        beginning = {row.notification.id: row for row in rows if self._is_to_be_recorded(row)}
+        if not beginning:
+            return
+        counted_from, run.started = run.started, 0.0  # writing the record is not the handler's time
+        try:
+            await self._record({i: self._start_of(row) for i, row in beginning.items()})
+        except CrashedProcess:
+            raise
+        except Exception as error:
+            raise NotBegun(run.queue.handler.name) from error
+        self._recorded.update((i, slot_of(row.notification)) for i, row in beginning.items())
+        if counted_from:
+            run.queue.starts_now(run, asyncio.get_running_loop().time())
+
+    def ended(self) -> None:
+        """A call is over. After a suspect's call, the next suspect may start as soon as the outcome is written."""
+        if self._alone is not None:
+            self._signals.settle.set()
+
+    async def clear(self) -> None:
+        """Remove the records of runs that have ended.
+
+        The record is removed even if the lock was lost meanwhile: the next holder of the lock has counted the record.
+        """
+        ended = [i for i in self._recorded if i not in self._in_flight]
+        if not ended:
+            return
+        await self._repository.remove(ended)
+        for i in ended:
+            slot = self._recorded.pop(i, ("", 0))
+            watch = self._watches.get(slot) or self._lost.get(slot)
+            if watch is not None and watch.suspects:
+                watch.suspects.pop(i, None)
+                self._signals.find.set()
+
+    def _is_to_be_recorded(self, row: Run) -> bool:
+        notification = row.notification
+        watch = self._watches.get(slot_of(notification))
+        if watch is None or notification.id in self._recorded:
+            return False
+        if row.queue.delivery is Delivery.AT_MOST_ONCE and notification.state != State.DYING:
+            if watch.suspects:
+                watch.suspects.pop(notification.id, None)
+            return False  # the committed start of an at-most-once run is the record
+        return self._is_suspect(notification) or (watch.left > 0 and notification.next_retry_at <= watch.until)
+
+    def _start_of(self, row: Run) -> StartedRun:
+        notification = row.notification
+        watch = self._watches[slot_of(notification)]
+        starts = (watch.suspects or {}).get(notification.id, 0)
+        if starts >= self._most:
+            self._recorded[notification.id] = slot_of(notification)  # so that the record is removed after the run
+            raise CrashedProcess(row.queue.handler.name, starts)
+        watch.left -= not starts
+        return StartedRun(notification.id, notification.handler_name, starts + 1)
+
+    async def _record(self, beginning: Mapping[UUID, StartedRun]) -> None:
+        """Write records. Records that come while a statement is under way are written by the next statement."""
+        group = self._beginning
+        group.update(beginning)
+        async with self._turn:
+            if group:
+                self._beginning = {}
+                await self._repository.record(self._namespace, list(group.values()), self._clock())
+                group.clear()
+
+
+def slot_of(row: Notification) -> tuple[str, int]:
+    """The slot to which a row belongs, as a plain tuple."""
+    return row.handler_name, row.partition_number
+
+
+# A crash ends all shards of a process, so a suspect of a shard runs alone among the suspects of all shards.
+_all_guards: weakref.WeakSet[PoisonGuard] = weakref.WeakSet()

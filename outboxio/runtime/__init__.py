@@ -1,0 +1,1 @@
+"""The work between entering and leaving ``running()``: shards, cluster locks, wake-ups."""

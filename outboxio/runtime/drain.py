@@ -1,0 +1,145 @@
+"""Draining: work until no notification is due, in this process or in the process that holds the locks.
+
+A drain does rounds of fan-out and dispatch until a pass finds no rows. Beside ``running()`` the loops go on meanwhile.
+Without ``running()`` the drain makes a shard run of its own, and three loops of that run go on beside the rounds,
+because a handler may take long: the loops that prove the locks, announce the handlers, and write outcomes (decision
+27).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from copy import copy
+
+from msgspec import Struct
+
+from outboxio.errors import DrainTimeout
+from outboxio.invocation.invoker import Counters
+from outboxio.loops.standstill import witnessed
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.lock_manager import standby_pause
+from outboxio.runtime.shard import ShardRuntime
+from outboxio.runtime.shard_run import ShardRun
+from outboxio.support.aio import to_the_end
+
+_SHARE_OF_LOOKS = 4  # between two questions to the database a drain waits for 4 times the duration of a question
+
+
+class Drained(Struct, frozen=True):
+    """The work of a ``drain()`` in this process: events that were fanned out, and notifications by outcome."""
+
+    fanned_out: int
+    succeeded: int
+    failed: int
+    expired: int
+    dead: int
+
+
+async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
+    """Drain a shard. Raises :class:`DrainTimeout` after ``deadline``, a moment of the event loop's clock."""
+    run, beside_loops = shard.work, shard.work is not None
+    if run is None:
+        roles = Roles(fanout=True, handling=shard.environment.settings.handling_enabled)
+        await shard.prepare(roles)
+        run = shard.start_run(roles, drains=True)
+    before = _totals(run)
+    limit = asyncio.timeout_at(deadline)
+    try:
+        async with limit:
+            await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
+    except TimeoutError as error:
+        if limit.expired():
+            raise DrainTimeout(run.name) from error
+        raise
+    finally:
+        if not beside_loops:
+            shard.work = None
+            await to_the_end(run.abandon())
+    return Drained(*(now - then for now, then in zip(_totals(run), before, strict=True)))
+
+
+def _totals(run: ShardRun) -> tuple[int, ...]:
+    """The numbers of :class:`Drained`, of the shard run so far."""
+    counters = run.counters
+    return run.fanout.events, counters.succeeded, counters.failed, counters.expired, counters.dead
+
+
+async def _drain_alone(run: ShardRun) -> None:
+    run.dispatcher.caller.home = asyncio.current_task()
+    await run.announce()
+    await run.locks.run_once()
+    problem: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        helpers = [run.loops.locks, run.loops.announce, run.loops.settle]
+        for loop in helpers:
+            group.create_task(loop.run(), name=f"outboxio {loop.name}")
+        try:
+            with witnessed(run.dispatcher.running, run.stood_still):
+                await _drain_all(run)
+        except Exception as error:
+            problem = error  # raised after the group, so that the caller gets no ExceptionGroup
+        finally:
+            for loop in helpers:
+                loop.stop()
+    if problem is not None:
+        raise problem
+
+
+async def _drain_beside_loops(run: ShardRun) -> None:
+    try:
+        await _drain_all(run)
+    except Exception:
+        if not run.is_leaving:
+            raise
+        # The outbox is left, and the connections of the loops are closed. The drain ends without an error.
+
+
+async def _drain_all(run: ShardRun) -> None:
+    time, has_swept = asyncio.get_running_loop().time, False
+    while not run.is_leaving:
+        if not run.dispatcher.knows_pauses:
+            await run.announce()  # no row starts until the pauses are known
+        before = _progress(run)
+        if await _drain_pass(run) or run.dispatcher.flush():
+            has_swept = False
+            continue
+        if not has_swept and _sweep_soon(run):
+            has_swept = True  # a drain ends with a sweep, so that no row is left behind the scan positions
+            continue
+        has_swept = False
+        began = time()
+        if await _is_due_elsewhere(run):
+            await asyncio.sleep(max(standby_pause() / 4, _SHARE_OF_LOOKS * (time() - began)))
+        elif _progress(run) == before:
+            await run.housekeeping.run_once()
+            return
+
+
+async def _drain_pass(run: ShardRun) -> bool:
+    """Do a round of fan-out and a round of dispatch. True if rows were found, or if there may be more."""
+    fanned_out, dispatched = await run.fanout.run_once(), await run.dispatcher.run_once()
+    # A row that waits for a full batch does not count as found, but there may be more rows for the batch.
+    return fanned_out.more or dispatched.more or fanned_out.found > 0 or dispatched.found > 0
+
+
+def _sweep_soon(run: ShardRun) -> bool:
+    """Make the next round of each read from the beginning. True if any of the last rounds did not."""
+    put_off = [run.fanout.sweep_soon(), run.dispatcher.sweep_soon()]
+    return any(put_off)
+
+
+def _progress(run: ShardRun) -> tuple[int, Counters, int]:
+    """The work so far, here and in the loops. A new lock counts, because rows may wait for the lock."""
+    return run.fanout.events, copy(run.counters), run.locks.gains
+
+
+async def _is_due_elsewhere(run: ShardRun) -> bool:
+    """True if rows wait for a lock that this process does not hold, or has to prove again."""
+    shard, lacking = run.shard, run.locks.not_held
+    slots = [name.slot for name in lacking if name.role == "dispatch"]
+    database, namespace, now = shard.database, shard.environment.namespace, shard.clock()
+    if slots and await database.notifications.any_due(namespace, now, slots):
+        return True
+    if any(name.role == "fanout" for name in lacking):
+        return await database.events.any_undelivered(namespace, run.announcer.seen_since())
+    return False

@@ -1,0 +1,59 @@
+"""The parts of an outbox that all shards share, and the roles of a process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from msgspec import Struct
+
+from outboxio.handlers.handler import HandlerRegistry
+from outboxio.handlers.options import DeadHook
+from outboxio.model.envelope import Execute, Join
+from outboxio.model.lock_name import LockName, channel_name
+from outboxio.model.redaction import Redact
+from outboxio.settings import Settings
+
+
+class Roles(Struct, frozen=True):
+    """The work that a process does in ``running()``."""
+
+    fanout: bool
+    handling: bool
+
+
+class Environment(Struct, frozen=True, kw_only=True):
+    """The parts of an outbox that all shards share."""
+
+    namespace: str
+    handlers: HandlerRegistry
+    settings: Settings
+    owner: str
+    """The name of this process and outbox, in ``leases`` and in wake-ups."""
+    outbox: object
+    execute: Execute
+    join: Join
+    resources: Any = None
+    redact: Redact
+    on_dead: DeadHook | None = None
+
+    @property
+    def channel(self) -> str:
+        """The channel of the wake-ups between processes."""
+        return channel_name(self.namespace)
+
+    @property
+    def fanout_lock(self) -> LockName:
+        return LockName(self.namespace, "fanout")
+
+    @property
+    def may_share(self) -> bool:
+        """True if the code asks for sharing handlers among processes. An operator may ask for sharing later."""
+        return self.settings.balance == "all" or any(handler.options.partitions > 1 for handler in self.handlers)
+
+    @property
+    def longest_block(self) -> float:
+        """The seconds for which the event loop may stand still and keep the locks: as long as a handler may run."""
+        timeouts = [handler.options.timeout or self.settings.handler_timeout for handler in self.handlers]
+        longest: timedelta = max(timeouts, default=self.settings.handler_timeout)
+        return max(longest, self.settings.lock_heartbeat).total_seconds()

@@ -1,0 +1,138 @@
+"""The lifecycle of an outbox: entering and leaving ``running()``, draining, closing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+
+from msgspec.structs import astuple
+
+from outboxio.actions.nesting import refuse_in_handler, refuse_in_transaction
+from outboxio.errors import RegistrationError
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.model.envelope import handler_around
+from outboxio.runtime.drain import Drained, drain_shard
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.running import Leave, Running
+from outboxio.runtime.shard import ShardRuntime
+from outboxio.support.duration import parse_duration
+
+_FOR_EVER = timedelta(days=36_500)
+
+
+class Lifecycle:
+    """Starts and stops the shards of an outbox."""
+
+    def __init__(self, outbox: object, shards: Mapping[str, ShardRuntime], guard: EventLoopGuard) -> None:
+        """``outbox``: recognises a call inside a handler or a transaction of the same outbox."""
+        self._outbox = outbox
+        self._shards = shards
+        self._guard = guard
+        self._running: Running | None = None
+        self._turn = asyncio.Lock()
+        guard.when_taken_over(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self._turn = asyncio.Lock()
+        self._running = None
+        for shard in self._shards.values():
+            shard.begin_anew()
+
+    @property
+    def _changing(self) -> asyncio.Lock:
+        """Entering, leaving, closing, and a drain without ``running()`` take turns."""
+        self._guard.enter()
+        return self._turn
+
+    @property
+    def _is_running(self) -> bool:
+        return self._running is not None and not self._running.is_over
+
+    @property
+    def _with_one_writer(self) -> list[str]:
+        """The shards with a single writer: the loops of such a shard wait for any open transaction."""
+        return [name for name, shard in self._shards.items() if shard.database.has_one_writer]
+
+    def refuse_while_running(self) -> None:
+        """Raise :class:`RegistrationError` inside ``running()``."""
+        if self._is_running:
+            raise RegistrationError("handlers are registered before running() is entered, not while it runs")
+
+    async def enter(self, roles: Roles) -> Leave:
+        """Begin a block of ``running()``. Returns a function that ends the block."""
+        if handler_around(self._outbox) is not None and self._running is not None and self._is_running:
+            self._running.require(roles)
+            return _nothing_to_leave
+        refuse_in_handler(self._outbox, "outbox.running()", "enter it where this outbox is run or drained from")
+        self._refuse_in_transaction("outbox.running()", "enter it before the transaction begins")
+        async with self._changing:
+            if self._running is not None and self._is_running:
+                self._running.join(roles)
+                return self._leave
+            running = self._running = Running(list(self._shards.values()), roles)
+            try:
+                await running.start()
+            except BaseException:
+                self._running = None
+                raise
+        return self._leave
+
+    async def _leave(self) -> None:
+        async with self._changing:
+            if self._running is None:
+                return
+            if self._running.is_in_last_block:
+                remedy = "let the task that runs the outbox leave it: set an asyncio.Event here that it waits for"
+                refuse_in_handler(self._outbox, "leaving outbox.running()", remedy)
+                self._refuse_in_transaction("leaving outbox.running()", remedy)
+            if self._running.release():
+                await self._stop()
+
+    async def close(self) -> None:
+        """End ``running()``, and close every connection that the outbox has opened."""
+        remedy = "let the task that runs the outbox close it: set an asyncio.Event here that it waits for"
+        refuse_in_handler(self._outbox, "outbox.close()", remedy)
+        refuse_in_transaction(self._outbox, "outbox.close()", remedy)
+        async with self._changing:
+            try:
+                await self._stop()
+            finally:
+                for shard in self._shards.values():
+                    await shard.close()
+                self._guard.leave()
+
+    async def drain(self, timeout: timedelta | float | str | None) -> Drained:
+        """See ``Outbox.drain``."""
+        remedy = "drain it from outside; what is emitted here is handled when this has ended"
+        refuse_in_handler(self._outbox, "outbox.drain()", remedy)
+        self._refuse_in_transaction("outbox.drain()", remedy)
+        longest = _FOR_EVER if timeout is None else parse_duration(timeout, key="drain timeout")
+        deadline = self._guard.enter().time() + longest.total_seconds()
+        done: list[Drained] = []
+        while True:
+            running = self._running
+            if running is not None and running.has_begun and not running.is_over:
+                done += await self._drain_shards(deadline)
+                if self._running is running:
+                    break
+            async with self._changing:
+                if not self._is_running:
+                    done += await self._drain_shards(deadline)
+                    break
+        return Drained(*(sum(numbers) for numbers in zip(*map(astuple, done), strict=True)))
+
+    async def _drain_shards(self, deadline: float) -> list[Drained]:
+        return [await drain_shard(shard, deadline) for shard in self._shards.values()]
+
+    async def _stop(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            await running.stop()
+
+    def _refuse_in_transaction(self, call: str, remedy: str) -> None:
+        refuse_in_transaction(self._outbox, call, remedy, self._with_one_writer)
+
+
+async def _nothing_to_leave() -> None:
+    return None

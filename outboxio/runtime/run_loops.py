@@ -1,0 +1,103 @@
+"""The loops of a shard run: which rounds they drive, how often, and woken by which signal."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+from msgspec import Struct
+
+from outboxio.dispatch.dispatcher import Dispatcher
+from outboxio.fanout.fanout import Fanout
+from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
+from outboxio.loops.signals import Signals
+from outboxio.operations.housekeeping import Housekeeping
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.wakeups import LONGEST_GAP
+from outboxio.settings import Settings
+from outboxio.sharing.membership import Membership
+
+HOUSEKEEPING_DELAY = 30.0
+QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
+SETTLE_DELAY = 1.0
+
+Round = Callable[[], Awaitable[RoundResult]]
+
+
+class Services(Struct, frozen=True):
+    """The services whose rounds the loops drive."""
+
+    locks: LockManager
+    membership: Membership
+    fanout: Fanout
+    dispatcher: Dispatcher
+    housekeeping: Housekeeping
+    announce: Round
+    """Announces the handlers, and reads the orders of operators."""
+    fans_out: Callable[[], bool]
+    """True if this process fans out."""
+
+
+class RunLoops:
+    """A loop for each service of a shard run."""
+
+    def __init__(
+        self,
+        name: str,
+        signals: Signals,
+        settings: Settings,
+        roles: Roles,
+        services: Services,
+        *,
+        wakes_across_processes: bool,
+    ) -> None:
+        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes."""
+        locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
+        housekeeping = services.housekeeping
+        self._roles = roles
+        self._purges = settings.purge_enabled
+        # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
+        # need not, if this process fans out and owns all partitions, because fan-out wakes the loop. But a row that has
+        # to wait for a row of another process gets no wake-up.
+        eager = 0.0 if wakes_across_processes else FOR_EVER
+        of_fanout = PollSchedule(
+            _seconds(settings.fanout_poll_delay), eager_for=lambda: max(eager, LONGEST_GAP), quickest=QUICKEST_FANOUT,
+            heard_within=LONGEST_GAP,
+        )  # fmt: skip
+        of_finding = PollSchedule(
+            _seconds(settings.handling_poll_delay),
+            eager_for=lambda: 0.0 if services.fans_out() and not dispatcher.waits_for_others else eager,
+        )
+        self.locks = Loop(f"locks of {name}", locks.run_once, PollSchedule(locks.poll_delay), signal=signals.locks)
+        self.share = Loop(
+            f"shared handlers of {name}", membership.look_once, PollSchedule(membership.look_delay),
+            signal=signals.share,
+        )  # fmt: skip
+        self.announce = Loop(f"subscriptions of {name}", services.announce, PollSchedule(membership.orders_delay))
+        self.fanout = Loop(f"fan-out of {name}", services.fanout.run_once, of_fanout, signal=signals.fan_out)
+        self.find = Loop(f"dispatch of {name}", dispatcher.find_once, of_finding, signal=signals.find)
+        self.settle = Loop(f"outcomes of {name}", dispatcher.settle_once, every(SETTLE_DELAY), signal=signals.settle)
+        self.housekeeping = Loop(f"housekeeping of {name}", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.retention = Loop(f"retention of {name}", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
+
+    @property
+    def all(self) -> list[Loop]:
+        """The loops of the roles of this process, the most important loop for health first."""
+        loops = [self.locks, self.announce]
+        if self._roles.fanout:
+            loops += [self.fanout, self.housekeeping]
+            loops += [self.retention] * self._purges
+        if self._roles.handling:
+            loops += [self.find, self.settle, self.share]
+        return loops
+
+
+def every(seconds: float) -> PollSchedule:
+    """A schedule with the same pause after each round."""
+    return PollSchedule(lambda: seconds)
+
+
+def _seconds(delay: timedelta) -> Callable[[], float]:
+    seconds = delay.total_seconds()
+    return lambda: seconds

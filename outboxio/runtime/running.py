@@ -1,0 +1,173 @@
+"""A ``running()`` of an outbox: every shard works until the last block that shares the run has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.same_database import refuse_same_database
+from outboxio.runtime.shard import ShardRuntime
+from outboxio.runtime.shard_run import ShardRun
+from outboxio.support.aio import to_the_end
+from outboxio.support.log import log_of
+
+T = TypeVar("T")
+Leave = Callable[[], Coroutine[Any, Any, None]]
+
+logger = log_of(__name__)
+
+
+class Running:
+    """Starts and stops the shards.
+
+    The shards run in a separate task. A task group must be left by the task that entered the group, but ``running()``
+    may be left by any task.
+    """
+
+    def __init__(self, shards: list[ShardRuntime], roles: Roles) -> None:
+        self._shards = shards
+        self._roles = roles
+        self._blocks = 1
+        self._stopping = False
+        self._runs: list[ShardRun] = []
+        self._problems: list[Exception] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def join(self, roles: Roles) -> None:
+        """A further block shares this run."""
+        self.require(roles)
+        self._blocks += 1
+
+    def require(self, roles: Roles) -> None:
+        """Raise :class:`ConfigurationError` unless this run has ``roles``."""
+        if (roles.fanout and not self._roles.fanout) or (roles.handling and not self._roles.handling):
+            raise ConfigurationError(
+                f"running() is entered already as {self._roles} and cannot be {roles} as well; enter it once with all"
+            )
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the shards work. False while the shards are prepared."""
+        return self._task is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the event loop ended before the run was left."""
+        return self._task is not None and self._task.done()
+
+    @property
+    def is_in_last_block(self) -> bool:
+        """True if a single block shares this run."""
+        return self._blocks <= 1
+
+    def release(self) -> bool:
+        """A block ends. True for the last block."""
+        self._blocks -= 1
+        return self._blocks <= 0
+
+    async def start(self) -> None:
+        """Check every shard, announce the handlers, and start the loops. A shard that is down is probed later."""
+        ready: list[ShardRuntime] = []
+        down: dict[str, DatabaseUnavailable] = {}
+        try:
+            for shard in self._shards:
+                try:
+                    await shard.prepare(self._roles)
+                    ready.append(shard)
+                except DatabaseUnavailable as error:
+                    down[shard.name] = error
+            if not ready:
+                raise next(iter(down.values()))
+            await refuse_same_database(ready)
+            for shard in ready:
+                self._runs.append(shard.start_run(self._roles))
+                await self._runs[-1].announcer.announce_if_due()
+        except BaseException:
+            await to_the_end(self._abandon())
+            raise
+        for name, reason in down.items():
+            logger.error("shard %s is down and is probed until it comes: %s", name, reason)
+            self._runs.append(self._shard(name).start_run(self._roles))
+        self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
+
+    async def _abandon(self) -> None:
+        for shard in self._shards:
+            shard.work = None
+            await shard.database.release_loops()
+
+    async def stop(self) -> None:
+        """Wind all shards down. Raises :class:`ShutdownError` if outcomes were lost."""
+        self._stopping = True
+        for run in self._runs:
+            run.leave()
+        assert self._task is not None
+        try:
+            await self._task
+        finally:
+            for shard in self._shards:
+                await shard.flush_wakes()
+        if self._problems:
+            self._raise_problem(ExceptionGroup("shards did not end well", self._problems))
+
+    async def _run(self, down: set[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for run in self._runs:
+                    group.create_task(self._run_one(run, unprepared=run.name in down))
+        finally:
+            for shard in self._shards:
+                shard.work = None
+
+    async def _run_one(self, run: ShardRun, *, unprepared: bool) -> None:
+        """Run a shard. An error must not cancel the other shards, so :meth:`stop` raises the error at the end."""
+        try:
+            await run.drive(unprepared=unprepared)
+        except Exception as error:
+            self._problems.append(error)
+            if not self._stopping:
+                logger.critical("all loops of shard %s have ended, its events wait", run.name, exc_info=error)
+
+    def _shard(self, name: str) -> ShardRuntime:
+        return next(shard for shard in self._shards if shard.name == name)
+
+    @staticmethod
+    def _raise_problem(group: BaseExceptionGroup[BaseException]) -> None:
+        lost, rest = group.split(ShutdownError)
+        if rest is not None:
+            raise rest
+        assert lost is not None
+        ids = [i for error in _leaves(lost) if isinstance(error, ShutdownError) for i in error.notification_ids]
+        raise ShutdownError(ids) from group
+
+
+class RunHandle(Generic[T]):
+    """An ``async with outbox.running()``. The handle holds no task, so any task may leave the block."""
+
+    def __init__(self, enter: Callable[[], Awaitable[tuple[T, Leave]]]) -> None:
+        """``enter`` returns the value of the block, and a function that ends the block."""
+        self._enter = enter
+        self._leave: Leave | None = None
+
+    async def __aenter__(self) -> T:
+        entered, self._leave = await self._enter()
+        return entered
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._leave is not None
+        await to_the_end(self._leave())
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            found += _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            found.append(error)
+    return found

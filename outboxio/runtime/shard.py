@@ -1,0 +1,183 @@
+"""A shard, for as long as the outbox exists: a database, a clock, and the wake-ups that go in and out.
+
+Shards share only the handlers, so a dead or slow shard delays no other shard. The loops of a shard belong to a
+:class:`~outboxio.runtime.shard_run.ShardRun`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from outboxio.inbox.inline import InlineRunner
+from outboxio.model.emitter import Emitter
+from outboxio.model.envelope import HandlerContext
+from outboxio.model.event import EventRecord
+from outboxio.runs.ports import HandlingSetup, StuckRows
+from outboxio.runtime.environment import Environment, Roles
+from outboxio.runtime.shard_run import ShardRun
+from outboxio.runtime.wakeups import WakeupSender
+from outboxio.storage.protocols import Database
+from outboxio.storage.schema import working
+from outboxio.support.clock import ShardClock
+
+# The subjects of wake-ups between processes.
+EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
+
+
+class ShardRuntime:
+    """A database of an outbox."""
+
+    def __init__(self, environment: Environment, database: Database, clock: ShardClock, emitter: Emitter) -> None:
+        self.environment = environment
+        self.database = database
+        self.clock = clock
+        self.emitter = emitter
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the objects of the former event loop, because a new event loop takes over."""
+        self._wakes = {kind: WakeupSender(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)}
+        self.work: ShardRun | None = None
+        self._inline: InlineRunner | None = None
+        self.stuck = StuckRows(self._came_back)
+
+    @property
+    def name(self) -> str:
+        return self.database.name
+
+    # --- wake-ups ------------------------------------------------------------------------------
+
+    def committed(self, events: Sequence[EventRecord] | None = None) -> None:
+        """This process has committed events: wake fan-out here, and in the fleet if this process does not fan out.
+
+        ``events``: the committed events, if the caller knows the events.
+        """
+        if self.work is not None:
+            self.work.fanout.expect(events)
+            self.work.signals.fan_out.set()
+        if self.work is None or not self.work.fans_out:
+            self._wake_others(EVENTS)
+
+    def became_due(self) -> None:
+        """Notifications were made, or made due. Any process may have the handlers."""
+        if self.work is not None:
+            self.work.signals.find.set()
+        self._wake_others(NOTIFICATIONS)
+
+    def unblocked(self) -> None:
+        """The dispatcher has made notifications due. It needs no wake-up for handlers of this process."""
+        self._wake_others(NOTIFICATIONS)
+
+    def moved(self) -> None:
+        """After a change of the number of partitions, notifications became due behind the reads of other processes."""
+        self._wake_others(MOVED)
+
+    def gave_back(self) -> None:
+        """This process has given locks of shared handlers back, or leaves."""
+        self._wake_others(LOCKS)
+
+    def partitions_changed(self) -> None:
+        """An operator has set a number of partitions: read the number, here and in all processes."""
+        if self.work is not None:
+            self.work.loops.announce.wake()
+        self._wake_others(LOCKS)
+
+    def changed_by_hand(self) -> None:
+        """An operator or retention has ended rows, or made rows due. Other rows may have waited for that."""
+        if self.work is not None:
+            self.work.dispatcher.sweep_stranded_keys()
+        self.became_due()
+
+    def heard(self, payload: str) -> None:
+        """A wake-up of any process has come, perhaps of this process."""
+        kind, _, sender = payload.partition(" ")
+        if self.work is None or sender == self.environment.owner:
+            return
+        if kind == EVENTS:
+            self.work.signals.fan_out.set()
+        elif kind == NOTIFICATIONS:
+            self.work.find_for_other_clocks()
+        elif kind == MOVED:
+            self.work.dispatcher.sweep_moved()
+            self.work.find_for_other_clocks()
+        elif kind == LOCKS:
+            self.work.signals.share.set()
+            self.work.loops.announce.wake()  # the numbers of partitions may have changed
+
+    async def flush_wakes(self) -> None:
+        """Send the wake-ups that are due, and end the sender's tasks."""
+        for sender in self._wakes.values():
+            await sender.close()
+
+    def _wake_others(self, kind: str) -> None:
+        if self.environment.settings.notify and self.database.wakes_across_processes:
+            self._wakes[kind].send_soon()
+
+    def _sender(self, kind: str) -> Callable[[], Awaitable[None]]:
+        environment = self.environment
+        return lambda: self.database.notify(environment.channel, f"{kind} {environment.owner}")
+
+    def _came_back(self) -> None:
+        """A stuck run has ended. The run may belong to an earlier shard run."""
+        if self.work is not None:
+            self.work.dispatcher.sweep_soon()  # the rows of the run lie behind the scan position
+            self.work.signals.find.set()
+
+    # --- work ----------------------------------------------------------------------------------
+
+    async def prepare(self, roles: Roles) -> None:
+        """Check the connections, the schema and the clock before any loop begins."""
+        self.database.require_room(loops=2 + roles.fanout + 2 * roles.handling)
+        try:
+            await self.database.refuse_shared_sessions()
+            await self.database.schema.check(
+                working(self.database.dialect, fanout=roles.fanout, handling=roles.handling)
+            )
+            await self.clock.measure(self.database.now)
+        except BaseException:
+            await self.database.release_loops()
+            raise
+
+    def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
+        """Make the parts of a ``running()``, or of a ``drain()``."""
+        run = self.work = ShardRun(self, roles, drains=drains)
+        return run
+
+    def handling(self, stopping: asyncio.Event) -> HandlingSetup:
+        """The parts that handlers work with. ``stopping``: set when handlers should come to an end."""
+        environment = self.environment
+        context = HandlerContext(
+            namespace=environment.namespace,
+            shard=self.name,
+            resources=environment.resources,
+            stopping=stopping,
+            emitter=self.emitter,
+            execute=environment.execute,
+            join=environment.join,
+            outbox=environment.outbox,
+            redact=environment.redact,
+        )
+        return HandlingSetup(
+            self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead
+        )
+
+    def inline(self) -> InlineRunner:
+        """The runner of handlers for ``inbox.consume``, outside of any shard run."""
+        if self._inline is None:
+            setup = self.handling(asyncio.Event())
+            self._inline = InlineRunner(
+                setup.database,
+                setup.clock,
+                setup.handlers,
+                setup.settings,
+                setup.context,
+                on_dead=setup.on_dead,
+                committed=self.committed,
+                became_due=self.became_due,
+            )
+        return self._inline
+
+    async def close(self) -> None:
+        await self.flush_wakes()
+        await self.database.close()

@@ -1,0 +1,313 @@
+"""A shard between entering and leaving ``running()``: locks, fan-out, dispatch, each driven by a loop.
+
+The parts are made in this order, and each part is given earlier parts: the signals, the lock manager, the dispatcher,
+fan-out, the loops. A service sets a signal, and the loop of that signal does a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from outboxio.dispatch.dispatcher import Dispatcher
+from outboxio.errors import ShutdownError
+from outboxio.fanout.announcer import Announcer
+from outboxio.fanout.fanout import Fanout
+from outboxio.invocation.invoker import Counters
+from outboxio.loops.loop import Loop, RoundResult
+from outboxio.loops.signals import Signals
+from outboxio.loops.standstill import watched
+from outboxio.model.lock_name import LockName, Slot
+from outboxio.model.outcome import Lease
+from outboxio.operations.housekeeping import Housekeeping
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.run_loops import RunLoops, Services, every
+from outboxio.sharing.declarations import Declarations
+from outboxio.sharing.membership import Member, Membership
+from outboxio.sharing.partition_share import PartitionShare
+from outboxio.support.log import log_of
+
+if TYPE_CHECKING:
+    from outboxio.runtime.shard import ShardRuntime
+
+logger = log_of(__name__)
+
+_LONGEST_LEAVE = 5.0
+_PROBE_DELAY = 1.0  # seconds between two tries to reach a shard that is down
+_CLOCKS_DIFFER = 0.25  # seconds: two processes that measured the database's clock in haste may differ by so much
+
+
+class ShardRun:
+    """The work of a shard in ``running()``, or in a ``drain()``: from taking the locks to giving the locks back."""
+
+    def __init__(self, shard: ShardRuntime, roles: Roles, *, drains: bool = False) -> None:
+        """``drains``: take every lock that is free, and share no handler."""
+        environment = shard.environment
+        settings, namespace = environment.settings, environment.namespace
+        self._shard = shard
+        self._roles = roles
+        self._leave = asyncio.Event()
+        self._proven_until = float("-inf")
+        self.stopping = asyncio.Event()
+        self.is_prepared = False
+        self.signals = Signals()
+        heartbeat = settings.lock_heartbeat.total_seconds()
+        channel = environment.channel if settings.notify else None
+        self.membership = self._join(drains=drains)
+        self.locks = LockManager(
+            shard.database.cluster_lock(environment.owner, channel, heartbeat, environment.longest_block),
+            self.membership, shard.clock,
+            heartbeat=heartbeat, observer=self, heard=shard.heard, wake=self.signals.locks,
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(
+            shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
+        )
+        self.announcer = Announcer(
+            namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
+        )
+        self._holds_fanout = partial(self.locks.holds, environment.fanout_lock)
+        self.fanout = Fanout(
+            namespace, shard.database, self.announcer, shard.clock, batch_size=settings.fanout_batch_size,
+            holds_lock=self._holds_fanout, fanned_out=shard.became_due, dispatcher=self.dispatcher,
+        )  # fmt: skip
+        self.housekeeping = Housekeeping(
+            namespace, shard.database, shard.clock, settings, fans_out=self._holds_fanout,
+            seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
+        )  # fmt: skip
+        self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
+        services = Services(
+            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.announce,
+            fans_out=self._holds_fanout,
+        )  # fmt: skip
+        wakes = shard.database.wakes_across_processes
+        self.loops = RunLoops(shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes)
+
+    def _join(self, *, drains: bool) -> Membership:
+        """The membership of this process among the processes that share handlers."""
+        shard, environment = self._shard, self._shard.environment
+        settings, database = environment.settings, shard.database
+        share = PartitionShare(
+            environment.owner, spreads_all=settings.balance == "all" and database.partitions is not None,
+            takes_all=drains,
+        )  # fmt: skip
+        member = Member(
+            environment.namespace,
+            environment.owner,
+            always=[environment.fanout_lock] * self._roles.fanout,
+            heartbeat=settings.lock_heartbeat.total_seconds(),
+            is_woken=database.wakes_across_processes and settings.notify,
+        )
+        membership = Membership(
+            member, database.partitions, share, shard.clock, self.signals,
+            control=self, tell=shard.gave_back, unowned=self._unowned,
+        )  # fmt: skip
+        if self._roles.handling and (database.partitions is None or not environment.may_share):
+            membership.heed(environment.handlers.names, {})  # the locks are taken before the first announcement
+        return membership
+
+    @property
+    def shard(self) -> ShardRuntime:
+        return self._shard
+
+    @property
+    def name(self) -> str:
+        return self._shard.name
+
+    @property
+    def counters(self) -> Counters:
+        return self.dispatcher.counters
+
+    @property
+    def fans_out(self) -> bool:
+        """True if this process fans out."""
+        return self._holds_fanout()
+
+    @property
+    def is_leaving(self) -> bool:
+        """True as soon as the outbox is left."""
+        return self._leave.is_set()
+
+    # --- changes of the locks ------------------------------------------------------------------
+
+    def lock_taken(self, name: LockName, lease: Lease) -> None:
+        """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        if name.role == "dispatch":
+            self.dispatcher.take(name.slot, lease)
+            self.find_for_other_clocks()
+        else:
+            self.fanout.start_over()
+            self.signals.fan_out.set()
+            self.loops.retention.wake()
+
+    def lock_lost(self, name: LockName) -> None:
+        """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        if name.role == "dispatch":
+            self.dispatcher.lose(name.slot)
+        else:
+            self.signals.find.set()  # another process fans out from now on, so finding may have to be eager
+
+    def locks_proven_until(self, moment: float) -> None:
+        """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        was_over = asyncio.get_running_loop().time() >= self._proven_until
+        self._proven_until = moment
+        self.dispatcher.trust_until(moment)
+        if was_over:
+            # A wake-up that came meanwhile had no effect, because no row was allowed to start.
+            self.signals.fan_out.set()
+            self.signals.find.set()
+
+    def halt(self, slot: Slot) -> None:
+        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        self.dispatcher.halt(slot)
+
+    def resume(self, slot: Slot) -> None:
+        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        self.dispatcher.resume(slot)
+
+    def in_flight(self, slot: Slot) -> int:
+        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        return self.dispatcher.in_flight(slot)
+
+    def is_sick(self, now: float) -> bool:
+        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        return self.dispatcher.is_sick(now)
+
+    async def _unowned(self, slots: Sequence[Slot]) -> None:
+        """No process has owned these slots for 5 s."""
+        await self.housekeeping.unowned.look(slots)
+
+    def find_for_other_clocks(self) -> None:
+        """Another process may have made notifications that are due by its clock, and by ours perhaps 0.25 s later.
+
+        Or that process has ended rows for which rows of this process have waited.
+        """
+        self.dispatcher.sweep_stranded_keys()
+        self.loops.find.wake(again_after=_CLOCKS_DIFFER)
+
+    # --- running -------------------------------------------------------------------------------
+
+    async def drive(self, *, unprepared: bool) -> None:
+        """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
+        with watched(self.dispatcher.running, self.stood_still):
+            try:
+                await self._drive(unprepared=unprepared)
+            except asyncio.CancelledError:
+                # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
+                await self.abandon()
+                raise
+
+    async def _drive(self, *, unprepared: bool) -> None:
+        self.dispatcher.caller.home = asyncio.current_task()
+        if unprepared and not await self._prepare_at_last():
+            return
+        problem: ShutdownError | None = None
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(loop.run(), name=f"outboxio {loop.name}") for loop in self.loops.all]
+            await self._leave.wait()
+            problem = await self._wind_down()
+            _, late = await asyncio.wait(tasks, timeout=_LONGEST_LEAVE)
+            for task in late:
+                task.cancel()  # a statement that is never answered must not keep the application from leaving
+        await self._release_connections()
+        if problem is not None:
+            raise problem
+
+    def leave(self) -> None:
+        """Begin to wind down: handlers see ``envelope.stopping``."""
+        self.stopping.set()
+        self._leave.set()
+
+    async def _prepare_at_last(self) -> bool:
+        """Try to prepare the shard, with backoff. True if that succeeds before the outbox is left."""
+
+        async def prepare() -> RoundResult:
+            await self._shard.prepare(self._roles)
+            self.is_prepared = True
+            probe.stop()
+            return RoundResult(1)
+
+        probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        async with asyncio.TaskGroup() as group:
+            probing = group.create_task(probe.run())
+            leaving = group.create_task(self._leave.wait())
+            await asyncio.wait((probing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            probing.cancel()
+            leaving.cancel()
+        return self.is_prepared
+
+    async def _wind_down(self) -> ShutdownError | None:
+        """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""
+        for loop in self.loops.all:
+            if loop not in (self.loops.settle, self.loops.locks):
+                loop.stop()
+        problem = None
+        await self._tell_that_it_leaves()
+        try:
+            await self.dispatcher.stop(self._shard.environment.settings.shutdown_timeout.total_seconds())
+        except ShutdownError as error:
+            problem = error
+        self.loops.settle.stop()
+        self.loops.locks.stop()
+        await self._release_locks()
+        return problem
+
+    async def _tell_that_it_leaves(self) -> None:
+        """Let other processes take over each partition as soon as it is idle here. The database may be gone."""
+        try:
+            async with asyncio.timeout(_LONGEST_LEAVE):
+                await self.membership.begin_to_leave()
+        except Exception as error:
+            logger.warning("shard %s could not say that this process leaves: %s", self._shard.name, error)
+
+    async def abandon(self) -> None:
+        """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
+        try:
+            await self.dispatcher.stop(0)
+        finally:
+            await self._release_locks()
+            await self._release_connections()
+            await self._shard.flush_wakes()
+
+    async def _release_locks(self) -> None:
+        """Give the locks back, within 5 s: the database may be gone."""
+        try:
+            async with asyncio.timeout(_LONGEST_LEAVE):
+                await self.locks.release()
+                await self.membership.leave()
+        except Exception as error:
+            logger.warning("the locks of shard %s end with their session: %s", self._shard.name, error)
+
+    async def _release_connections(self) -> None:
+        """Close the loops' connections, after the end of every task that would open a connection again."""
+        try:
+            async with asyncio.timeout(_LONGEST_LEAVE):
+                await self._shard.database.release_loops()
+        except Exception as error:
+            logger.warning("the connections of shard %s could not be given back: %s", self._shard.name, error)
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    async def announce(self) -> RoundResult:
+        """Announce the handlers of this process, and read the pauses and the numbers of partitions."""
+        await self.announcer.announce_if_due()
+        if self._roles.handling:
+            self.dispatcher.heed_beginnings(self.announcer.beginnings)
+            await self._declarations.make()
+            orders = await self._shard.database.subscriptions.orders(self._shard.environment.namespace)
+            self.dispatcher.heed_pauses(orders.pauses)
+            counts = {count.handler_name: count for count in orders.partitions}
+            self.dispatcher.heed_partitions(counts)
+            self.housekeeping.heed_partitions(orders.partitions)
+            self.membership.heed(self._shard.environment.handlers.names, counts)
+        return RoundResult(0)
+
+    def stood_still(self, seconds: float) -> None:
+        """The event loop stood still."""
+        self.counters.standstills += 1
+
+    def _expired(self, number: int) -> None:
+        self.counters.expired += number
+        self._shard.changed_by_hand()

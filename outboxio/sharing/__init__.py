@@ -1,0 +1,1 @@
+"""Sharing handlers among processes: which process owns which partition."""

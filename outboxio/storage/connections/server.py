@@ -1,0 +1,161 @@
+"""The connections of a shard to a database server: the part that all dialects with a server share.
+
+A shard has a pool for the actions, one loop connection for each loop, and a watch over the open connections. A dialect
+adds how the driver opens a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.driver import ServerCalls
+from outboxio.storage.connections.given_pool import GivenPool
+from outboxio.storage.connections.health import Connections
+from outboxio.storage.connections.identity import Identity, Kin, OwnDatabase
+from outboxio.storage.connections.limits import Limits
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
+from outboxio.storage.connections.pool import Pool
+from outboxio.storage.connections.watch import Sessions, Watch
+from outboxio.support.aio import to_the_end
+
+Loop = TypeVar("Loop", bound=BaseLoopConnection)
+
+
+class ServerDatabase(ABC, Generic[Loop]):
+    """The pool, the loop connections and the watches of a shard: made together, closed together."""
+
+    has_one_writer = False
+
+    def __init__(
+        self,
+        name: str,
+        source: str | Any,
+        direct_url: str | None,
+        driver: ServerCalls,
+        *,
+        guard: EventLoopGuard | None,
+        limits: Limits,
+    ) -> None:
+        """``source``: a URL, or a pool that the application made.
+
+        ``direct_url``: the URL of the loops, if ``source`` leads through a proxy that shares server sessions.
+        """
+        self.name = name
+        self._guard = guard or EventLoopGuard.of_shard(name)
+        self._limits = limits
+        self._driver = driver
+        self._url = source if isinstance(source, str) else None
+        self._direct_url = direct_url or self._url
+        self._behind_proxy = direct_url is not None
+        self._pool: Any = None if isinstance(source, str) else source
+        self._given = None if isinstance(source, str) else self._take_from(source)
+        place = self._place_of(self._url)
+        self._ours = Pool(
+            self._connect_for_actions, driver, guard=self._guard, shard=name, where=place, timeout=limits.pool_timeout
+        )
+        self._connections = Connections(name, place, self._ours, driver.drop)
+        self._own = OwnDatabase(name, self._own_identity)
+        used, used_by_loops = self._connections.of_actions, self._connections.of_loops
+        self._watch = self._watch_over(self._url, used if self._behind_proxy else self._connections.all)
+        self._loop_watch = self._watch_over(direct_url, used_by_loops) if self._behind_proxy else self._watch
+        # Rare statements keep no connection of a given pool from the application, and may run on a standby.
+        self._admin = self._loop_connection(keeps=self._url is not None, writes=False)
+        self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
+
+    async def release_loops(self) -> None:
+        """Give back the connections of the loops."""
+        await to_the_end(together(loop.close() for loop in (self._fanout, self._find, self._settle, self._admin)))
+
+    async def close(self) -> None:
+        """Close the watches, the connections of the loops, and the pool."""
+        await self._connections.close_watches()
+        await self.release_loops()
+        await self._ours.close()
+
+    # --- what a dialect adds -------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def _place_of(url: str | None) -> str:
+        """The address for errors and logs, without a password; ``None`` is the given pool."""
+
+    @abstractmethod
+    def _take_from(self, pool: Any) -> GivenPool:
+        """Access to a pool that the application made."""
+
+    @abstractmethod
+    async def _connect_for_actions(self) -> Any:
+        """Open a connection for the pool of the actions."""
+
+    @abstractmethod
+    async def _connect_to_ask(self, url: str) -> Any:
+        """Open a connection on which the watch asks the server once."""
+
+    @abstractmethod
+    async def _own_identity(self) -> tuple[Identity, Kin | None]:
+        """The identity of the shard's database, read over a new connection."""
+
+    @abstractmethod
+    def _dedicated(
+        self,
+        *,
+        keeps: bool = True,
+        writes: bool = True,
+        guard: EventLoopGuard | None = None,
+        troubles: Troubles | None = None,
+    ) -> Loop:
+        """A loop connection. By default with the ``guard`` and the ``troubles`` of the shard."""
+
+    def _answer_time(self, url: str) -> float:
+        """The seconds in which a server answers the watch on a new connection, or counts as silent."""
+        return self._limits.connect_timeout
+
+    # --- the same for every dialect ------------------------------------------------------------
+
+    async def _release(self, connection: Any) -> None:
+        """Give back a loop's connection: to the given pool, or to the server."""
+        if self._given is not None and self._direct_url is None:
+            await self._given.release(connection)
+        else:
+            await self._driver.hang_up(connection)
+
+    def _loop_connection(self, *, keeps: bool = True, writes: bool = True) -> Loop:
+        connection = self._dedicated(keeps=keeps, writes=writes)
+        self._connections.loops.append(connection)
+        return connection
+
+    def _watch_over(self, url: str | None, used: Callable[[], Iterable[Any]]) -> Watch | None:
+        """A watch over connections to a URL; ``None`` for a given pool, because only the application can connect."""
+        if url is None:
+            return None
+        watch = Watch(
+            f"shard {self.name} at {self._place_of(url)}",
+            used=used,
+            waits_for=self._driver.waits_for,
+            ask=partial(self._ask, url),
+            answered_within=self._answer_time(url),
+            end=self._connections.give_up,
+        )
+        self._connections.watches.append(watch)
+        return watch
+
+    async def _ask(self, url: str, numbers: Sequence[int]) -> Sessions | None:
+        """Ask the server, over a new connection, for the state of sessions."""
+        connection = await self._connect_to_ask(url)
+        try:
+            sessions = await self._driver.sessions_of(connection, numbers)
+        except BaseException:
+            self._driver.drop(connection)
+            raise
+        await self._driver.hang_up(connection)
+        return sessions
+
+
+async def together(awaitables: Iterable[Awaitable[None]]) -> None:
+    """Await all at once."""
+    await asyncio.gather(*awaitables)

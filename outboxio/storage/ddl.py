@@ -1,0 +1,157 @@
+"""Reads the SQL files of outboxio: the tables, columns, indexes and keys, each with the statements that restore it.
+
+The files are the schema. So the required parts, and the statements that restore a missing part, are read from the files
+and written nowhere else. This module understands only the few forms of SQL in the files: CREATE TABLE, CREATE INDEX,
+ALTER TABLE with a single ADD COLUMN, ADD KEY or DROP KEY, and DROP INDEX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+Kind = Literal["table", "column", "index", "key"]
+
+
+class Part(Struct, frozen=True):
+    """A table, column, index or key that a file creates, or adds to the table of an earlier file.
+
+    - ``name``: the name of a column or an index; the columns of a key, with commas; empty for a table.
+    - ``statements``: the statements that restore the part if it is missing.
+    - ``columns``: the columns of an index, with commas.
+    - ``in_its_place``: the statements that repair an index that exists and is of no use.
+    - ``is_added``: True for a part that a later file adds to the table. The rows of the table stay.
+    """
+
+    kind: Kind
+    table: str
+    name: str
+    statements: tuple[str, ...]
+    columns: str = ""
+    in_its_place: tuple[str, ...] = ()
+    is_added: bool = False
+
+    @property
+    def words(self) -> str:
+        """The part as errors name it."""
+        return {
+            "table": f"table {self.table}",
+            "column": f"column {self.table}.{self.name}",
+            "index": f"index {self.name}",
+            "key": f"key ({self.name}) of table {self.table}",
+        }[self.kind]
+
+
+class Change(Struct, frozen=True):
+    """The part that an ALTER TABLE, CREATE INDEX or DROP INDEX adds or drops; the table is unknown for DROP INDEX."""
+
+    kind: Literal["column", "index"]
+    table: str
+    name: str
+    drops: bool
+
+
+def parts_of(text: str) -> list[Part]:
+    """All parts that a file creates or adds, tables before their parts."""
+    statements = _statements(text)
+    tables = [match for statement in statements if (match := _TABLE.fullmatch(statement))]
+    created = {table["table"] for table in tables}
+    indexes = [match for statement in statements if (match := _INDEX.fullmatch(statement))]
+    found: list[Part] = []
+    for table in tables:
+        of_table = [index[0] for index in indexes if index["table"] == table["table"]]
+        found.append(Part("table", table["table"], "", (table[0], *of_table)))
+        found += _parts_in(table["table"], table["full"], table["body"])
+    for addition in filter(None, map(_ADDITION.fullmatch, statements)):
+        found += [
+            replace(part, is_added=True) for part in _parts_in(addition["table"], addition["full"], addition["item"])
+        ]
+    for index in indexes:
+        part = _index(index["table"], index["name"], index["columns"], index[0])
+        found.append(replace(part, is_added=index["table"] not in created))
+    return found
+
+
+def change_of(statement: str) -> Change | None:
+    """The change that a statement of a file makes to an existing table, or ``None``."""
+    text = _compact(_COMMENT.sub("", statement)).rstrip("; ")
+    if dropped := _DROP.fullmatch(text):
+        return Change("index", dropped["table"] or "", dropped["key"] or dropped["index"], drops=True)
+    if index := _INDEX.fullmatch(text):
+        return Change("index", index["table"], index["name"], drops=False)
+    if addition := _ADDITION.fullmatch(text):
+        return Change("index" if addition["key"] else "column", addition["table"], addition["name"], drops=False)
+    return None
+
+
+def changes_of(text: str) -> list[Change]:
+    """All changes that the statements of a file make to existing tables."""
+    return list(filter(None, map(change_of, _statements(text))))
+
+
+_COMMENT = re.compile(r"--[^\n]*")
+_FULL = r"(?P<full>eventlog[._](?P<table>\w+))"
+_TABLE = re.compile(rf"CREATE TABLE (?:IF NOT EXISTS )?{_FULL} \((?P<body>.*)\)[^)]*")
+_INDEX = re.compile(rf"CREATE INDEX (?:IF NOT EXISTS )?(?:eventlog_)?(?P<name>\w+) ON {_FULL} \((?P<columns>[^)]*)\).*")
+_ADDITION = re.compile(
+    rf"ALTER TABLE {_FULL} ADD (?:COLUMN )?(?:IF NOT EXISTS )?(?P<item>(?P<key>KEY )?(?P<name>\w+) .+?)"
+    r"(?:, ALGORITHM=\w+)?(?:, LOCK=\w+)?"
+)
+_DROP = re.compile(rf"ALTER TABLE {_FULL} DROP KEY (?P<key>\w+)|DROP INDEX (?:IF EXISTS )?eventlog[._](?P<index>\w+)")
+_KEY = re.compile(r"(?:PRIMARY KEY|UNIQUE) \((?P<columns>[^)]*)\)")
+_NAMED_KEY = re.compile(r"(?:UNIQUE )?KEY (?P<name>\w+) \((?P<columns>.*)\)")
+_MAKES_ITS_VALUES = re.compile(r"PRIMARY KEY|IDENTITY|AUTO_INCREMENT")
+_NEEDS_VALUES = re.compile(r"(?!.*\b(?:DEFAULT|GENERATED)\b).* NOT NULL")
+
+
+def _statements(text: str) -> list[str]:
+    return [_compact(statement) for statement in re.split(r";[ \t]*(?:\n|$)", _COMMENT.sub("", text))]
+
+
+def _parts_in(table: str, full: str, body: str) -> Iterator[Part]:
+    for item in map(_compact, _items(body)):
+        name, _, definition = item.partition(" ")
+        if key := _KEY.fullmatch(item):
+            yield Part("key", table, key["columns"], (f"ALTER TABLE {full} ADD {item}",))
+        elif index := _NAMED_KEY.fullmatch(item):
+            again = f"ALTER TABLE {full} DROP KEY {index['name']}, ADD {item}"
+            yield Part("index", table, index["name"], (f"ALTER TABLE {full} ADD {item}",), index["columns"], (again,))
+        else:
+            yield Part("column", table, name, tuple(_column_again(full, name, definition)))
+            if re.search(r"\b(?:PRIMARY KEY|UNIQUE)\b", definition):
+                kind = "PRIMARY KEY" if "PRIMARY KEY" in definition else "UNIQUE"
+                yield Part("key", table, name, (f"ALTER TABLE {full} ADD {kind} ({name})",))
+
+
+def _index(table: str, name: str, columns: str, statement: str) -> Part:
+    return Part("index", table, name, (statement,), _compact(columns), (f"REINDEX INDEX eventlog.{name}",))
+
+
+def _column_again(full: str, name: str, definition: str) -> Iterator[str]:
+    """The statements that add a column to a table with rows. An operator fills in a value that only a backup has."""
+    if _MAKES_ITS_VALUES.search(definition):
+        yield f"-- restore {full} from a backup: the values of its column {name} cannot be made again"
+    elif _NEEDS_VALUES.fullmatch(definition):
+        yield f"ALTER TABLE {full} ADD COLUMN {name} {definition.replace(' NOT NULL', '')}"
+        yield f"-- and before anything is run again, fill {full}.{name} in every row, from a backup"
+    else:
+        yield f"ALTER TABLE {full} ADD COLUMN {name} {definition}"
+
+
+def _items(body: str) -> Iterator[str]:
+    """The items of a table's body, split at the commas outside of parentheses."""
+    depth, begin = 0, 0
+    for at, character in enumerate(body):
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            yield body[begin:at]
+            begin = at + 1
+    yield body[begin:]
+
+
+def _compact(statement: str) -> str:
+    return " ".join(statement.split())

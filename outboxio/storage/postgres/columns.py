@@ -1,0 +1,81 @@
+"""The columns of our tables. Each INSERT, each SELECT and each mapping to values takes the list from here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outboxio.model.event import ActionRecord
+from outboxio.model.notification import Context, NotificationRecord
+
+JSON = {"action_params", "payload", "headers", "errors"}
+
+#: The columns of ``events`` that all events of an action share.
+OF_ACTION = ActionRecord.__struct_fields__
+
+#: The columns of ``events`` that differ between the events of an action, each with the cast of its array of texts.
+OF_EVENT = {
+    "id": "::pg_catalog.uuid[]",
+    "model_id": "",
+    "model_type": "",
+    "event_type": "",
+    "payload": "",
+    "ordering_key": "",
+    "topic": "",
+    "available_at": "::timestamp[]",
+}
+
+#: The columns that a notification copies from the event.
+COPIED = (
+    "namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
+    "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
+    "hops",
+)  # fmt: skip
+
+#: All columns of ``event_notifications``, in the order of the fields of :class:`NotificationRecord`.
+OF_NOTIFICATION = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
+
+
+def selected(columns: Sequence[str]) -> str:
+    """The columns of ``n`` in order. JSON is read as text, because an application may have set a codec for JSON."""
+    return ", ".join(f"n.{c}::text" if c in JSON else f"n.{c}" for c in columns)
+
+
+def _context() -> str:
+    """All fields of :class:`Context` as one column: the driver decodes a column slower than the server makes this.
+
+    JSON documents are text within the array, so that a document with too many levels makes only itself unreadable.
+    """
+    return f"json_build_array({selected(Context.__struct_fields__)})::text"
+
+
+def _micros(column: str) -> str:
+    """A moment in microseconds; NULL for infinity and for years beyond 9999, which Python cannot represent."""
+    number = f"(date_part('epoch', n.{column}) * 1000000)::bigint"
+    return f"CASE WHEN n.{column} BETWEEN '0001-01-01' AND '9999-12-31 23:59:59.999999' THEN {number} END"
+
+
+#: The columns of a due row, in the order of the fields of :class:`Notification`.
+DUE_COLUMNS = f"""{selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
+  {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, n.partition_number, {_context()}"""
+RECORD_COLUMNS = selected(OF_NOTIFICATION)
+
+
+def partition_of(key: str, event_id: str, number: str) -> str:
+    """The partition among ``number`` partitions: by the hash of the ordering key, or of the event's id without a key.
+
+    The mask makes the hash positive, because ``abs`` fails for the smallest number. Each name has its schema, because
+    actions run with the ``search_path`` of the application.
+    """
+    hashed = f'pg_catalog.hashtextextended(coalesce({key}, {event_id}::pg_catalog.text) COLLATE pg_catalog."C", 0)'
+    positive = f"({hashed} OPERATOR(pg_catalog.&) 9223372036854775807)"
+    return f"({positive} OPERATOR(pg_catalog.%) {number}::bigint)::smallint"
+
+
+#: The partition to which a row belongs now, for a row ``n`` that is made due again. The server evaluates the first
+#: question once per statement, so that a row costs nothing where all handlers have a single partition.
+PARTITION_NOW = f"""
+CASE WHEN EXISTS (SELECT FROM eventlog.handler_partitions WHERE partitions > 1) THEN coalesce((
+  SELECT {partition_of("n.ordering_key", "n.event_id", "p.partitions")} FROM eventlog.handler_partitions p
+  WHERE p.namespace = n.namespace AND p.handler_name = n.handler_name AND p.partitions > 1), 0::smallint)
+ELSE 0::smallint END
+""".strip()

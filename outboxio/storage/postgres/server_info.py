@@ -1,0 +1,106 @@
+"""Questions to a PostgreSQL server: the identity, the state of sessions, and if the server writes.
+
+Every name in these statements has a schema, because some statements run with the application's search_path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import asyncpg
+
+from outboxio.storage.connections.identity import Identity, Kin
+from outboxio.storage.connections.watch import ServerSession, Sessions
+
+ONLY_READS = (
+    "in_hot_standby or default_transaction_read_only is on; several hosts go with target_session_attrs=read-write"
+)
+
+# The start time in microseconds identifies a server. A text would depend on settings of the session, a number does not.
+_STARTED = """
+(pg_catalog.date_part('epoch', pg_catalog.pg_postmaster_start_time()) OPERATOR(pg_catalog.*) 1000000)::bigint
+""".strip()
+
+WHO = f"SELECT pg_catalog.pg_backend_pid(), {_STARTED}"
+
+# A single statement, because a balancer may send the next statement to a different server. A session that has prepared
+# a statement and waits for the client to execute it is "active" in pg_stat_activity, so the wait event counts too.
+SESSIONS = f"""
+SELECT pg_catalog.pg_backend_pid(), {_STARTED}, a.pid, CASE
+  WHEN a.wait_event OPERATOR(pg_catalog.=) 'ClientRead'
+    OR a.state OPERATOR(pg_catalog.=) ANY (
+      '{{idle,idle in transaction,idle in transaction (aborted)}}'::pg_catalog.text[])
+  THEN pg_catalog.date_part('epoch', pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) a.state_change) END
+FROM pg_catalog.pg_stat_activity a
+WHERE a.pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid()
+  OR a.pid OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[]::int[])
+"""
+
+# Every user may read the values.
+WHICH = f"""
+SELECT {_STARTED}, d.oid::bigint, d.datname::pg_catalog.text, pg_catalog.host(pg_catalog.inet_server_addr()),
+  pg_catalog.inet_server_port(), pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE')
+FROM pg_catalog.pg_database d WHERE d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()
+"""
+# Equal on a primary and on all standbys of the primary.
+SYSTEM = "SELECT s.system_identifier FROM pg_catalog.pg_control_system() s"
+
+
+LOCK_ROOM = """
+SELECT current_setting('max_locks_per_transaction')::int
+  * (current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int)
+"""
+
+
+async def session_of(connection: Any, timeout: float) -> ServerSession | None:
+    """The server session of a connection; ``None`` if a proxy shares sessions, because sessions change."""
+    number, server = await connection.fetchrow(WHO, timeout=timeout)
+    return ServerSession(server, number) if number == connection.get_server_pid() else None
+
+
+async def sessions_of(connection: Any, numbers: Iterable[int]) -> Sessions | None:
+    """The state of server sessions; ``None`` if a proxy shares sessions, because then the numbers are useless."""
+    rows = await connection.fetch(SESSIONS, [str(number) for number in numbers])
+    own, server = rows[0][0], rows[0][1]
+    return Sessions(server, {row[2]: row[3] for row in rows}) if own == connection.get_server_pid() else None
+
+
+async def identity_of(connection: Any) -> Identity:
+    """The identity of the database and of the server behind a connection."""
+    started, oid, name, host, port, may_ask = await connection.fetchrow(WHICH)
+    place = "a local socket" if host is None else f"{host}:{port}"
+
+    async def kin() -> Kin:
+        # Without the right the question would fail, and the application's transaction with the question.
+        return await connection.fetchval(SYSTEM) if may_ask else None, (oid, name)
+
+    return Identity((started, oid), f"the database {name!r} at {place}", kin)
+
+
+def is_standby(connection: Any) -> bool:
+    """True if the server has reported to be a standby."""
+    return _told(connection, "in_hot_standby") == "on"
+
+
+def only_reads(connection: Any) -> bool:
+    """True if the server has reported to be a standby, or that transactions are read-only by default."""
+    return is_standby(connection) or _told(connection, "default_transaction_read_only") == "on"
+
+
+def writes(connection: Any) -> bool:
+    """True if the server has reported to be a primary that writes. A proxy may report neither."""
+    told = (_told(connection, "in_hot_standby"), _told(connection, "default_transaction_read_only"))
+    return told == ("off", "off")
+
+
+def _told(connection: Any, parameter: str) -> str | None:
+    try:
+        told = connection.get_settings()
+    except (
+        AttributeError,
+        asyncpg.InterfaceError,
+    ):  # the connection is closed, and the driver has dropped the settings
+        return None
+    value: str | None = getattr(told, parameter, None)
+    return value

@@ -1,0 +1,268 @@
+"""The protocols of operators, maintenance and start-up: correctness matters more than speed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Protocol
+from uuid import UUID
+
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.lock_name import LockName, Slot
+from outboxio.model.notification import NotificationRecord, Position
+from outboxio.model.outcome import Lease
+from outboxio.storage.protocols.values import (
+    Announced,
+    ClusterView,
+    Holder,
+    Instance,
+    Orders,
+    Pause,
+    PurgeResult,
+    Rehomed,
+    Waiting,
+)
+from outboxio.storage.schema import Rights
+
+
+class EventStore(Protocol):
+    """The ``events`` table for operators and for new handlers."""
+
+    async def count_undelivered(self, namespace: str) -> int: ...
+
+    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
+        """The undelivered events of these types, or on these topics, counted up to ``most`` for each key."""
+        ...
+
+    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
+        """The payloads of events of these types, in order of the sequence."""
+        ...
+
+    async def backfill(
+        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
+    ) -> int:
+        """Write notifications of delivered events for a handler; the number of notifications."""
+        ...
+
+
+class OperatorStore(Protocol):
+    """The ``event_notifications`` table for operators, retention and drains."""
+
+    async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool: ...
+
+    async def count_states(self, namespace: str) -> dict[str, int]: ...
+
+    async def unfinished_names(self, namespace: str) -> list[str]:
+        """The handler names with unfinished rows, BLOCKED rows included. The rows themselves are not read."""
+        ...
+
+    async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int: ...
+
+    async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
+        """The creation date of the unfinished row that is due first; ``None`` if all unfinished rows are BLOCKED."""
+        ...
+
+    async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
+        """End up to ``limit`` unfinished rows whose retention started before ``before``; the number of rows.
+
+        BLOCKED rows expire as well, DYING rows never.
+        """
+        ...
+
+    async def select(
+        self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
+    ) -> list[NotificationRecord]: ...
+
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        """The notifications with these ids, and the notifications of the events with these ids."""
+        ...
+
+    async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        """Make rows due, BLOCKED and finished rows in the partition that the row belongs to now; the number of rows.
+
+        A row in PENDING, FAILED or DYING keeps its partition: the process that owns the partition may run the row.
+        """
+        ...
+
+    async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int: ...
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        """Skip the DEAD and EXPIRED rows that park an ordering key; the number of rows."""
+        ...
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        """Make finished rows of these names due again, as :meth:`retry` does, if ``since <= event_date < until``.
+
+        ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
+        transaction. Returns the number of rows.
+        """
+        ...
+
+
+class RetentionRepository(Protocol):
+    """Removes old rows in small batches, along an index or along the primary key."""
+
+    async def purge_notifications(
+        self, namespace: str, position: UUID, finished_before: datetime, dead_before: datetime, limit: int
+    ) -> PurgeResult:
+        """Read up to ``limit`` rows behind ``position``, by id, and remove the rows that ended long enough ago.
+
+        Removed are SUCCEEDED, EXPIRED and SKIPPED rows that were last updated before ``finished_before``, and DEAD rows
+        that were last updated before ``dead_before``. A row that parks a key with BLOCKED rows stays, and so does a row
+        of a different namespace.
+        """
+        ...
+
+    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> PurgeResult:
+        """Read up to ``limit`` events behind ``position``, by id, and remove settled events older than ``before``.
+
+        The age counts from ``event_date``. Settled are sentinel events, and delivered events without an unfinished
+        notification.
+        """
+        ...
+
+    async def purge_consumed(self, before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; the number of rows."""
+        ...
+
+
+class SubscriptionRepository(Protocol):
+    """The ``subscriptions`` and ``pauses`` tables, and the first announcement of each handler."""
+
+    async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
+        """Write the subscriptions of this process's handlers, seen at ``now``."""
+        ...
+
+    async def announced(self, namespace: str) -> list[Announced]:
+        """The subscriptions of all handlers of a namespace, of any age."""
+        ...
+
+    async def begin(self, begun: Mapping[LockName, datetime | None], owner: str) -> None:
+        """Write in ``leases`` when handlers were first announced. A date that is already there stays.
+
+        ``None``: now, by the database's clock.
+        """
+        ...
+
+    async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
+        """The dates that the first :meth:`begin` of any process wrote under these names."""
+        ...
+
+    async def holders(self, names: Sequence[LockName]) -> dict[LockName, Holder]:
+        """The last holders of these locks, for an operator. A lock that was never taken has none."""
+        ...
+
+    async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
+        """The names, aliases included, of all handlers that a process announced after ``seen_since``."""
+        ...
+
+    async def names_of(self, namespace: str, handler_name: str) -> set[str]:
+        """The handler name, and all aliases that were ever announced with the name."""
+        ...
+
+    async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
+        """Write that a handler is paused. A pause that lasts keeps the beginning."""
+        ...
+
+    async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
+        """Write that the pause of a handler has ended: 1, or 0 if the handler was not paused."""
+        ...
+
+    async def pauses(self, namespace: str) -> list[Pause]:
+        """All pauses, ended pauses included: the retention of rows that waited counts from the end of the pause."""
+        ...
+
+    async def orders(self, namespace: str) -> Orders:
+        """All pauses and all numbers of partitions, in a single statement, because each process asks every second."""
+        ...
+
+    async def forget(self, namespace: str, handler_name: str) -> int: ...
+
+
+class PartitionRepository(Protocol):
+    """The tables ``handler_partitions`` and ``instances``: the partitions, and the processes that share them.
+
+    The database computes the partition of a row wherever a row is made or made due: a hash of the row's ordering key,
+    or of the event's id without an ordering key, modulo the number of partitions of the stored handler name.
+    """
+
+    async def declare(self, namespace: str, numbers: Mapping[str, int], now: datetime) -> None:
+        """Write the numbers of partitions that the code of this process declares, by stored handler name.
+
+        A number that is larger than all numbers that were declared before becomes the handler's number, unless the
+        handler's number is larger. A smaller number changes nothing. So an operator's number outlives the restart of a
+        process, and code never lowers a number.
+        """
+        ...
+
+    async def set_number(self, namespace: str, handler_name: str, number: int, now: datetime) -> None:
+        """Spread new rows of a stored handler name over ``number`` partitions, by the order of an operator."""
+        ...
+
+    async def shrink(self, namespace: str, changed_before: datetime) -> int:
+        """Lower ``active`` to ``number`` where no unfinished row is left beyond; how many handler names were changed.
+
+        Left out are names with a change after ``changed_before``, because fan-out may still write by the old number.
+        """
+        ...
+
+    async def names_of_older(self, namespace: str, since: datetime) -> set[str]:
+        """The handler names that a process without partitions (an older version) has announced after ``since``."""
+        ...
+
+    async def seen(self, namespace: str, instance: Instance) -> None:
+        """Write that a process is alive, or is alive again."""
+        ...
+
+    async def leave(self, namespace: str, instance: str) -> None:
+        """Remove a process that leaves, or that is known to have died."""
+        ...
+
+    async def view(self, namespace: str, seen_since: datetime, leases: Sequence[str]) -> ClusterView:
+        """The processes that were seen after a moment, and the leases with these names, in a single statement."""
+        ...
+
+    async def rehome(
+        self, namespace: str, lease: Lease, after: Position, limit: int, besides: Collection[UUID], now: datetime
+    ) -> Rehomed:
+        """Read up to ``limit`` due rows of a slot behind a position, and move the rows that belong elsewhere now.
+
+        ``lease``: the lock of the slot. No row moves unless the lease row has this name and term, as for an outcome
+        (decision 3). So a process that froze moves no row that the new holder of the slot runs.
+
+        ``besides``: the rows in flight of this process, which stay.
+        """
+        ...
+
+
+class Schema(Protocol):
+    """The tables: migration, and the check that all tables are complete."""
+
+    async def migrate(self, *, contract: bool = False) -> list[str]:
+        """Apply the files that are not applied yet; their names.
+
+        A file that drops a part for which an older version has a use (a contract file) waits for ``contract``. Raises
+        :class:`SchemaInUse` if an older version has announced handlers within 2 minutes, in any namespace.
+        """
+        ...
+
+    async def pending(self) -> list[str]:
+        """The contract files that are not applied yet; their names."""
+        ...
+
+    async def check(self, needed: Rights | None = None) -> None:
+        """Raise :class:`SchemaMissing` or :class:`SchemaNewer` unless the tables are complete.
+
+        ``needed``: the rights that the process needs on each table. Raises :class:`RightsMissing` without these rights,
+        or without the right to read the tables that exist.
+        """
+        ...

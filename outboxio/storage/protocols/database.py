@@ -1,0 +1,161 @@
+"""The database of a shard: the protocol that puts the rest together."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime
+from typing import Any, Protocol
+
+from outboxio.storage.protocols.cold import (
+    EventStore,
+    OperatorStore,
+    PartitionRepository,
+    RetentionRepository,
+    Schema,
+    SubscriptionRepository,
+)
+from outboxio.storage.protocols.hot import (
+    ClusterLock,
+    DispatchStore,
+    FanoutStore,
+    OrderingRepository,
+    Session,
+    StartRepository,
+)
+
+
+class EventRepository(FanoutStore, EventStore, Protocol):
+    """The ``events`` table."""
+
+
+class NotificationRepository(DispatchStore, OperatorStore, Protocol):
+    """The ``event_notifications`` table."""
+
+
+class Database(Protocol):
+    """The database of a shard. A database closes the connections that the database opened."""
+
+    @property
+    def name(self) -> str:
+        """The name of the shard."""
+        ...
+
+    @property
+    def dialect(self) -> str: ...
+
+    @property
+    def stores_nul(self) -> bool:
+        """True if JSON strings may hold NUL."""
+        ...
+
+    @property
+    def wakes_across_processes(self) -> bool:
+        """True if :meth:`notify` reaches all processes."""
+        ...
+
+    @property
+    def has_one_writer(self) -> bool:
+        """True if an open transaction keeps all new transactions from writing."""
+        ...
+
+    @property
+    def handler_transactions(self) -> int:
+        """The largest number of transactional handlers at a time that leaves connections for actions."""
+        ...
+
+    @property
+    def events(self) -> EventRepository: ...
+
+    @property
+    def notifications(self) -> NotificationRepository: ...
+
+    @property
+    def ordering(self) -> OrderingRepository: ...
+
+    @property
+    def starts(self) -> StartRepository: ...
+
+    @property
+    def retention(self) -> RetentionRepository: ...
+
+    @property
+    def subscriptions(self) -> SubscriptionRepository: ...
+
+    @property
+    def partitions(self) -> PartitionRepository | None:
+        """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
+        ...
+
+    @property
+    def schema(self) -> Schema: ...
+
+    def session(self) -> AbstractAsyncContextManager[Session]:
+        """A connection for a single transaction of the application."""
+        ...
+
+    def reading(self) -> AbstractAsyncContextManager[Session]:
+        """A connection for a single read-only transaction of the application."""
+        ...
+
+    def wrap(self, connection: Any) -> Session | None:
+        """The application's connection, in the open transaction; ``None`` for a connection of a different driver."""
+        ...
+
+    async def require_own(self, connection: Any) -> None:
+        """Raise :class:`OtherDatabase` if a connection of the application leads to a different database.
+
+        Each connection is checked once.
+        """
+        ...
+
+    def cluster_lock(
+        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
+    ) -> ClusterLock:
+        """A cluster lock with a separate session, which listens on ``channel`` (``None``: on no channel).
+
+        ``heartbeat``: the seconds between two proofs. ``longest_block``: the seconds for which the event loop may stand
+        still without losing the locks, if the session lives in a thread.
+        """
+        ...
+
+    async def notify(self, channel: str, payload: str) -> None:
+        """Wake all processes, outside of the application's transactions."""
+        ...
+
+    async def now(self) -> datetime:
+        """The time of the database's clock, naive UTC."""
+        ...
+
+    async def lock_room(self) -> int | None:
+        """The number of locks for which the server has room, for all applications; ``None`` without such a limit."""
+        ...
+
+    async def refuse_shared_sessions(self) -> None:
+        """Raise :class:`PooledConnection` if locks and LISTEN would go through a proxy that shares server sessions."""
+        ...
+
+    def require_room(self, loops: int) -> None:
+        """Raise :class:`PoolTooSmall` if a given pool is too small for ``loops`` loops and an action."""
+        ...
+
+    async def release_loops(self) -> None:
+        """Give back the connections of the loops."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def is_transient(self, error: BaseException) -> bool:
+        """True for a serialization failure, a deadlock or a busy database: another try may succeed."""
+        ...
+
+    def refuses_value(self, error: BaseException) -> bool:
+        """True if the database refused a value, so that the same value would fail again."""
+        ...
+
+    def is_unreachable(self, error: BaseException) -> bool:
+        """True if the database cannot be reached, or stopped answering."""
+        ...
+
+    def lacks_schema(self, error: BaseException) -> bool:
+        """True if a table or a column of outboxio is missing."""
+        ...

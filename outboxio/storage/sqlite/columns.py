@@ -1,0 +1,68 @@
+"""The columns of ``events`` and ``event_notifications``, from which INSERTs, SELECTs and mappings derive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.notification import Context, NotificationRecord
+
+# --- eventlog_events ---------------------------------------------------------------------------------
+
+EVENT_FIELDS = EventRecord.__struct_fields__
+"""The columns in which the events of an action differ, in the order of the values in the list ``:events``."""
+ACTION_FIELDS = ActionRecord.__struct_fields__
+"""The columns that all events of an action share, and the names of the parameters."""
+
+EVENT = {
+    **{column: f"json_extract(value, '$[{place}]')" for place, column in enumerate(EVENT_FIELDS)},
+    **{column: f":{column}" for column in ACTION_FIELDS},
+    "event_date": ":completion_date",
+    "delivered": "FALSE",
+}
+"""A new row, as an expression for each column."""
+
+# --- eventlog_event_notifications --------------------------------------------------------------------
+
+_COPIED = ("namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
+           "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
+           "hops")  # fmt: skip
+IS_DUE_FROM = "max(coalesce(e.available_at, :now), :now)"
+
+NOTIFICATION = {
+    **{column: f"e.{column}" for column in _COPIED},
+    "event_id": "e.id",
+    "created_date": ":now",
+    "updated_date": ":now",
+    "retention_from": IS_DUE_FROM,
+    "partition_number": "0",
+}
+"""A new row for the event ``e``, as an expression for each column that is the same however the row is made."""
+
+_MOMENTS = {"next_retry_at", "retention_from"}
+
+
+def micros(column: str) -> str:
+    """A moment as microseconds since 1970. ``strftime`` gets no fraction, which SQLite would round to milliseconds."""
+    return f"CAST(strftime('%s', substr({column}, 1, 19)) AS INTEGER) * 1000000 + CAST(substr({column}, 21) AS INTEGER)"
+
+
+_DUE = ("id", "handler_name", "event_type", "payload", "state", "attempts", "next_retry_at", "retention_from",
+        "sequence", "partition_number")  # fmt: skip
+_DUE_VALUES = ", ".join(micros(column) if column in _MOMENTS else column for column in _DUE)
+DUE_ROW = f"json_array({_DUE_VALUES}, json_array({', '.join(Context.__struct_fields__)}))"
+"""A due row as a JSON array, in the order of the fields of ``Notification``."""
+
+RECORD = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
+RECORD_OBJECT = "json_object(" + ", ".join(f"'{column}', {column}" for column in RECORD) + ")"
+"""A row for operators as a JSON object; columns that hold JSON stay text."""
+
+
+def names(columns: Iterable[str]) -> str:
+    """``a, b, c``"""
+    return ", ".join(columns)
+
+
+def values(row: Mapping[str, str]) -> str:
+    """The expressions of a row, in the order of ``names(row)``."""
+    return ", ".join(row.values())

@@ -1,0 +1,165 @@
+"""A sqlite3 connection in a thread, because sqlite3 blocks the calling thread (decision 7).
+
+The thread runs jobs in the order of arrival, and each job to the end, even if the waiting task was cancelled. So a
+ROLLBACK after a cancelled statement finds the connection as the statement has left it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from outboxio.errors import TransactionError
+from outboxio.storage.sqlite.connection import Work, roll_back
+
+T = TypeVar("T")
+
+_Receiver = Callable[[Any, BaseException | None], object]
+_Jobs = SimpleQueue[tuple[Work[Any] | None, _Receiver]]
+"""Work with the connection, and the receiver of the result or error. A job without work closes the connection."""
+
+
+class ThreadConnection:
+    """A sqlite3 connection in a thread. The first job opens the connection, and so does a job after :meth:`close`."""
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        self._connect = connect
+        self._jobs: _Jobs | None = None
+        self._process = 0
+        self.is_left = False
+        """True if a new event loop has taken the connection over."""
+        self._when_forgotten: weakref.finalize[..., ThreadConnection]
+
+    def submit(self, work: Work[T]) -> asyncio.Future[T]:
+        """Queue ``work`` behind all earlier jobs of the thread; the future gets the result or the error.
+
+        Example: ``rows = await connection.submit(lambda sqlite: sqlite.execute("SELECT 1").fetchall())``
+        """
+        jobs = self._running()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[T] = loop.create_future()
+        jobs.put((work, partial(_answer, loop, ended)))
+        return ended
+
+    def run_blocking(self, work: Work[T]) -> T:
+        """Run ``work`` in the thread, and block the event loop until the end of the work."""
+        ended: Future[T] = Future()
+        self._running().put((work, partial(_settle, ended)))
+        return ended.result()
+
+    async def close(self) -> None:
+        """Close the connection after all earlier jobs."""
+        if (jobs := self._leave()) is not None:
+            loop = asyncio.get_running_loop()
+            closed: asyncio.Future[None] = loop.create_future()
+            jobs.put((None, partial(_answer, loop, closed)))
+            await closed
+
+    def drop(self) -> None:
+        """Close the connection after all earlier jobs, and do not wait for the end."""
+        if (jobs := self._leave()) is not None:
+            jobs.put((None, _ignore))
+
+    def successor(self) -> ThreadConnection:
+        """The same connection for the next event loop, with the open transaction of the former loop rolled back.
+
+        This object refuses all further work, because tasks of a closed event loop may still end.
+        """
+        self.is_left = True
+        successor = ThreadConnection(self._connect)
+        if self._jobs is not None and self._process == os.getpid():  # threads do not survive a fork
+            jobs = self._leave()
+            assert jobs is not None
+            successor._take_over(jobs)
+            jobs.put((roll_back, _ignore))
+        return successor
+
+    def _running(self) -> _Jobs:
+        if self.is_left:
+            raise TransactionError(
+                "this transaction is over: its outbox was closed, or the event loop that it began in"
+            )
+        return self._start() if self._jobs is None else self._jobs
+
+    def _start(self) -> _Jobs:
+        jobs: _Jobs = SimpleQueue()
+        # A daemon thread lets the interpreter exit. The thread refers only to the queue, so this object can be freed.
+        threading.Thread(target=_serve, args=(self._connect, jobs), name="outboxio sqlite", daemon=True).start()
+        self._take_over(jobs)
+        return jobs
+
+    def _take_over(self, jobs: _Jobs) -> None:
+        self._jobs, self._process = jobs, os.getpid()
+        self._when_forgotten = weakref.finalize(self, jobs.put, (None, _ignore))
+        self._when_forgotten.atexit = False
+
+    def _leave(self) -> _Jobs | None:
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            self._when_forgotten.detach()
+        return jobs
+
+
+def _serve(connect: Callable[[], sqlite3.Connection], jobs: _Jobs) -> None:
+    """The thread: run all jobs, up to the job that closes the connection."""
+    connection: sqlite3.Connection | None = None
+    while True:
+        work, answer = jobs.get()
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            if work is not None:
+                if connection is None:
+                    connection = connect()
+                result = work(connection)
+            elif connection is not None:
+                connection.close()
+        except BaseException as error:  # every error belongs to the waiting task
+            failure = error
+        answer(result, failure)
+        if work is None:
+            return
+        if connection is not None and _is_closed(connection):
+            connection = None
+        del work, answer, result, failure  # a waiting thread must keep no objects of a job alive
+
+
+def _is_closed(connection: sqlite3.Connection) -> bool:
+    """True if the application has closed the connection, which is its ``tx.connection``."""
+    try:
+        connection.total_changes  # noqa: B018  # raises on a closed connection
+    except sqlite3.ProgrammingError:
+        return True
+    return False
+
+
+def _answer(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any, error: BaseException | None
+) -> None:
+    with suppress(RuntimeError):  # the event loop of the waiting task is closed
+        loop.call_soon_threadsafe(_resolve, future, result, error)
+
+
+def _settle(future: asyncio.Future[Any] | Future[Any], result: Any, error: BaseException | None) -> None:
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if not future.done():  # a cancelled task has cancelled the future
+        _settle(future, result, error)
+
+
+def _ignore(result: Any, error: BaseException | None) -> None:
+    return None

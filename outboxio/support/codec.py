@@ -1,0 +1,159 @@
+"""JSON in and out. A stored value is a JSON object without NaN, not too deep, and readable by the database."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from enum import Enum
+from typing import Any, cast
+
+import msgspec
+
+from outboxio.errors import InvalidEvent
+
+DEEPEST = 31
+"""The largest depth of objects and lists in stored JSON, on every database: MariaDB takes 32 levels, and counts the
+innermost value as a level; MySQL takes 100. So rows can move between databases, and the stack of no reader overflows.
+"""
+
+_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NEITHER_BRACKETS_NOR_QUOTES = bytes(set(range(256)) - set(b'[]{}"'))
+
+_encode = msgspec.json.Encoder().encode
+_decode_column = msgspec.json.Decoder(dict[str, Any] | str | None).decode
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def encode_object(value: object, subject: str, *, stores_nul: bool) -> str:
+    """``value`` as the text of a JSON object. Raises :class:`InvalidEvent` with the place of a value that is refused.
+
+    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings.
+    """
+    if isinstance(value, msgspec.Raw):
+        value = decode_given(bytes(value), subject)  # the encoder would copy the bytes unread
+    try:
+        encoded = _encode(value)
+    except UnicodeEncodeError as error:
+        told = f"a string contains a lone surrogate, which is no Unicode text: {error}{_place(value)}"
+        raise InvalidEvent(subject, told) from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}{_place(value)}") from error
+    if not encoded.startswith(b"{"):
+        reason = f"encodes to {encoded.decode()[:40]}, which is no JSON object"
+        raise InvalidEvent(subject, reason, logged="encodes to JSON that is no object")
+    if len(encoded) > 2 * DEEPEST and nests_deeper(encoded, DEEPEST):  # so many brackets take so many bytes
+        raise InvalidEvent(subject, _TOO_DEEP)
+    # msgspec writes NaN and infinities as null, so only a text with a null can hide NaN.
+    if b"null" in encoded:
+        _refuse(value, subject, _is_not_finite, "is {!r}, which JSON cannot hold; use None, or a string")
+    # An escaped backslash before u0000 looks the same, so the decoded strings are searched.
+    if not stores_nul and b"\\u0000" in encoded:
+        decoded = msgspec.json.decode(encoded)
+        _refuse(decoded, subject, _has_nul, "{!r} contains NUL (U+0000), which this database cannot store in JSON")
+    return encoded.decode()
+
+
+def decode_given(text: str | bytes | bytearray, subject: str) -> object:
+    """The value of a JSON text from outside. Raises :class:`InvalidEvent` for text that is no JSON, or too deep.
+
+    A text that is too deep is refused before the decoder could overflow the stack.
+    """
+    try:
+        given = text.encode() if isinstance(text, str) else bytes(text)
+        if nests_deeper(given, DEEPEST):
+            raise InvalidEvent(subject, _TOO_DEEP)
+        return msgspec.json.decode(given)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidEvent(subject, f"is no JSON: {error}") from error
+
+
+def nests_deeper(text: bytes, levels: int) -> bool:
+    """True if objects and lists of a JSON text are nested deeper than ``levels``.
+
+    Most texts have fewer brackets than ``levels``. Otherwise only the brackets outside of strings are kept, and each
+    step removes the innermost pairs, which lowers the depth by 1. The steps are a few passes in C over the text.
+    """
+    if text.count(b"{") + text.count(b"[") <= levels:
+        return False
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # escaped quotes end no string
+    marks = text.translate(_AS_BRACKETS, _NEITHER_BRACKETS_NOR_QUOTES).replace(b'""', b"")
+    if b'"' in marks:
+        marks = b"".join(marks.split(b'"')[::2])  # without the brackets inside of strings
+    for _ in range(levels):
+        if not marks:
+            return False
+        marks = marks.replace(b"[]", b"")
+    return bool(marks)
+
+
+def decode_object(document: bytes | msgspec.Raw) -> dict[str, Any]:
+    """A JSON object, also if the document is a JSON string with an object in it; ``{}`` for ``null``."""
+    decoded = _decode_column(document)
+    return _decode_object(decoded) if isinstance(decoded, str) else decoded or {}
+
+
+_TOO_DEEP = (
+    f"has more than {DEEPEST} objects and lists within one another, which not every database can store in JSON; store "
+    "what is deeper as text"
+)
+
+
+def _place(value: object) -> str:
+    """The place of the first leaf that cannot be encoded, in msgspec's spelling; ``""`` for ``value`` itself."""
+    try:
+        culprit = next((path for path, leaf in _leaves(value, "") if _fails(path, leaf)), "")
+    except RecursionError:  # the value contains itself
+        return ""
+    return f" - at `{culprit.lstrip('.')}`" if culprit else ""
+
+
+class _KeyPath(str):
+    """The path of a mapping's key, which JSON holds as text."""
+
+
+def _fails(path: str, leaf: object) -> bool:
+    try:
+        _encode({leaf: None} if isinstance(path, _KeyPath) else leaf)
+    except Exception:
+        return True
+    return False
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _has_nul(value: object) -> bool:
+    return isinstance(value, str) and "\0" in value
+
+
+def _refuse(value: object, subject: str, is_bad: Any, reason: str) -> None:
+    for path, leaf in _leaves(value, ""):
+        if is_bad(leaf):
+            place = path.lstrip(".") or "the value"
+            raise InvalidEvent(subject, f"{place} {reason.format(leaf)}", logged="has a value that cannot be stored")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
+    """Every leaf below ``value``, after the path to the leaf; keys of mappings count as leaves."""
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            yield from _leaves(getattr(value, field), f"{path}.{field}")
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[object, object]", value).items():
+            yield _KeyPath(f"{path} key"), key
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, str | bytes | bytearray):
+        yield path, value
+    elif isinstance(value, Sequence | Set):
+        for index, item in enumerate(cast("Iterable[object]", value)):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif hasattr(value, "__dataclass_fields__"):
+        for field in value.__dataclass_fields__:
+            yield from _leaves(getattr(value, field), f"{path}.{field}")
+    elif hasattr(value, "__attrs_attrs__"):
+        for attribute in value.__attrs_attrs__:
+            yield from _leaves(getattr(value, attribute.name), f"{path}.{attribute.name}")
+    else:
+        yield path, value.value if isinstance(value, Enum) else value

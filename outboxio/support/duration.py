@@ -1,0 +1,138 @@
+"""Durations in human spelling: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
+
+from outboxio.errors import SettingsError
+
+DurationLike: TypeAlias = timedelta | float | str
+"""A duration for :func:`parse_duration`, in signatures; a number is seconds."""
+
+
+if TYPE_CHECKING:
+
+    class Duration:
+        """A field that is a ``timedelta``, and accepts every spelling of a duration.
+
+        Only type checkers see this class: a descriptor tells type checkers that the argument is wider than the field.
+        """
+
+        @overload
+        def __get__(self, instance: None, owner: type[Any]) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type[Any]) -> timedelta: ...
+        def __get__(self, instance: object | None, owner: type[Any]) -> Self | timedelta: ...
+        def __set__(self, instance: object, value: DurationLike) -> None: ...
+
+    class OptionalDuration:
+        """The same for a field that may be ``None``."""
+
+        @overload
+        def __get__(self, instance: None, owner: type[Any]) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type[Any]) -> timedelta | None: ...
+        def __get__(self, instance: object | None, owner: type[Any]) -> Self | timedelta | None: ...
+        def __set__(self, instance: object, value: DurationLike | None) -> None: ...
+
+else:
+    Duration = timedelta
+    OptionalDuration = timedelta | None
+
+
+def default_duration(value: DurationLike | None) -> Any:
+    """The default of a duration field."""
+    return None if value is None else parse_duration(value)
+
+
+def parse_duration(value: object, *, key: str = "duration") -> timedelta:
+    """The duration that ``value`` spells, to the microsecond.
+
+    * A ``timedelta`` is returned unchanged.
+    * A number, or text that is only a number, is seconds.
+    * Text has units from long to short (``w d h m s ms us``, each at most once, spaces allowed), or is ISO-8601. ISO
+      years and months are refused, because a year and a month have no fixed length.
+
+    ``key`` is the name of the value in an error. Raises :class:`~outboxio.errors.SettingsError` for all other values,
+    and for a duration that is negative, NaN, infinite, or longer than a ``timedelta`` holds.
+
+    Example::
+
+        parse_duration("1h30m") == parse_duration("PT1H30M") == parse_duration(5400) == timedelta(minutes=90)
+    """
+    try:
+        duration = _duration(value)
+    except (OverflowError, ValueError):  # timedelta has no infinity, no NaN, and at most 999999999 days
+        duration = None
+    if duration is None or duration < timedelta(0):
+        raise SettingsError(key, value, _EXPECTED)
+    return duration
+
+
+def format_duration(duration: timedelta) -> str:
+    """``duration`` in human spelling, from which :func:`parse_duration` makes the same duration.
+
+    A negative duration, such as the difference of two clocks, begins with ``-``.
+
+    Example::
+
+        format_duration(timedelta(milliseconds=20)) == "20ms"
+        format_duration(timedelta(minutes=90)) == "1h30m"
+    """
+    if duration < timedelta(0):
+        return f"-{format_duration(-duration)}"
+    if duration < timedelta(milliseconds=1):
+        return f"{duration.microseconds}us" if duration else "0s"
+    if duration < timedelta(seconds=1):
+        return f"{duration.microseconds / 1000:g}ms"
+    hours, seconds = divmod(duration.seconds, 3600)
+    minutes, seconds = divmod(seconds, 60)
+    fraction = f".{duration.microseconds:06}".rstrip("0.")
+    parts = [(str(duration.days), "d"), (str(hours), "h"), (str(minutes), "m"), (f"{seconds}{fraction}", "s")]
+    return "".join(number + unit for number, unit in parts if number != "0")
+
+
+_EXPECTED = (
+    "a duration: a timedelta, a number of seconds, text such as '20ms', '5m', '1h30m' or '7d', "
+    "or ISO-8601 such as 'PT1S'; finite and not negative"
+)
+
+# The groups are the arguments of timedelta. All groups are optional, so text without groups is refused after the match.
+# Each place allows at most a single space: between optional groups, any number of spaces would backtrack badly.
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_SECONDS = re.compile(rf"(?P<seconds>{_NUMBER})")
+_SHORT = re.compile(
+    rf"(?:(?P<weeks>{_NUMBER}) ?w ?)?"
+    rf"(?:(?P<days>{_NUMBER}) ?d ?)?"
+    rf"(?:(?P<hours>{_NUMBER}) ?h ?)?"
+    rf"(?:(?P<minutes>{_NUMBER}) ?m ?)?"
+    rf"(?:(?P<seconds>{_NUMBER}) ?s ?)?"
+    rf"(?:(?P<milliseconds>{_NUMBER}) ?ms ?)?"
+    rf"(?:(?P<microseconds>{_NUMBER}) ?[uµμ]s)?"  # u, the micro sign, and the Greek letter mu
+)
+_ISO_NUMBER = r"[0-9]+(?:[.,][0-9]+)?"
+_ISO = re.compile(
+    rf"P(?:(?P<weeks>{_ISO_NUMBER})W)?"
+    rf"(?:(?P<days>{_ISO_NUMBER})D)?"
+    rf"(?:T(?=[0-9])(?:(?P<hours>{_ISO_NUMBER})H)?(?:(?P<minutes>{_ISO_NUMBER})M)?(?:(?P<seconds>{_ISO_NUMBER})S)?)?"
+)
+
+
+def _duration(value: object) -> timedelta | None:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, str):
+        return _from_text(value.strip())
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return timedelta(seconds=value)
+    return None
+
+
+def _from_text(text: str) -> timedelta | None:
+    match = _SECONDS.fullmatch(text) or _SHORT.fullmatch(text) or _ISO.fullmatch(text)
+    if match is None:
+        return None
+    parts = {unit: float(number.replace(",", ".")) for unit, number in match.groupdict().items() if number}
+    return timedelta(**parts) if parts else None

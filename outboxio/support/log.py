@@ -1,0 +1,162 @@
+"""The log: every entry is a single line, and text from outside cannot forge an entry.
+
+Names, sources and errors come from outside. A line break in such a text would forge an entry, and an escape sequence
+would reach the terminal of the reader. So every logger of the package is a :class:`Log`, which escapes all arguments.
+About a payload that does not decode, the log says the place and the expected type, and leaves the value out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from outboxio.errors import InvalidEvent
+
+LONGEST_SHOWN = 500
+"""The most characters of an error in a log line."""
+MOST_CAUSES = 5  # the most causes of an error that are shown with a stack
+MOST_FRAMES = 20  # the most frames of a stack that is shown on a line
+
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+
+# The beginnings of messages in which msgspec quotes a value of the payload, or the name of an unknown field.
+_QUOTES_VALUE = re.compile(r"Invalid enum value|Invalid value|Object contains unknown field")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$[^`\s]*`\Z")
+
+
+def log_of(module: str) -> Log:
+    """The logger of a module of this package: ``logger = log_of(__name__)``."""
+    return Log(logging.getLogger(module))
+
+
+class Log(logging.LoggerAdapter[logging.Logger]):
+    """A logger with a single line for each entry.
+
+    Text is escaped, and an error is shown as :func:`log_text`. A stack (``exc_info``) has files, lines and functions,
+    with each error as :func:`log_text`.
+    """
+
+    def log(
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        exc_info: Any = None,
+        stack_info: bool = False,
+        stacklevel: int = 1,
+        extra: Mapping[str, object] | None = None,
+        **more: object,
+    ) -> None:
+        if not self.isEnabledFor(level):
+            return
+        stack = without_text(exc_info) if isinstance(exc_info, BaseException) else None
+        self.logger.log(
+            level, msg, *map(_safe, args), exc_info=stack, stack_info=stack_info, stacklevel=stacklevel + 1, extra=extra
+        )
+
+
+def one_line(text: str, longest: int = sys.maxsize) -> str:
+    """``text`` on a single line, cut to ``longest`` characters, with all unprintable characters escaped.
+
+    Unprintable are line breaks of all kinds, terminal escapes, NUL, lone surrogates and marks that turn the direction
+    of writing.
+
+    Example::
+
+        one_line("paid\\n2030-01-01 ERROR forged") == r"paid\\n2030-01-01 ERROR forged"
+    """
+    shortened = text if len(text) <= longest else text[: longest + 1]
+    if not shortened.isprintable():
+        shortened = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
+    return shortened if len(shortened) <= longest else f"{shortened[: longest - 1]}{_ELLIPSIS}"
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+def log_text(error: BaseException, redact: Callable[[str], str] = _unchanged) -> str:
+    """An error for a log line: a single line of limited length, without values of a payload. Never raises."""
+    try:
+        return one_line(redact(_said_by(error)), LONGEST_SHOWN)
+    except BaseException:  # the __repr__ of the error raises
+        return one_line(f"<unprintable {type_name(error)}>", LONGEST_SHOWN)
+
+
+def type_name(error: BaseException) -> str:
+    """The name of the class of an error, with the module unless the class is of Python or of outboxio."""
+    cls = type(error)
+    try:
+        name, module = str(cls.__qualname__), str(cls.__module__)
+    except BaseException:  # a class may have no module, or a metaclass that refuses to answer
+        return "an exception whose class has no name"
+    return name if module in ("builtins", "outboxio.errors") else f"{module}.{name}"
+
+
+def without_value(error: BaseException) -> str:
+    """The message of a value that does not decode: the place and the expected type, without the value."""
+    message = str(error)
+    place = _PLACE.search(message)
+    where = place[0] if place else ""
+    if error.__cause__ is not None:  # raised by a check of the application's class, with any text
+        return f"refused by a check of its class{where}"
+    quoting = _QUOTES_VALUE.match(message)
+    return f"{quoting[0]}{where}" if quoting else message
+
+
+def place_of(error: BaseException) -> str:
+    """The place at which an error was raised: file, line and function."""
+    try:
+        frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    except BaseException:  # the class of the error forbids access to the stack
+        frames = traceback.StackSummary()
+    return stack_line(frames) or "an unknown place"
+
+
+def stack_line(frames: list[traceback.FrameSummary]) -> str:
+    """A stack on a single line, the innermost call first."""
+    said = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames)]
+    return " < ".join(one_line(line, LONGEST_SHOWN) for line in said[:MOST_FRAMES])
+
+
+class Logged(Exception):
+    """An error as the log shows it: the text of :func:`log_text`, with the stack of the error."""
+
+
+def without_text(error: BaseException, causes: int = MOST_CAUSES) -> Logged:
+    """An error and the causes of the error for a log, each as :func:`log_text` with a stack."""
+    logged = Logged(log_text(error))
+    try:
+        logged.__traceback__ = error.__traceback__
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    except BaseException:  # the class of the error forbids access to the stack
+        return logged
+    if cause is not None and causes:
+        logged.__cause__ = without_text(cause, causes - 1)
+    return logged
+
+
+def _safe(argument: object) -> object:
+    """An argument of a log entry, escaped. Numbers, ids and enum members are safe unchanged."""
+    if isinstance(argument, BaseException):
+        return log_text(argument)
+    # A subclass of str could have a __str__ with a different text.
+    return one_line(str.__str__(argument)) if isinstance(argument, str) else argument
+
+
+def _said_by(error: BaseException) -> str:
+    """The ``repr`` of an error, without values of a payload."""
+    kind = type(error)
+    if issubclass(kind, msgspec.ValidationError):
+        return f"{kind.__name__}({without_value(error)!r})"
+    if issubclass(kind, InvalidEvent):
+        return f"{kind.__name__}({error.without_value!r})"  # type: ignore[attr-defined]  # InvalidEvent has this attribute
+    if issubclass(kind, UnicodeError):
+        return f"{kind.__name__}({str(error)!r})"  # the repr would quote the whole text
+    return repr(error)

@@ -1,0 +1,167 @@
+"""The history and the tables of a chaos run, as the checker reads them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from tests.chaos.handlers import Kind
+from tests.chaos.history import Line
+
+NEVER = 2**63
+TERMINAL = frozenset({"SUCCEEDED", "EXPIRED", "DEAD", "SKIPPED"})
+
+
+class Stored(Struct):
+    """A row of ``events``."""
+
+    id: str
+    action: str
+    type: str
+    cause: str = ""
+    delivered: bool = True
+
+
+class Owed(Struct):
+    """A row of ``event_notifications``."""
+
+    id: str
+    event: str
+    handler: str
+    state: str = "SUCCEEDED"
+    has_reason: bool = False
+
+
+class Final(Struct):
+    """The rows of the database at the end, and other remains."""
+
+    events: list[Stored] = []
+    notifications: list[Owed] = []
+    effects: list[tuple[str, str]] = []
+    """Handler and event of each effect that a transactional handler has left in the database."""
+    actions: list[str] = []
+    """The actions whose own row is there."""
+    left: list[str] = []
+    """Sessions, locks and processes that ought to be gone."""
+
+
+class Violation(NamedTuple):
+    invariant: int
+    what: str
+
+
+class Run(Struct):
+    """A call of a handler for an event."""
+
+    line: Line
+    end: int
+    how: str
+
+    @property
+    def slot(self) -> str:
+        """The slot under whose lease the run started."""
+        return slot_name(self.line.handler, self.line.partition)
+
+    def __str__(self) -> str:
+        line = self.line
+        return f"run {line.run} of {line.process} ({self.slot} for {line.event}, term {line.term}, {self.how})"
+
+
+def slot_name(handler: str, partition: int) -> str:
+    """A slot as the history names it: ``score``, or ``score/3``."""
+    return f"{handler}/{partition}" if partition else handler
+
+
+def lock_of(slot: str) -> str:
+    """The cluster lock of a slot."""
+    return f"app/dispatch/{slot}"
+
+
+class Case(Struct, dict=True):
+    """The history and tables to judge."""
+
+    history: Sequence[Line]
+    final: Final
+    handlers: Mapping[str, Kind]
+
+    def lines(self, *what: str) -> list[Line]:
+        return [line for line in self.history if line.what in what]
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """When each process ended."""
+        return {line.how: line.at for line in self.lines("exit")}
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        finishes = {(line.process, line.run): line for line in self.lines("finish")}
+        for_ever = max((line.at for line in self.history), default=0) + 1
+        found: list[Run] = []
+        for line in self.lines("start"):
+            finish = finishes.get((line.process, line.run))
+            end = self.ends.get(line.process, for_ever) if finish is None else finish.at
+            found.append(Run(line, end, "cut short" if finish is None else finish.how))
+        return found
+
+    @cached_property
+    def kinds(self) -> dict[str, list[str]]:
+        """The handlers of each event type."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, kind in self.handlers.items():
+            found[kind.event.__name__].append(name)
+        return found
+
+    @cached_property
+    def owed(self) -> dict[tuple[str, str], Owed]:
+        return {(owed.event, owed.handler): owed for owed in self.final.notifications}
+
+    @cached_property
+    def newest(self) -> dict[str, list[Line]]:
+        """How each lock was taken, in the order of time."""
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines("taken"):
+            found[line.lock].append(line)
+        return found
+
+    @cached_property
+    def proofs(self) -> dict[str, list[Line]]:
+        """The proofs of each process's locks, in the order of time."""
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines("proven"):
+            found[line.process].append(line)
+        return found
+
+    @cached_property
+    def first_ends(self) -> dict[str, int]:
+        """For each notification the earliest possible moment of its end."""
+        ends: dict[str, int] = {}
+        for line in self.lines("settling"):
+            if line.state in TERMINAL and self.outcomes.get((line.process, line.run)) != 0:
+                for notification, _, _ in line.rows:
+                    ends.setdefault(notification, line.at)
+        return ends
+
+    @cached_property
+    def answers(self) -> dict[tuple[str, int], Line]:
+        """The answers of the database to statements that write outcomes, where the answer arrived."""
+        return {(line.process, line.run): line for line in self.lines("settled")}
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[str, int], int]:
+        """The number of rows that each of these statements wrote."""
+        return {statement: line.number for statement, line in self.answers.items()}
+
+    def superseded(self, slot: str, term: int, at: int) -> bool:
+        """True if a newer term of a slot's lock was given to a process before a moment."""
+        return any(line.term > term and line.at < at for line in self.newest.get(lock_of(slot), ()))
+
+    def proven_until(self, process: str, at: int, unknown: int) -> int:
+        """The moment until which the locks of a process were proven, as the process knew at a given moment."""
+        proofs = self.proofs.get(process, [])
+        last = bisect_right(proofs, at, key=lambda line: line.at)
+        return proofs[last - 1].until if last else unknown

@@ -1,0 +1,265 @@
+"""Fan-out hands fresh rows to the dispatcher of its process; no row is lost or run twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from outboxio import Batch, Outbox, Settings
+from outboxio.fanout.fanout import FEW
+from outboxio.model.notification import Notification
+from outboxio.runs.handler_spec import FIRST_WINDOW
+from outboxio.storage.mysql import fanout as mysql_fanout
+from outboxio.storage.mysql import fast_path, handoff
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
+from tests.kit.probes import MakeOutbox
+from tests.kit.spies import counters, watch
+
+QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h")
+
+
+@pytest.fixture(autouse=True)
+def _only_servers(look: Look) -> None:
+    if look.is_file:
+        pytest.skip("nothing is handed over on SQLite: to find a row is a visit to a thread")
+
+
+async def keeps_up(outbox: Outbox) -> None:
+    """Wait until all handlers' rows were looked for once, and a round of fan-out could have handed some over."""
+    await eventually(lambda: cursors_of(outbox))
+    await eventually(lambda: all(cursor.was_swept for cursor in cursors_of(outbox).values()))
+    await eventually(lambda: database_of(outbox).notifications.can_settle)
+    dispatcher, offers = dispatcher_of(outbox), list[Any]()
+    offer = dispatcher.handoff
+
+    def offering() -> Any:
+        offers.append(offer())
+        return offers[-1]
+
+    # A round that had begun before would take the next event, and hand nothing over; or before a test is ready for it.
+    dispatcher.handoff = offering
+    run_of(outbox).loops.fanout.wake()
+    await eventually(lambda: any(offers) and dispatcher._in_flight.handoff is None)
+    dispatcher.handoff = offer
+
+
+async def nothing_is_left(outbox: Outbox, **wanted: int) -> bool:
+    counts = await outbox.admin.counts()
+    return all(counts[state] == wanted.get(state, 0) for state in ("PENDING", "FAILED", "undelivered")) and all(
+        counts[state] == number for state, number in wanted.items()
+    )
+
+
+def found(outbox: Outbox) -> list[int]:
+    """The number of rows of each later read of due rows."""
+    notifications, numbers = watch(outbox, "notifications"), list[int]()
+
+    async def noted(find_due: Callable[..., Awaitable[Sequence[Notification]]], *args: Any) -> Sequence[Notification]:
+        rows = await find_due(*args)
+        numbers.append(len(rows))
+        return rows
+
+    notifications.trouble["find_due"] = noted
+    return numbers
+
+
+async def test_what_is_handed_over_need_not_be_found(make_outbox: MakeOutbox) -> None:
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    numbers = found(outbox)
+    async with outbox.running():
+        await keeps_up(outbox)
+        for amount in range(20):
+            await outbox.executor.execute(Emit((amount,)))
+            await journal.calls(amount + 1)
+        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=20))
+    assert journal.amounts == list(range(20))
+    assert sum(numbers) < 10  # where nobody is woken, a poll may come in between
+
+
+async def test_only_rows_for_which_nothing_has_to_be_decided_are(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=QUIET)
+    for name, options in {
+        "plain": {},
+        "ordered": {"ordered": True},
+        "batch": {"batch": Batch(size=10)},
+        "once": {"delivery": "at_most_once"},
+        "together": {"delivery": "transactional"},
+        "paused": {},
+    }.items():
+        outbox.handler(MoneyDeposited, name=name, **options)(Journal())
+    async with outbox.running():
+        await keeps_up(outbox)
+        assert sorted(dispatcher_of(outbox).handoff().names) == ["paused", "plain"]
+        cursors_of(outbox)["paused"].is_paused = True
+        assert dispatcher_of(outbox).handoff().names == ["plain"]
+        cursors_of(outbox)["plain"].has_backlog = True
+        assert dispatcher_of(outbox).handoff() is None
+        dispatcher_of(outbox)._in_flight.handoff = None
+
+
+async def test_more_than_there_is_room_for_is_found(make_outbox: MakeOutbox) -> None:
+    outbox, journal = await make_outbox(settings=Settings(handling_batch_size=50, concurrency=10)), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    numbers = found(outbox)
+    async with outbox.running():
+        await keeps_up(outbox)
+        await outbox.executor.execute(Emit(tuple(range(600))))
+        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=600))
+    assert sorted(journal.amounts) == list(range(600))
+    assert sum(numbers) >= 400
+
+
+async def test_right_after_a_busy_round_nothing_is(make_outbox: MakeOutbox) -> None:
+    """There the two stages are faster side by side."""
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events, rounds = watch(outbox, "events"), list[tuple[bool, int]]()
+
+    async def noted(fan_out: Any, *args: Any) -> Any:
+        done = await fan_out(*args)
+        rounds.append((args[0].handoff is not None, sum(done.events.values())))
+        return done
+
+    events.trouble["fan_out"] = noted
+    async with outbox.running():
+        await keeps_up(outbox)
+        await outbox.executor.execute(Emit(tuple(range(5 * FEW))))
+        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=5 * FEW))
+        await eventually(lambda: run_of(outbox).loops.fanout.wake() or rounds[-1] == (True, 0))
+
+    behind_busy_ones = [is_handed for (_, before), (is_handed, _) in pairwise(rounds) if before > FEW]
+    assert behind_busy_ones
+    assert not any(behind_busy_ones)
+
+
+async def test_ever_more_is_handed_to_a_handler_that_is_quick(make_outbox: MakeOutbox) -> None:
+    number = FIRST_WINDOW + 100
+    outbox, journal = await make_outbox(settings=Settings(concurrency=10)), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    numbers, rounds = found(outbox), 0
+    async with outbox.running():
+        await keeps_up(outbox)
+        while rounds < 50 and (not rounds or sum(numbers)):
+            numbers.clear()
+            await outbox.executor.execute(Emit(tuple(range(number))))
+            rounds += 1
+            await journal.calls(rounds * number)
+    assert 1 < rounds < 50
+
+
+async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_is_not_run_again(
+    make_outbox: MakeOutbox,
+) -> None:
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events = watch(outbox, "events")
+
+    async def handing_late(fan_out: Any, *args: Any) -> Any:
+        handoff, late = args[0].handoff, list[Sequence[Notification]]()
+        if handoff is not None:
+            hand, handoff.hand = handoff.hand, lambda rows: late.extend([rows] if rows else [])
+        done = await fan_out(*args)
+        for rows in late:
+            run_of(outbox).signals.find.set()
+            await eventually(lambda: counters(outbox).succeeded == 1)
+            hand(rows)
+            assert (len(rows), handoff.taken) == (1, 0)
+        return done
+
+    events.trouble["fan_out"] = handing_late
+    async with outbox.running():
+        await keeps_up(outbox)
+        await outbox.executor.execute(Emit((1,)))
+        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=1))
+        await asyncio.sleep(0.2)
+    assert journal.amounts == [1]
+
+
+async def test_rows_that_still_have_to_be_found_are_not_passed_by(make_outbox: MakeOutbox) -> None:
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events, positions = watch(outbox, "events"), list[tuple[Any, Any]]()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            [source] = cursors_of(outbox).values()
+            before, done = source.scan.last, function(*args)
+            positions.append((before, source.scan.last))
+            return done
+
+        return noted
+
+    async def handing(fan_out: Any, *args: Any) -> Any:
+        handoff = args[0].handoff
+        if handoff is not None:
+            handoff._take, handoff._closed = noting(handoff._take), noting(handoff._closed)
+        return await fan_out(*args)
+
+    async with outbox.running():
+        await keeps_up(outbox)
+        events.trouble["fan_out"] = handing
+        await outbox.executor.execute(Emit((1, 2, 3)))
+        await journal.calls(3)
+        await eventually(lambda: len(positions) > 1)
+    assert all(before == after for before, after in positions)
+
+
+async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox) -> None:
+    outbox, journal = await make_outbox(settings=QUIET), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    events = watch(outbox, "events")
+
+    async def paused_meanwhile(fan_out: Any, *args: Any) -> Any:
+        if args[0].handoff is not None:
+            await outbox.admin.pause("h")
+            cursors_of(outbox)["h"].is_paused = True
+        return await fan_out(*args)
+
+    async with outbox.running():
+        await keeps_up(outbox)
+        events.trouble["fan_out"] = paused_meanwhile
+        await outbox.executor.execute(Emit((1,)))
+        await eventually(lambda: nothing_is_left(outbox, PENDING=1))
+        await asyncio.sleep(0.2)
+        assert len(journal) == 0
+        events.trouble.clear()
+        await outbox.admin.unpause("h")
+        await journal.calls(1)
+
+
+async def test_if_the_commit_behind_fails_the_event_is_fanned_out_and_handled_again(
+    make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if look.driver != "aiomysql":
+        pytest.skip("elsewhere what is handed over is committed")
+    outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
+    outbox.handler(MoneyDeposited, name="h")(journal)
+    execute, failed = handoff.execute_handing_over, list[str]()
+
+    async def failing_once(connection: Any, message: str, *args: Any, **options: Any) -> Any:
+        if failed:
+            return await execute(connection, message, *args, **options)
+        before, commit, _ = message.rpartition("COMMIT")
+        failed.append(commit)
+        await execute(connection, before, *args, **options)
+        await journal.calls(1)
+        raise ConnectionError("lost in COMMIT")
+
+    for module in (mysql_fanout, fast_path):
+        monkeypatch.setattr(module, "execute_handing_over", failing_once)
+    with caplog.at_level(logging.WARNING):
+        async with outbox.running():
+            await keeps_up(outbox)
+            await outbox.executor.execute(Emit((1,)))
+            await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=1))
+            await eventually(lambda: counters(outbox).refused == 1)
+    assert failed == ["COMMIT"]
+    assert journal.amounts == [1, 1]
+    assert journal.envelopes[0].event_id == journal.envelopes[1].event_id

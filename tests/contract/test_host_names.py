@@ -1,0 +1,44 @@
+"""The name of a machine never becomes a part of a statement."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox
+from outboxio.model.lock_name import channel_name
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.inside import owner_of
+
+HOSTILE = ["a\\'; DROP TABLE public.precious; --", "a'; DROP TABLE public.precious; --", "a\\", "a\"'$$%s{}"]
+
+
+@pytest.mark.parametrize("host", HOSTILE)
+@pytest.mark.parametrize("backslashes", ["on", "off"])
+async def test_a_wake_up_arrives_whatever_its_sender_is_called(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, host: str, backslashes: str
+) -> None:
+    """Over the pool of a process that only executes, and over the session with the locks of a process that handles."""
+    look, heard = Look(postgres_url), set[str]()
+    await look.fetch("CREATE TABLE public.precious (x int)")
+    name = urlsplit(postgres_url).path[1:]
+    await look.fetch(f'ALTER DATABASE "{name}" SET standard_conforming_strings = {backslashes}')
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    journal, ear = Journal(), await asyncpg.connect(postgres_url)
+    try:
+        await ear.add_listener(channel_name("app"), lambda *told: heard.add(told[3]))
+        async with Outbox(postgres_url, namespace="app") as producer, Outbox(postgres_url, namespace="app") as worker:
+            await producer.migrate()
+            worker.handler(MoneyDeposited, name="first")(journal)
+            async with worker.running():
+                await producer.executor.execute(Emit((1,)))
+                await journal.calls(1)
+                await eventually(lambda: {f"events {owner_of(producer)}", f"notifications {owner_of(worker)}"} <= heard)
+    finally:
+        await ear.close()
+
+    assert owner_of(producer).startswith(host)
+    assert await look.value("SELECT to_regclass('public.precious') IS NOT NULL")

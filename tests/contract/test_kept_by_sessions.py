@@ -1,0 +1,276 @@
+"""A change that an action makes to its session is gone before the next action on that connection."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlencode
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox, Settings, Transaction
+from tests.kit.app import Look
+from tests.kit.probes import directly, doing
+
+# --- PostgreSQL ------------------------------------------------------------------------------------
+
+WHO = "SELECT current_user || ' of ' || session_user || ' on ' || pg_backend_pid()"
+
+
+@pytest.fixture
+async def tenant(postgres_url: str) -> AsyncIterator[str]:
+    """A role that may write events. Roles belong to the whole server, so its name is unique."""
+    name, look = f"tenant_{secrets.token_hex(4)}", Look(postgres_url)
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+    await look.fetch(f"CREATE ROLE {name} LOGIN")
+    await look.fetch(f"GRANT USAGE ON SCHEMA eventlog TO {name}")
+    await look.fetch(f"GRANT ALL ON ALL TABLES IN SCHEMA eventlog TO {name}")
+    yield name
+    await look.fetch(f"DROP OWNED BY {name}")
+    await look.fetch(f"DROP ROLE {name}")
+
+
+async def who(outbox: Outbox) -> str:
+    async def ask(tx: Transaction) -> str:
+        return str(await tx.fetchval(WHO))
+
+    return str(await outbox.executor.execute(doing(ask)))
+
+
+def becoming(statement: str, error: Exception | None = None, *, behind_its_back: bool = False) -> Any:
+    async def become(tx: Transaction) -> None:
+        await (directly(tx, statement) if behind_its_back else tx.execute(statement))
+        if error is not None:
+            raise error
+
+    return doing(become)
+
+
+@pytest.mark.parametrize("behind_its_back", [False, True])
+@pytest.mark.parametrize("error", [None, LookupError()])
+@pytest.mark.parametrize("kind", ["ROLE", "SESSION AUTHORIZATION"])
+async def test_an_action_never_runs_as_the_role_that_another_one_has_set(
+    postgres_url: str, tenant: str, kind: str, error: Exception | None, behind_its_back: bool
+) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        before = await who(outbox)
+        with suppress(LookupError):
+            await outbox.executor.execute(becoming(f"SET {kind} {tenant}", error, behind_its_back=behind_its_back))
+        assert await who(outbox) == before
+
+
+async def test_an_action_without_events_gives_up_its_role_too(postgres_url: str, tenant: str) -> None:
+    async with Outbox(postgres_url, namespace="app", settings=Settings(record_empty_actions=False)) as outbox:
+        before = await who(outbox)
+        await outbox.executor.execute(becoming(f"SET ROLE {tenant}"))
+        assert await who(outbox) == before
+
+
+async def test_a_role_that_connections_are_opened_with_is_kept(postgres_url: str, tenant: str) -> None:
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}{urlencode({'role': tenant})}"
+    async with Outbox(url, namespace="app") as outbox:
+        before = await who(outbox)
+        assert before.startswith(f"{tenant} of ")
+        await outbox.executor.execute(becoming("RESET ROLE"))
+        await outbox.executor.execute(becoming("SET ROLE NONE"))
+        assert await who(outbox) == before
+
+
+async def test_a_temporary_table_is_gone_with_its_action(postgres_url: str) -> None:
+    """The temporary table would hide the application's own table of that name."""
+
+    async def shadow(tx: Transaction) -> int:
+        await tx.execute("CREATE TEMPORARY TABLE wallets (id INT)")
+        return int(await tx.fetchval("SELECT pg_backend_pid()"))
+
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        assert await outbox.executor.execute(doing(shadow)) == await outbox.executor.execute(doing(shadow))
+
+
+class Impatient(asyncpg.Connection):
+    """An application's own kind of connection, which resets no setting."""
+
+    def get_reset_query(self) -> str:
+        return ""
+
+
+async def reset(connection: Any) -> None:
+    """An application's own way to reset a connection."""
+
+
+@pytest.mark.parametrize("has_role", [False, True], ids=["", "with a role of its own"])
+@pytest.mark.parametrize(
+    "options", [{}, {"connection_class": Impatient}, {"reset": reset}], ids=["plain", "own class", "own reset"]
+)
+async def test_a_connection_of_a_given_pool_goes_back_as_who_it_was(
+    postgres_url: str, tenant: str, options: dict[str, Any], has_role: bool
+) -> None:
+    async def init(connection: Any) -> None:
+        if has_role:
+            await connection.execute(f"SET ROLE {tenant}")
+
+    other = f"{tenant}_too"
+    look = Look(postgres_url)
+    await look.fetch(f"CREATE ROLE {other} ROLE {tenant}")
+    await look.fetch(f"GRANT USAGE ON SCHEMA eventlog TO {other}")
+    await look.fetch(f"GRANT ALL ON ALL TABLES IN SCHEMA eventlog TO {other}")
+    try:
+        async with asyncpg.create_pool(postgres_url, min_size=1, max_size=1, init=init, **options) as pool:
+            outbox = Outbox(pool, namespace="app")
+            before = await who(outbox)
+            assert before.startswith(f"{tenant} of ") is has_role
+            for behind_its_back in (False, True):
+                await outbox.executor.execute(becoming(f"SET ROLE {other}", behind_its_back=behind_its_back))
+                assert await who(outbox) == before
+                assert await pool.fetchval(WHO) == before
+            await outbox.close()
+    finally:
+        await look.fetch(f"DROP OWNED BY {other}")
+        await look.fetch(f"DROP ROLE {other}")
+
+
+async def test_a_given_pool_costs_no_way_more_than_it_did(postgres_url: str) -> None:
+    """The role of a connection is read once in its life, and restored together with the driver's own messages."""
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+    async with asyncpg.create_pool(postgres_url, min_size=1, max_size=1) as pool:
+        outbox = Outbox(pool, namespace="app")
+        sent: list[str] = []
+
+        async def listen(tx: Transaction) -> None:
+            tx.connection.add_query_logger(lambda record: sent.append(record.query))
+
+        await outbox.executor.execute(doing(listen))
+        sent.clear()
+        await who(outbox)
+        assert [statement.split()[0] for statement in sent] == ["BEGIN;", "SELECT", "INSERT", "COMMIT;", "SET"]
+        await outbox.close()
+
+
+# --- MySQL and MariaDB -----------------------------------------------------------------------------
+
+#: What a session is like.
+STATE = """
+    SELECT CONNECTION_ID(), CURRENT_ROLE(), DATABASE(), @@autocommit, @mine, @@character_set_client, @@sql_mode,
+      @@collation_connection, @@SESSION.time_zone, @@SESSION.foreign_key_checks, IS_USED_LOCK('outboxio_test_mine')
+"""
+
+#: What actions change of it, one by one.
+CHANGES = [
+    "SET @mine = 'a secret'", "SELECT 'a secret' INTO @mine",
+    "SET sql_mode = ''", "SET NAMES latin1", "SET SESSION time_zone = '+03:00', foreign_key_checks = 0",
+    "SELECT GET_LOCK('outboxio_test_mine', 0)", "USE information_schema", "SET ROLE {role}",
+]  # fmt: skip
+
+
+@pytest.fixture
+async def role(mysql_url: str) -> AsyncIterator[str]:
+    """A role that the test's user may take."""
+    name, look = f"role_{secrets.token_hex(4)}", Look(mysql_url)
+    await look.fetch(f"CREATE ROLE {name}")
+    await look.fetch(f"GRANT {name} TO CURRENT_USER()")
+    yield name
+    await look.fetch(f"DROP ROLE {name}")
+
+
+async def state(outbox: Outbox) -> tuple[Any, ...]:
+    async def ask(tx: Transaction) -> tuple[Any, ...]:
+        return tuple(await tx.fetchrow(STATE) or ())
+
+    found = await outbox.executor.execute(doing(ask))
+    return tuple(found)
+
+
+async def warmed_up(outbox: Outbox) -> tuple[Any, ...]:
+    """The state of a session after every statement that outboxio itself needs has run once."""
+    await outbox.migrate()
+    await state(outbox)
+    return await state(outbox)
+
+
+@pytest.mark.parametrize("behind_its_back", [False, True])
+async def test_what_an_action_sets_is_not_there_for_the_next_one(
+    mysql_url: str, role: str, behind_its_back: bool
+) -> None:
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        before = await warmed_up(outbox)
+        for change in CHANGES:
+            for error in (None, LookupError()):
+                statement = change.format(role=role)
+                with suppress(LookupError):
+                    await outbox.executor.execute(becoming(statement, error, behind_its_back=behind_its_back))
+                assert await state(outbox) == before, (statement, error)
+
+
+async def test_neither_temporary_tables_nor_locks_on_tables_outlive_their_action(mysql_url: str) -> None:
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        before = await warmed_up(outbox)
+        await Look(mysql_url).fetch("CREATE TABLE own (n INT)")
+        for _ in range(2):
+            await outbox.executor.execute(becoming("CREATE TEMPORARY TABLE own_too (n INT)"))
+        with suppress(Exception):
+            await outbox.executor.execute(becoming("LOCK TABLES own WRITE", behind_its_back=True))
+        await Look(mysql_url).fetch("INSERT INTO own VALUES (1)")
+        assert (await state(outbox))[1:] == before[1:]
+
+
+async def test_plain_statements_cost_no_way_more(mysql_url: str) -> None:
+    commands: list[int] = []
+
+    async def listen(tx: Transaction) -> None:
+        connection = tx.connection
+        send = connection._execute_command
+
+        async def tapped(command: int, statement: Any) -> None:
+            commands.append(command)
+            await send(command, statement)
+
+        connection._execute_command = tapped
+
+    async def work(tx: Transaction) -> None:
+        await tx.execute("INSERT INTO own VALUES (%s)", 1)
+        await tx.execute("SAVEPOINT part")
+        await tx.fetch("WITH a AS (SELECT 1 AS n) SELECT n FROM a")
+
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        await warmed_up(outbox)
+        await Look(mysql_url).fetch("CREATE TABLE own (n INT)")
+        await outbox.executor.execute(doing(listen))
+        commands.clear()
+        await outbox.executor.execute(doing(work))
+        query, reset = 3, 31
+        assert {*commands} == {query}
+        await outbox.executor.execute(becoming("SET @mine = 1"))
+        assert reset in commands
+
+
+async def test_without_a_database_a_connection_that_was_changed_is_opened_anew(mysql_url: str) -> None:
+    """There is no way back to having selected none."""
+    url = mysql_url.rpartition("/")[0]
+    if "unix_socket" in mysql_url:
+        pytest.skip("the URL has its socket after the database")
+    async with Outbox(url, namespace="app") as outbox:
+        before = await warmed_up(outbox)
+        await outbox.executor.execute(becoming("USE information_schema"))
+        after = await state(outbox)
+        assert after[0] != before[0]
+        assert after[1:] == before[1:]
+
+
+async def test_a_connection_that_cannot_be_reset_is_replaced(mysql_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with Outbox(mysql_url, namespace="app") as outbox:
+        before = await warmed_up(outbox)
+
+        async def spoil(tx: Transaction) -> None:
+            tx.connection.how_to_restore = "SET ROLE no_such_role_at_all"
+
+        await outbox.executor.execute(doing(spoil))
+        after = await state(outbox)
+        assert after[0] != before[0]
+        assert after[1:] == before[1:]
+        assert "could not be reset" in caplog.text

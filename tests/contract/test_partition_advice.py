@@ -1,0 +1,161 @@
+"""Alarms and advice about partitions: a partition without an owner, too many locks, a limit that is not meant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from outboxio import Outbox
+from outboxio.cli import schema
+from outboxio.model.lock_name import Slot
+from outboxio.operations.partitions import unowned
+from outboxio.operations.partitions.advice import advice_on_partitions
+from outboxio.operations.partitions.unowned import UnownedWatch
+from outboxio.testing import MovableClock
+from tests.kit.app import Journal, Look, MoneyDeposited
+from tests.kit.inside import clock_of, database_of, handlers_of
+from tests.kit.storage import Store
+
+
+def watch_of(outbox: Outbox) -> UnownedWatch:
+    return UnownedWatch("app", database_of(outbox), clock_of(outbox))
+
+
+def alarms(caplog: pytest.LogCaptureFixture) -> list[tuple[object, object]]:
+    """The handler and the partition of each alarm."""
+    found = [vars(record) for record in caplog.records if vars(record).get("alarm") == "partition_unowned"]
+    assert all(one["levelno"] == logging.ERROR for one in found)
+    return [(one["handler_name"], one["partition"]) for one in found]
+
+
+# --- partitions without an owner -----------------------------------------------------------------
+
+
+async def test_a_partition_without_an_owner_is_an_alarm_only_if_rows_are_due_there(
+    outbox: Outbox, look: Look, clock: MovableClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unowned, "ASK_AGAIN", 0.0)
+    store, watch = Store(outbox, look), watch_of(outbox)
+    await store.subscribe("score")
+    slots = [Slot("score", 0), Slot("rating", 0)]
+
+    await watch.look(slots)
+    assert alarms(caplog) == []
+
+    await store.insert_notifications("a", "b")
+    await watch.look(slots)
+    await watch.look(slots)
+    assert alarms(caplog) == [("score", 0)]
+    assert "partition 0 of handler 'score' has due notifications" in caplog.text
+    assert "restart the processes that have the handler" in caplog.text
+
+
+async def test_the_alarm_is_repeated_for_a_partition_that_had_an_owner_meanwhile(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unowned, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(unowned, "FORGET_AFTER", 0.0)  # every slot had an owner since the last call
+    store, watch = Store(outbox, look), watch_of(outbox)
+    await store.subscribe("score")
+    await store.insert_notifications("a")
+
+    for _ in range(2):
+        await watch.look([Slot("score", 0)])
+
+    assert alarms(caplog) == [("score", 0)] * 2
+
+
+async def test_the_database_is_not_asked_in_every_round(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, watch = Store(outbox, look), watch_of(outbox)
+    await store.subscribe("score")
+    await watch.look([Slot("score", 0)])
+    await store.insert_notifications("a")
+
+    await watch.look([Slot("score", 0)])  # less than a second later
+
+    assert alarms(caplog) == []
+
+
+# --- advice --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def server(server_url: str) -> AsyncIterator[Outbox]:
+    async with Outbox(server_url, namespace="app") as outbox:
+        await outbox.migrate()
+        yield outbox
+
+
+async def advice_for(outbox: Outbox) -> list[str]:
+    return await advice_on_partitions(database_of(outbox), "app", handlers_of(outbox))
+
+
+async def test_partitions_that_need_more_than_a_quarter_of_the_locks_are_reported(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        room = await database_of(outbox).lock_room()
+        assert room >= 640
+        for number in range(room // 4 // 64):
+            outbox.handler(MoneyDeposited, name=f"handler-{number}", partitions=64)(Journal())
+        before = await advice_for(outbox)
+        for number in range(2):
+            outbox.handler(MoneyDeposited, name=f"more-{number}", partitions=64)(Journal())
+        [sentence] = await advice_for(outbox)
+
+    assert before == [] or room % 256 == 0
+    assert f"the server has room for {room:,}" in sentence
+    assert "raise max_locks_per_transaction" in sentence
+
+
+async def test_partitions_that_an_operator_asked_for_count_too(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
+        monkeypatch.setattr(database_of(outbox), "lock_room", _room_for_100)
+        assert await advice_for(outbox) == []
+
+        await outbox.admin.partitions("score", 16)
+
+        [sentence] = await advice_for(outbox)
+        assert "need 33 locks" in sentence  # 16 under each name, and fan-out
+
+
+async def _room_for_100() -> int:
+    return 100
+
+
+async def test_a_concurrency_that_was_meant_for_the_cluster_is_reported(server: Outbox) -> None:
+    server.handler(MoneyDeposited, name="bank", partitions=16, concurrency=4)(Journal())
+    server.handler(MoneyDeposited, name="known", partitions=2, concurrency=1, total_concurrency=2)(Journal())
+    server.handler(MoneyDeposited, name="large", partitions=8, concurrency=100)(Journal())
+    server.handler(MoneyDeposited, name="single", concurrency=1)(Journal())
+
+    [sentence] = await advice_for(server)
+
+    assert sentence.startswith("handler 'bank' has concurrency=4 and partitions=16: each process runs up to 4 at once")
+    assert "up to 64 in 16 processes" in sentence
+    assert "total_concurrency" in sentence
+
+
+async def test_a_database_with_a_single_writer_needs_no_advice(sqlite_url: str) -> None:
+    async with Outbox(sqlite_url, namespace="app") as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="bank", partitions=16, concurrency=4)(Journal())
+
+        assert await advice_for(outbox) == []
+
+
+async def test_check_tells_the_advice_and_still_answers_yes(server: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+    server.handler(MoneyDeposited, name="bank", partitions=16, concurrency=4)(Journal())
+
+    assert await schema.check(server, as_json=False) == 0
+
+    told = capsys.readouterr().out
+    assert "ok  default: reachable" in told
+    assert "..  default: handler 'bank' has concurrency=4 and partitions=16" in told

@@ -1,0 +1,530 @@
+"""An operator asks who owns which partition, and sets the number of partitions of a handler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from outboxio import Batch, ConfigurationError, HandlerPartitions, Outbox, UnknownHandler
+from outboxio.cli.partitions import Request, partitions
+from outboxio.cli.status import status
+from outboxio.cli.worker import _names_with_due_rows
+from outboxio.handlers.subscription import OLDER_FOR
+from outboxio.model.lock_name import LockName
+from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.partitions.owners import in_ranges
+from outboxio.runtime.environment import Roles
+from outboxio.runtime.lock_manager import LockManager
+from outboxio.sharing.membership import Membership
+from outboxio.storage.protocols import Instance
+from outboxio.support.clock import ShardClock
+from outboxio.testing import MovableClock
+from tests.kit.app import Journal, Look, MoneyDeposited, eventually
+from tests.kit.inside import clock_of, database_of, owner_of, run_of, shard_of
+from tests.kit.storage import NOW, Store
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+
+@pytest.fixture
+async def server(server_url: str, clock: MovableClock) -> AsyncIterator[Outbox]:
+    """An outbox on a database that several processes share, with a handler ``score`` that has an alias."""
+    async with Outbox(server_url, namespace="app", clock=clock) as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
+        yield outbox
+
+
+@pytest.fixture
+def server_look(server_url: str) -> Look:
+    return Look(server_url)
+
+
+async def numbers(outbox: Outbox, handler: str | None = None) -> dict[str, tuple[int, int]]:
+    """The number of partitions and of active partitions, by stored name."""
+    return {one.handler_name: (one.number, one.active) for one in await outbox.admin.partitions(handler)}
+
+
+# --- who owns what -------------------------------------------------------------------------------
+
+
+async def test_a_handler_has_one_partition_and_a_process_owns_the_partition_while_the_process_runs(
+    outbox: Outbox,
+) -> None:
+    outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
+
+    async def owners() -> dict[str, Any]:
+        return {one.handler_name: one.owners[0].owner for one in await outbox.admin.partitions("score")}
+
+    assert await owners() == {"score": None, "rating": None}
+    async with outbox.running():
+        await eventually(lambda: _are(owners(), dict.fromkeys(("score", "rating"), owner_of(outbox))))
+        now = await database_of(outbox).now()
+        [_, one] = await outbox.admin.partitions("rating")
+        assert (one.handler_name, one.shard, one.number, one.active, one.declared) == ("score", "default", 1, 1, 1)
+        [owned] = one.owners
+        assert owned.since is not None
+        assert abs(owned.since - now) < timedelta(minutes=1)
+        assert str(one) == f"handler 'score' has 1 partition: {owner_of(outbox)} owns 0"
+    assert await owners() == {"score": None, "rating": None}
+
+
+async def _are(found: Awaitable[Any], expected: Any) -> bool:
+    return bool(await found == expected)
+
+
+async def test_without_a_name_all_handlers_are_shown_also_in_a_process_without_handlers(
+    outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
+    outbox.handler(MoneyDeposited, name="bank")(Journal())
+    await outbox.drain()
+    operator = await make_outbox(clock=clock)
+
+    assert await numbers(operator) == {"bank": (1, 1), "rating": (1, 1), "score": (1, 1)}
+    assert await numbers(operator, "rating") == {"rating": (1, 1), "score": (1, 1)}
+
+
+async def test_the_processes_are_listed_with_the_partitions_that_each_owns(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
+    assert await outbox.admin.instances() == []
+
+    async with outbox.running():
+        await eventually(lambda: _owned(outbox, {"score", "rating"}))
+        [instance] = await outbox.admin.instances()
+
+        assert (instance.instance, instance.shard, instance.fans_out) == (owner_of(outbox), "default", True)
+        assert instance.partitions == {"rating": (0,), "score": (0,)}
+        assert "owns fan-out, 'rating' 0, 'score' 0" in str(instance)
+
+
+async def _owned(outbox: Outbox, names: set[str]) -> bool:
+    found = await outbox.admin.instances()
+    return bool(found) and found[0].partitions.keys() == names and found[0].fans_out
+
+
+async def test_a_process_that_owns_no_partition_is_listed_with_its_last_sign_of_life(server: Outbox) -> None:
+    await database_of(server).partitions.seen("app", Instance("host:1:ab", ("score",), NOW))
+    await database_of(server).partitions.seen("other", Instance("host:2:ab", ("score",), NOW))
+
+    [instance] = await server.admin.instances()
+
+    assert (instance.instance, instance.last_seen_date, instance.partitions) == ("host:1:ab", NOW, {})
+    assert not instance.fans_out
+    assert str(instance) == "host:1:ab owns no partition, seen at 2030-01-01 12:00:00 UTC"
+
+
+def test_partitions_are_shown_in_ranges() -> None:
+    assert in_ranges(()) == ""
+    assert in_ranges((5,)) == "5"
+    assert in_ranges((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+
+
+# --- another number ------------------------------------------------------------------------------
+
+
+async def test_the_number_is_set_in_both_directions_for_the_name_and_its_aliases(
+    server: Outbox, server_look: Look
+) -> None:
+    other = Store(server, server_look, "other")
+    await other.subscribe("score")
+
+    [rating, score] = await server.admin.partitions("score", 8)
+    assert (rating.handler_name, score.handler_name) == ("rating", "score")
+    assert [one.partition for one in score.owners] == list(range(8))
+    assert await numbers(server) == {"rating": (8, 8), "score": (8, 8)}
+
+    assert (await server.admin.partitions("rating", 4))[1].number == 4
+    assert await numbers(server) == {"rating": (4, 8), "score": (4, 8)}
+    assert "4 partitions (8 still active)" in str((await server.admin.partitions("score"))[1])
+
+    await server.admin.partitions("score", 64)
+    assert await numbers(server) == {"rating": (64, 64), "score": (64, 64)}
+    assert (await database_of(server).subscriptions.orders("other")).partitions == []
+
+
+async def test_a_number_of_code_and_a_number_of_an_operator_are_told_apart(server: Outbox) -> None:
+    await database_of(server).partitions.declare("app", {"score": 16}, NOW)
+
+    [_, score] = await server.admin.partitions("score", 4)
+
+    assert (score.number, score.active, score.declared) == (4, 16, 16)
+
+
+async def test_the_same_number_changes_nothing(server: Outbox, clock: MovableClock) -> None:
+    await server.admin.partitions("score", 4)
+    before = (await database_of(server).subscriptions.orders("app")).partitions
+    clock.advance("5m")
+
+    await server.admin.partitions("score", 4)
+
+    assert (await database_of(server).subscriptions.orders("app")).partitions == before
+
+
+async def test_a_number_of_one_for_a_handler_with_one_partition_writes_no_row(server: Outbox) -> None:
+    await server.admin.partitions("score", 1)
+
+    assert (await database_of(server).subscriptions.orders("app")).partitions == []
+
+
+async def test_the_handler_may_be_known_by_its_subscription_alone(server: Outbox, server_url: str) -> None:
+    await Store(server, Look(server_url)).subscribe("ledger", aliases=("book",))
+
+    await server.admin.partitions("book", 4)
+
+    assert await numbers(server, "ledger") == {"book": (4, 4), "ledger": (4, 4)}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes read the numbers of partitions at their start, and then only after a wake-up."""
+    monkeypatch.setattr(Membership, "orders_delay", lambda membership: 1000.0)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_running_process_takes_new_partitions_at_once(server: Outbox) -> None:
+    async with server.running():
+        await eventually(lambda: _owned(server, {"score", "rating"}))
+
+        await server.admin.partitions("score", 4)
+
+        await eventually(lambda: _owns(server, "score", (0, 1, 2, 3)))
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_process_is_woken_by_the_order_of_a_different_process(postgres_url: str) -> None:
+    async with Outbox(postgres_url, namespace="app") as worker, Outbox(postgres_url, namespace="app") as operator:
+        await worker.migrate()
+        worker.handler(MoneyDeposited, name="score")(Journal())
+        async with worker.running():
+            await eventually(lambda: _owned(worker, {"score"}))
+
+            await operator.admin.partitions("score", 4)
+
+            await eventually(lambda: _owns(worker, "score", (0, 1, 2, 3)))
+
+
+async def _owns(outbox: Outbox, handler: str, expected: tuple[int, ...]) -> bool:
+    [instance] = await outbox.admin.instances()
+    return instance.partitions.get(handler) == expected
+
+
+# --- numbers that are refused --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, -1, 65, 1.5, True, "8"])
+async def test_a_number_outside_of_1_to_64_is_refused(outbox: Outbox, number: Any) -> None:
+    outbox.handler(MoneyDeposited, name="score")(Journal())
+
+    with pytest.raises(ConfigurationError, match="expected a whole number from 1 to 64"):
+        await outbox.admin.partitions("score", number)
+
+
+async def test_a_number_without_a_handler_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(ConfigurationError, match="names no handler"):
+        await outbox.admin.partitions(number=4)
+
+
+async def test_an_unknown_handler_is_refused_with_the_nearest_one(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="score")(Journal())
+
+    for arguments in (("scor",), ("scor", 1)):
+        with pytest.raises(UnknownHandler, match="did you mean 'score'"):
+            await outbox.admin.partitions(*arguments)
+
+
+async def test_a_single_writer_has_a_single_partition(sqlite_url: str) -> None:
+    async with Outbox(sqlite_url, namespace="app") as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="score", partitions=16)(Journal())
+
+        with pytest.raises(ConfigurationError, match="sqlite, which has one writer"):
+            await outbox.admin.partitions("score", 2)
+        [score] = await outbox.admin.partitions("score", 1)
+        assert (score.number, score.active) == (1, 1)
+
+
+async def test_more_partitions_than_runs_in_the_cluster_are_refused(server: Outbox) -> None:
+    server.handler(MoneyDeposited, name="bank", total_concurrency=4)(Journal())
+
+    with pytest.raises(ConfigurationError, match=r"total_concurrency=4, so with 5 partitions some .* never run"):
+        await server.admin.partitions("bank", 5)
+    assert await numbers(server, "bank") == {"bank": (1, 1)}
+    await server.admin.partitions("bank", 4)
+    assert await numbers(server, "bank") == {"bank": (4, 4)}
+
+
+async def test_a_report_has_a_single_partition(server: Outbox) -> None:
+    server.handler(MoneyDeposited, name="report", batch=Batch(schedule="0 0 * * *"))(Journal())
+
+    with pytest.raises(ConfigurationError, match="a report is one call"):
+        await server.admin.partitions("report", 2)
+    await server.admin.partitions("report", 1)
+
+
+async def test_the_number_is_not_raised_while_an_older_version_announces_the_handler(
+    server: Outbox, server_look: Look, clock: MovableClock
+) -> None:
+    await server.admin.partitions("score", 4)
+    await Store(server, server_look).subscribe("score", aliases=("rating",))
+    older = "UPDATE {subscriptions} SET last_seen_date = $1 WHERE handler_name = 'score'"
+    await server_look.fetch(older, NOW + timedelta(seconds=1))  # an older version leaves partitioned_seen_date as it is
+
+    for number in (5, 64):
+        with pytest.raises(ConfigurationError, match=r"within 2 minutes by a process of an older version"):
+            await server.admin.partitions("rating", number)
+    assert await numbers(server) == {"rating": (4, 4), "score": (4, 4)}
+
+    await server.admin.partitions("score", 2)  # a smaller number helps an older version
+    clock.advance(OLDER_FOR + timedelta(seconds=2))
+    await server.admin.partitions("score", 64)
+    assert await numbers(server) == {"rating": (64, 64), "score": (64, 64)}
+
+
+async def test_a_number_that_a_shard_refuses_changes_no_shard(server_url: str) -> None:
+    async with Outbox({"eu": server_url, "us": "sqlite://"}, namespace="app") as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="score")(Journal())
+
+        with pytest.raises(ConfigurationError, match="shard 'us' is sqlite"):
+            await outbox.admin.partitions("score", 4)
+        assert {one.shard: one.number for one in await outbox.admin.partitions("score")} == {"eu": 1, "us": 1}
+
+        [eu] = await outbox.admin.partitions("score", 4, shard="eu")
+        assert (eu.shard, eu.number) == ("eu", 4)
+
+
+# --- housekeeping --------------------------------------------------------------------------------
+
+
+def housekeeping_of(outbox: Outbox, *, hears_of_partitions: bool = False) -> Housekeeping:
+    """Housekeeping in the process that fans out, as running() has it."""
+    clock: ShardClock = clock_of(outbox)
+    return Housekeeping(
+        "app", database_of(outbox), clock, outbox.settings, fans_out=lambda: True,
+        seen_since=lambda: clock() - outbox.settings.subscription_ttl, expired=lambda number: None,
+        hears_of_partitions=hears_of_partitions,
+    )  # fmt: skip
+
+
+async def test_partitions_beyond_a_smaller_number_are_forgotten_when_no_fan_out_can_write_there(
+    server: Outbox, server_look: Look, clock: MovableClock
+) -> None:
+    await server.admin.partitions("score", 8)
+    await server.admin.partitions("score", 2)
+    housekeeping = housekeeping_of(server)
+
+    clock.advance(2 * server.settings.statement_timeout - timedelta(seconds=1))
+    await housekeeping.run_once()
+    assert await numbers(server, "score") == {"rating": (2, 8), "score": (2, 8)}
+
+    clock.advance("2s")
+    await housekeeping.run_once()
+    assert await numbers(server, "score") == {"rating": (2, 2), "score": (2, 2)}
+
+
+async def test_partitions_beyond_a_smaller_number_stay_while_rows_are_left(
+    server: Outbox, server_look: Look, clock: MovableClock
+) -> None:
+    await server.admin.partitions("score", 8)
+    store = Store(server, server_look)
+    await store.subscribe("score", aliases=("rating",))
+    await store.insert_notifications(*map(str, range(40)))
+    await server.admin.partitions("score", 2)
+    clock.advance("1h")
+
+    await housekeeping_of(server).run_once()
+    assert await numbers(server, "score") == {"rating": (2, 2), "score": (2, 8)}
+
+    await server_look.fetch("UPDATE {event_notifications} SET state = 'SUCCEEDED'")
+    await housekeeping_of(server).run_once()
+    assert await numbers(server, "score") == {"rating": (2, 2), "score": (2, 2)}
+
+
+async def test_housekeeping_asks_for_nothing_while_every_partition_is_needed(
+    server: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shrunk, partitions] = [list[str](), database_of(server).partitions]
+    monkeypatch.setattr(partitions, "shrink", lambda namespace, changed_before: _noted(shrunk, namespace))
+    housekeeping = housekeeping_of(server, hears_of_partitions=True)
+
+    await housekeeping.run_once()
+    housekeeping.heed_partitions([])
+    await housekeeping.run_once()
+    await server.admin.partitions("score", 8)
+    housekeeping.heed_partitions((await database_of(server).subscriptions.orders("app")).partitions)
+    await housekeeping.run_once()
+    assert shrunk == []
+
+    await server.admin.partitions("score", 2)
+    housekeeping.heed_partitions((await database_of(server).subscriptions.orders("app")).partitions)
+    await housekeeping.run_once()
+    assert shrunk == ["app"]
+
+
+async def test_processes_that_died_without_a_partition_are_forgotten_after_a_day(
+    server: Outbox, clock: MovableClock
+) -> None:
+    repository = database_of(server).partitions
+    housekeeping = housekeeping_of(server, hears_of_partitions=True)
+    await repository.seen("app", Instance("dead", ("score",), NOW))
+    clock.advance("23h")
+    await repository.seen("app", Instance("alive", ("score",), clock.now()))
+
+    async def listed() -> list[str]:
+        await housekeeping.run_once()
+        return [one.instance for one in await server.admin.instances()]
+
+    await server.admin.partitions("score", 4)
+    housekeeping.heed_partitions((await database_of(server).subscriptions.orders("app")).partitions)
+    assert await listed() == ["alive", "dead"]
+    clock.advance("59m")
+    assert await listed() == ["alive", "dead"]
+    clock.advance("2m")
+    assert await listed() == ["alive"]
+
+
+async def test_without_shared_handlers_no_process_is_looked_for(
+    server: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_of(server).partitions, "view", None)
+    housekeeping = housekeeping_of(server, hears_of_partitions=True)
+
+    housekeeping.heed_partitions([])
+
+    await housekeeping.run_once()
+
+
+async def test_a_running_process_asks_for_nothing_until_a_number_became_smaller(
+    server: Outbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrunk, partitions = list[str](), database_of(server).partitions
+    monkeypatch.setattr(partitions, "shrink", lambda namespace, changed_before: _noted(shrunk, namespace))
+    async with server.running():
+        run = run_of(server)
+        await eventually(lambda: _owned(server, {"score", "rating"}))
+        assert await run.housekeeping.run_once() is not None
+        assert shrunk == []
+
+        await server.admin.partitions("score", 4)
+        await server.admin.partitions("score", 2)
+        await eventually(lambda: _shrinks(run, shrunk))
+
+
+@pytest.mark.parametrize(("handling", "asked"), [(True, []), (False, ["app"])])
+async def test_only_a_process_without_handlers_asks_before_it_knows_the_numbers(
+    server: Outbox, monkeypatch: pytest.MonkeyPatch, handling: bool, asked: list[str]
+) -> None:
+    shrunk, partitions = list[str](), database_of(server).partitions
+    monkeypatch.setattr(partitions, "shrink", lambda namespace, changed_before: _noted(shrunk, namespace))
+    monkeypatch.setattr(LockManager, "holds", lambda self, name: True)
+
+    await shard_of(server).start_run(Roles(fanout=True, handling=handling)).housekeeping.run_once()
+
+    assert shrunk == asked
+
+
+async def _shrinks(run: Any, shrunk: list[str]) -> bool:
+    await run.housekeeping.run_once()
+    return bool(shrunk)
+
+
+async def _noted(noted: list[str], namespace: str) -> int:
+    noted.append(namespace)
+    return 0
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+async def test_the_command_shows_each_process_and_the_partitions_that_nobody_owns(
+    outbox: Outbox, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outbox.handler(MoneyDeposited, name="score")(Journal())
+
+    await partitions(outbox, Request(handler="score"), as_json=False)
+    assert capsys.readouterr().out.split()[-4:] == ["1", "no", "process", "0"]
+
+    async with outbox.running():
+        await eventually(lambda: _owned(outbox, {"score"}))
+        await partitions(outbox, Request(handler="score"), as_json=False)
+        told = "".join(capsys.readouterr().out.split())
+        assert owner_of(outbox)[:20] in told
+        assert "noprocess" not in told
+
+
+async def test_the_command_answers_machines(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+    outbox.handler(MoneyDeposited, name="score")(Journal())
+
+    await partitions(outbox, Request(), as_json=True)
+
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "handler_name": "score", "shard": "default", "number": 1, "active": 1, "declared": 1,
+            "owners": [{"partition": 0, "owner": None, "since": None}],
+        }
+    ]  # fmt: skip
+
+
+async def test_the_command_says_what_a_new_number_changes(server: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+    await server.admin.partitions("score", 4)
+
+    await partitions(server, Request(handler="score", number=16), as_json=False)
+
+    told = capsys.readouterr().out
+    assert "score: 4 -> 16 partitions" in told
+    assert "rating: 4 -> 16 partitions" in told
+    assert "0-15" in told
+
+
+async def test_status_says_how_many_partitions_each_process_owns_and_what_nobody_owns(
+    server: Outbox, server_look: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await status(server, as_json=True)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["partitions"], answer["unowned"]) == ([], [])
+
+    await server.admin.partitions("score", 4)
+    lock = database_of(server).cluster_lock("host:1:ab", None, 5.0)
+    await lock.listen(lambda payload: None)
+    try:
+        [_, score] = await server.admin.partitions("score")
+        await lock.acquire(_locks_of(score)[:3])
+        await status(server, as_json=True)
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["partitions"][1]["owners"] == {"host:1:ab": 3}
+        assert answer["unowned"] == []  # no row is due
+
+        store = Store(server, server_look)
+        await store.subscribe("score", aliases=("rating",))
+        await store.insert_notifications(*map(str, range(40)))
+        await status(server, as_json=True)
+        assert json.loads(capsys.readouterr().out)["unowned"] == [
+            {"shard": "default", "handler_name": "score", "partitions": [3]}
+        ]
+
+        await status(server, as_json=False)
+        told = capsys.readouterr().out
+    finally:
+        await lock.close()
+    assert "host:1:ab" in told
+    assert "NO  default: no process owns partition 3 of handler 'score', with due notifications: start" in told
+
+
+def _locks_of(one: HandlerPartitions) -> list[Any]:
+    return [LockName("app", "dispatch", one.handler_name, each.partition) for each in one.owners]
+
+
+async def test_a_drain_of_the_worker_knows_due_rows_of_every_partition(server: Outbox, server_look: Look) -> None:
+    await server.admin.partitions("score", 8)
+    store = Store(server, server_look)
+    await store.subscribe("score")
+    assert await _names_with_due_rows(server) == []
+    for key in range(8):
+        await store.insert_notifications(str(key))
+        assert await _names_with_due_rows(server) == ["score"]
+        await server_look.fetch("UPDATE {event_notifications} SET state = 'SUCCEEDED'")

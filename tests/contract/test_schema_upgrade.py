@@ -1,0 +1,455 @@
+"""Tables of the previous version are changed in two steps: expand beside running processes, contract after them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import asyncpg
+import pytest
+
+from outboxio import Outbox, SchemaInUse, SchemaMissing, SchemaNewer
+from outboxio.cli.schema import check as check_command
+from outboxio.cli.schema import migrate as migrate_command
+from outboxio.storage import schema
+from outboxio.storage.ddl import Change, change_of
+from outboxio.storage.schema import SqlFile, sql_files
+from outboxio.support.clock import utc_now
+from tests.contract.test_schema import CONTRACT, SHARED, columns_of, files_in, run_with_the_databases_own_tool
+from tests.kit import mysql
+from tests.kit.app import Journal, Look, MoneyDeposited, eventually
+
+pytestmark = pytest.mark.every_version
+
+PREVIOUS = 4
+"""The newest file of the previous version. Released files are never edited."""
+EXPAND = "0005_partitions.sql"
+OLD_INDEX, NEW_INDEX = "event_notifications_due", "event_notifications_partition"
+
+DATE = f"'{utc_now() - timedelta(hours=1)}'"
+EVENT = {
+    "namespace": "'app'", "action_id": "'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'", "action_name": "'Deposit'",
+    "action_params": "'{}'", "started_date": DATE, "completion_date": DATE, "model_id": "'7'", "model_type": "'Wallet'",
+    "event_type": "'MoneyDeposited'", "event_date": DATE,
+}  # fmt: skip
+
+
+def payload(amount: int) -> str:
+    return f"""'{{"wallet_id": "{UUID(int=amount)}", "amount": "{amount}"}}'"""
+
+
+def insert(look: Look, table: str, row: dict[str, str]) -> str:
+    """An INSERT that names its columns, as all statements of the previous version do."""
+    return f"INSERT INTO {look.table(table)} ({', '.join(row)}) VALUES ({', '.join(row.values())})"
+
+
+async def add_event(look: Look, amount: int) -> None:
+    row = {**EVENT, "id": f"'{UUID(int=amount)}'", "payload": payload(amount), "delivered": "FALSE"}
+    await look.fetch(insert(look, "events", row))
+
+
+async def add_notification(look: Look, amount: int, state: str = "PENDING") -> None:
+    own = {
+        "id": f"'{UUID(int=amount)}'", "event_id": f"'{UUID(int=amount)}'", "handler_name": "'journal'",
+        "payload": payload(amount), "state": f"'{state}'", "next_retry_at": DATE, "created_date": DATE,
+        "updated_date": DATE, "sequence": str(amount), "retention_from": DATE, "ordering_key": "'7'",
+    }  # fmt: skip
+    await look.fetch(insert(look, "event_notifications", {**EVENT, **own}))
+
+
+async def indexes_of(look: Look) -> set[str]:
+    """The indexes of the notifications by which due rows are found."""
+    if look.driver == "asyncpg":
+        question = "SELECT indexname AS name FROM pg_indexes WHERE schemaname = 'eventlog'"
+    else:
+        question = (
+            "SELECT DISTINCT index_name AS name FROM information_schema.statistics WHERE table_schema = 'eventlog'"
+        )
+    return {row["name"] for row in await look.fetch(question)} & {OLD_INDEX, NEW_INDEX}
+
+
+@pytest.fixture
+def look(server_url: str) -> Look:
+    return Look(server_url)
+
+
+@pytest.fixture
+async def outbox(server_url: str, look: Look) -> AsyncIterator[Outbox]:
+    """An outbox on the tables of the previous version."""
+    for file in sql_files(look.dialect)[:PREVIOUS]:
+        await run_with_the_databases_own_tool(server_url, file.text)
+    async with Outbox(server_url, namespace="app") as outbox:
+        yield outbox
+
+
+async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: Outbox, look: Look) -> None:
+    await add_notification(look, 1)
+    await add_notification(look, 2, "FAILED")
+    await add_notification(look, 3, "SUCCEEDED")
+    await add_event(look, 4)
+
+    assert await outbox.migrate() == {"default": [EXPAND]}
+    await add_notification(look, 5)  # by a process of the previous version that still runs
+
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name="journal")(journal)
+    assert (await outbox.drain()).succeeded == 4
+    assert sorted(journal.amounts) == [1, 2, 4, 5]
+    assert {row["partition_number"] for row in await look.notifications()} == {0}
+
+
+async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(outbox: Outbox, look: Look) -> None:
+    steps: list[tuple[bool, list[str], set[str]]] = [
+        (False, [EXPAND], {OLD_INDEX, NEW_INDEX}),
+        (False, [], {OLD_INDEX, NEW_INDEX}),
+        (True, [CONTRACT], {NEW_INDEX}),
+        (True, [], {NEW_INDEX}),
+        (False, [], {NEW_INDEX}),
+    ]
+    for contract, applied, indexes in steps:
+        assert await outbox.migrate(contract=contract) == {"default": applied}
+        await outbox.check()
+        assert await indexes_of(look) == indexes
+    rows = await look.fetch("SELECT file FROM {schema_versions} ORDER BY version")
+    assert [row["file"] for row in rows] == files_in(look.dialect)
+
+
+async def test_both_steps_may_be_made_at_once(outbox: Outbox, look: Look) -> None:
+    assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT]}
+    await outbox.check()
+    assert await indexes_of(look) == {NEW_INDEX}
+
+
+async def announce(look: Look, namespace: str, name: str, ago: timedelta) -> None:
+    """An announcement of the previous version, so long ago by the clock of the database."""
+    moment = {
+        "asyncpg": f"clock_timestamp() AT TIME ZONE 'UTC' - INTERVAL '{ago.total_seconds()} seconds'",
+        "aiomysql": f"UTC_TIMESTAMP(6) - INTERVAL {ago.total_seconds()} SECOND",
+    }[look.driver]
+    row = {
+        "namespace": f"'{namespace}'", "handler_name": f"'{name}'", "event_type": "'MoneyDeposited'", "topic": "''",
+        "aliases": "'[]'", "priority": "0", "ordered": "FALSE", "last_seen_date": moment,
+    }  # fmt: skip
+    await look.fetch(insert(look, "subscriptions", row))
+
+
+RECENT, OVER = timedelta(seconds=90), timedelta(seconds=125)
+
+
+async def announce_as_ours(look: Look, namespace: str, name: str, ago: timedelta) -> None:
+    await announce(look, namespace, name, ago)
+    await look.fetch(
+        "UPDATE {subscriptions} SET partitioned_seen_date = last_seen_date "
+        f"WHERE namespace = '{namespace}' AND handler_name = '{name}'"
+    )
+
+
+async def test_contract_is_refused_while_the_previous_version_announces_in_any_namespace(
+    outbox: Outbox, look: Look
+) -> None:
+    await outbox.migrate()
+    await announce_as_ours(look, "app", "ours", RECENT)
+    await announce(look, "app", "gone", OVER)
+    await announce(look, "other", "journal", RECENT)
+
+    says = (
+        rf"shard 'default': .*older version.* has announced other/journal within 2 minutes, and {CONTRACT} drops .*: "
+        r"stop the processes of the older version, wait for 2 minutes, and migrate with contract again"
+    )
+    with pytest.raises(SchemaInUse, match=says) as caught:
+        await outbox.migrate(contract=True)
+
+    assert (caught.value.handlers, caught.value.files) == (("other/journal",), (CONTRACT,))
+    assert await indexes_of(look) == {OLD_INDEX, NEW_INDEX}
+    assert await outbox.migrate() == {"default": []}, "without contract nothing is refused"
+    await look.fetch("DELETE FROM {subscriptions} WHERE handler_name = 'journal'")
+    assert await outbox.migrate(contract=True) == {"default": [CONTRACT]}
+    await announce(look, "other", "journal", RECENT)
+    assert await outbox.migrate(contract=True) == {"default": []}, "nothing is left to refuse"
+
+
+async def test_contract_is_refused_for_the_evidence_that_this_version_keeps(outbox: Outbox, look: Look) -> None:
+    await outbox.migrate()
+    for ago, name in ((RECENT, "journal"), (OVER, "gone")):
+        await announce_as_ours(look, "app", name, ago)
+        await look.fetch(f"UPDATE {{subscriptions}} SET older_seen_date = last_seen_date WHERE handler_name = '{name}'")
+
+    with pytest.raises(SchemaInUse, match="app/journal within 2 minutes"):
+        await outbox.migrate(contract=True)
+
+    await look.fetch("UPDATE {subscriptions} SET older_seen_date = NULL WHERE handler_name = 'journal'")
+    assert await outbox.migrate(contract=True) == {"default": [CONTRACT]}
+
+
+async def test_both_steps_at_once_are_refused_beside_the_previous_version_and_nothing_is_applied(
+    outbox: Outbox, look: Look
+) -> None:
+    await announce(look, "app", "gone", OVER)
+    await announce(look, "app", "journal", RECENT)
+
+    with pytest.raises(SchemaInUse, match="app/journal within 2 minutes"):
+        await outbox.migrate(contract=True)
+
+    assert await indexes_of(look) == {OLD_INDEX}
+    assert await outbox.migrate() == {"default": [EXPAND]}
+
+
+async def test_a_process_of_this_version_does_not_start_on_the_previous_tables(outbox: Outbox) -> None:
+    says = rf"column event_notifications\.partition_number, .*call `await outbox\.migrate\(\)`.*apply sql/\w+/{EXPAND}$"
+    with pytest.raises(SchemaMissing, match=says) as caught:
+        await outbox.check()
+    assert "table handler_partitions" in caught.value.missing
+    assert caught.value.by_hand == ()
+
+
+async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_tables(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await outbox.migrate()
+
+    def files_of_the_previous_version(dialect: str) -> list[SqlFile]:
+        return sql_files(dialect)[:PREVIOUS]
+
+    monkeypatch.setattr(schema, "sql_files", files_of_the_previous_version)
+    for way in (outbox.check, outbox.migrate):
+        with pytest.raises(SchemaNewer) as caught:
+            await way()
+        assert (caught.value.found, caught.value.known) == (5, 4)
+
+
+async def test_statements_of_the_previous_version_work_between_the_steps(outbox: Outbox, look: Look) -> None:
+    await outbox.migrate()
+    await add_notification(look, 1)
+    forced = "" if look.driver == "asyncpg" else f"FORCE INDEX ({OLD_INDEX})"
+    find = f"SELECT id FROM {{event_notifications}} {forced} WHERE namespace = 'app' AND handler_name = 'journal'"
+    assert len(await look.fetch(find)) == 1
+    announce = {
+        "namespace": "'app'", "handler_name": "'journal'", "event_type": "'MoneyDeposited'", "topic": "''",
+        "aliases": "'[]'", "priority": "0", "ordered": "FALSE", "last_seen_date": DATE,
+    }  # fmt: skip
+    await look.fetch(insert(look, "subscriptions", announce))
+    assert await look.value("SELECT partitioned_seen_date FROM {subscriptions}") is None
+
+
+async def test_processes_that_migrate_at_once_take_turns(server_url: str, outbox: Outbox, look: Look) -> None:
+    outboxes = [Outbox(server_url, namespace="app") for _ in range(4)]
+    try:
+        applied = await asyncio.gather(*(other.migrate() for other in outboxes))
+    finally:
+        for other in outboxes:
+            await other.close()
+    assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND]]
+
+
+async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) -> None:
+    look = Look(postgres_url)
+    for file in sql_files("postgres")[:PREVIOUS]:
+        await run_with_the_databases_own_tool(postgres_url, file.text)
+    [add, create] = [
+        statement
+        for statement in sql_files("postgres")[PREVIOUS].text.split(";")
+        if "event_notifications ADD COLUMN" in statement or "CREATE INDEX" in statement
+    ]
+    await look.fetch(add)
+    await look.fetch(create.replace("CREATE INDEX", "CREATE INDEX CONCURRENTLY"))
+    number = "SELECT 'eventlog.event_notifications_partition'::regclass::oid"
+    before = await look.value(number)
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        assert await outbox.migrate() == {"default": [EXPAND]}
+        await outbox.check()
+    assert await look.value(number) == before
+
+
+async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for_ever(postgres_url: str) -> None:
+    """Fan-out reads subscriptions and then writes notifications: the migration locks the tables in the same order."""
+    look = Look(postgres_url)
+    for file in sql_files("postgres")[:PREVIOUS]:
+        await run_with_the_databases_own_tool(postgres_url, file.text)
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'"
+
+    async def is_waiting() -> bool:
+        return bool(await look.value(waits))
+
+    fanout = await asyncpg.connect(postgres_url)
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        round_of_fanout = fanout.transaction()
+        await round_of_fanout.start()
+        await fanout.fetch("SELECT * FROM eventlog.subscriptions")
+        migrating = asyncio.create_task(outbox.migrate())
+        await eventually(is_waiting)
+        async with asyncio.timeout(10):
+            await fanout.execute("UPDATE eventlog.event_notifications SET attempts = 0")
+            await round_of_fanout.commit()
+            assert await migrating == {"default": [EXPAND]}
+    await fanout.close()
+
+
+def test_processes_that_handle_need_rights_on_the_tables_of_partitions() -> None:
+    for table in SHARED:
+        assert schema.working("postgres", fanout=False, handling=True)[table] == ["SELECT", "INSERT", "UPDATE"]
+        assert schema.working("mysql", fanout=True, handling=False)[table] == ["SELECT"]
+        assert table not in schema.working("sqlite", fanout=True, handling=True)
+
+
+async def test_an_added_column_that_is_gone_is_told_and_not_made_again_unasked(
+    server_url: str, outbox: Outbox, look: Look
+) -> None:
+    await outbox.migrate()
+    await look.fetch("ALTER TABLE {subscriptions} DROP COLUMN older_seen_date")
+    for way in (outbox.check, outbox.migrate):
+        with pytest.raises(SchemaMissing, match=r"column subscriptions\.older_seen_date: ") as caught:
+            await way()
+        assert not caught.value.can_migrate
+    for statement in caught.value.by_hand:
+        await run_with_the_databases_own_tool(server_url, f"{statement};")
+    await outbox.check()
+
+
+async def test_a_restored_table_has_the_parts_that_later_files_add(server_url: str, outbox: Outbox, look: Look) -> None:
+    await outbox.migrate(contract=True)
+    columns = await columns_of(look, "event_notifications")
+    await look.fetch("DROP TABLE {event_notifications}")
+    with pytest.raises(SchemaMissing) as caught:
+        await outbox.check()
+    for statement in caught.value.by_hand:
+        await run_with_the_databases_own_tool(server_url, f"{statement};")
+    await outbox.check()
+    assert await columns_of(look, "event_notifications") == columns
+
+
+# --- MySQL and MariaDB, where each statement commits by itself ---------------------------------------
+
+
+async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql_url: str) -> None:
+    from outboxio.storage.mysql.schema import _statements
+
+    look = Look(mysql_url)
+    files = sql_files(look.dialect)
+    steps = [statement for file in files[PREVIOUS:] for statement in _statements(file.text)]
+    for done in range(len(steps) + 1):
+        for file in files[:PREVIOUS]:
+            await run_with_the_databases_own_tool(mysql_url, file.text)
+        async with mysql.connected(mysql_url) as connection:
+            for statement in steps[:done]:
+                await mysql.fetch(connection, statement)
+        await add_notification(look, 1)
+        async with Outbox(mysql_url, namespace="app") as outbox:
+            await outbox.migrate()
+            await outbox.check()
+            await outbox.migrate(contract=True)
+            await outbox.check()
+            assert await outbox.migrate(contract=True) == {"default": []}
+        rows = await look.fetch("SELECT file FROM {schema_versions} ORDER BY version")
+        assert [row["file"] for row in rows] == files_in(look.dialect), f"interrupted after {done} statements"
+        assert await indexes_of(look) == {NEW_INDEX}
+        assert await look.value("SELECT count(*) FROM {event_notifications} WHERE partition_number = 0") == 1
+        await look.fetch("DROP DATABASE eventlog")
+
+
+@pytest.mark.parametrize(("what", "clause"), [("ADD COLUMN", "ALGORITHM=INSTANT"), ("ADD KEY", "LOCK=NONE")])
+def test_large_tables_are_changed_without_a_copy_and_without_a_lock(what: str, clause: str) -> None:
+    """The clauses make a server refuse the statement instead of copying or locking the table."""
+    for dialect in ("mysql", "mariadb"):
+        text = next(file.text for file in sql_files(dialect) if file.name == EXPAND)
+        [statement] = [s for s in text.split(";") if f"event_notifications {what}" in " ".join(s.split())]
+        assert clause in statement
+
+
+# --- the command line --------------------------------------------------------------------------------
+
+
+async def test_the_command_line_says_what_waits_and_applies_it_when_asked(
+    outbox: Outbox, look: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told() -> list[str]:
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    waits = (
+        f".. default: {CONTRACT} is not applied yet: run outboxio migrate --contract when no process of an older "
+        "version runs any more"
+    )
+    assert await migrate_command(outbox, contract=False, as_json=False) == 0
+    assert told() == [f"ok default: applied {EXPAND}", waits]
+    assert await check_command(outbox, as_json=False) == 0
+    assert told()[1:] == [waits]
+    assert await migrate_command(outbox, contract=True, as_json=False) == 0
+    assert told() == [f"ok default: applied {CONTRACT}"]
+    assert await check_command(outbox, as_json=False) == 0
+    assert len(told()) == 1
+    assert await indexes_of(look) == {NEW_INDEX}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_the_command_line_refuses_to_contract_beside_the_previous_version(
+    outbox: Outbox, look: Look, as_json: bool
+) -> None:
+    await migrate_command(outbox, contract=False, as_json=as_json)
+    await announce(look, "app", "journal", RECENT)
+    with pytest.raises(SchemaInUse):
+        await migrate_command(outbox, contract=True, as_json=as_json)
+
+
+async def test_the_command_line_tells_machines_what_waits(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+    import msgspec
+
+    def told() -> Any:
+        return msgspec.json.decode(capsys.readouterr().out)
+
+    await migrate_command(outbox, contract=False, as_json=True)
+    assert told() == {"applied": {"default": [EXPAND]}, "pending": {"default": [CONTRACT]}}
+    await check_command(outbox, as_json=True)
+    assert told()["shards"]["default"]["pending"] == [CONTRACT]
+    await migrate_command(outbox, contract=True, as_json=True)
+    assert told() == {"applied": {"default": [CONTRACT]}, "pending": {"default": []}}
+    await check_command(outbox, as_json=True)
+    assert "pending" not in told()["shards"]["default"]
+
+
+# --- our files are read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "change"),
+    [
+        (
+            "ALTER TABLE eventlog.events ADD COLUMN a INT NOT NULL DEFAULT 0",
+            Change("column", "events", "a", drops=False),
+        ),
+        (
+            "-- why\nALTER TABLE eventlog.events\n  ADD COLUMN IF NOT EXISTS a INT;\n",
+            Change("column", "events", "a", drops=False),
+        ),
+        (
+            "ALTER TABLE eventlog.events ADD COLUMN a INT, ALGORITHM=INSTANT",
+            Change("column", "events", "a", drops=False),
+        ),
+        (
+            "ALTER TABLE eventlog.events ADD KEY k (a, b), ALGORITHM=INPLACE, LOCK=NONE",
+            Change("index", "events", "k", drops=False),
+        ),
+        ("CREATE INDEX IF NOT EXISTS k ON eventlog.events (a)", Change("index", "events", "k", drops=False)),
+        ("CREATE INDEX eventlog_k ON eventlog_events (a)", Change("index", "events", "k", drops=False)),
+        ("ALTER TABLE eventlog.events DROP KEY k", Change("index", "events", "k", drops=True)),
+        ("DROP INDEX IF EXISTS eventlog.k", Change("index", "", "k", drops=True)),
+        ("DROP INDEX eventlog_k", Change("index", "", "k", drops=True)),
+        ("CREATE TABLE IF NOT EXISTS eventlog.own (a INT)", None),
+        ("INSERT INTO eventlog.schema_versions VALUES (5, 'x', now())", None),
+    ],
+)
+def test_the_change_of_a_statement_is_known(statement: str, change: Change | None) -> None:
+    assert change_of(statement) == change
+
+
+def test_no_statement_of_a_file_is_passed_over() -> None:
+    """A statement that is not understood would have no remedy, and would fail in a migration that goes on."""
+    from outboxio.storage.mysql.schema import _statements
+
+    for dialect in ("mysql", "mariadb"):
+        for file in sql_files(dialect):
+            for statement in _statements(file.text):
+                text = " ".join(line for line in statement.splitlines() if not line.startswith("--"))
+                if text.split()[0] in ("ALTER", "DROP"):
+                    assert change_of(statement) is not None, statement

@@ -1,0 +1,253 @@
+"""Transactions are few: beside a slow handler or hook, the next one that needs a transaction begins at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio import Event, EventEnvelope, HandlerFailed, Outbox, Settings, Unprocessable
+from tests.kit.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import database_of
+from tests.kit.probes import MakeOutbox
+from tests.kit.spies import Gate, counters, deposits
+
+Envelope = EventEnvelope[Any]
+
+
+class Slow(Event):
+    number: int
+
+
+@pytest.fixture
+def needs_many_writers(look: Look) -> None:
+    if look.is_file:
+        pytest.skip("this database has one writer: whoever has it keeps all others waiting")
+
+
+async def open_wallets(outbox: Outbox, number: int) -> None:
+    async with outbox.transaction("Open") as tx:
+        for _ in range(number):
+            tx.emit(WalletOpened(uuid4()))
+
+
+async def slow_down(outbox: Outbox, number: int) -> None:
+    async with outbox.transaction("SlowDown") as tx:
+        for each in range(number):
+            tx.emit(Slow(each))
+
+
+def hears(journal: Journal) -> Callable[[Envelope, HandlerFailed], Awaitable[None]]:
+    async def hear(envelope: Envelope, error: HandlerFailed) -> None:
+        await journal(envelope)
+
+    return hear
+
+
+def refuses() -> Journal:
+    return Journal(lambda envelope: Unprocessable("no"))
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_slow_runs_hold_up_no_other_transactional_handler_and_no_hook(outbox: Outbox) -> None:
+    slow, quick, plain, told = Gate(), Journal(), Journal(), Journal()
+    outbox.handler(Slow, name="slow", delivery="transactional")(slow)
+    outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
+    outbox.handler(WalletOpened, name="plain")(plain)
+    outbox.handler(WalletOpened, name="refuses", on_dead=hears(told))(refuses())
+
+    async with outbox.running():
+        await slow_down(outbox, 200)
+        await eventually(lambda: slow.inside >= 5)
+        await open_wallets(outbox, 20)
+        for journal in (quick, plain, told):
+            await journal.calls(20)
+        slow.open()
+        await eventually(lambda: counters(outbox).succeeded == 240)
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+@pytest.mark.parametrize(("others", "expected"), [(0, 1.0), (1, 0.8), (30, 0.5)])
+async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others: int, expected: float) -> None:
+    gate = Gate()
+    outbox.handler(Slow, name="busy", delivery="transactional")(gate)
+    for number in range(others):
+        outbox.handler(WalletOpened, name=f"idle-{number}", delivery="transactional")(Journal())
+    most = int(database_of(outbox).handler_transactions * expected)
+
+    async with outbox.running():
+        await slow_down(outbox, 50)
+        await eventually(lambda: gate.inside == most)
+        await open_wallets(outbox, others)  # whatever ends now is no reason to let it have more
+        await eventually(lambda: counters(outbox).succeeded == others * others)
+        assert gate.most == most
+        gate.open()
+        await eventually(lambda: counters(outbox).succeeded == 50 + others * others)
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_slow_hooks_hold_up_neither_handlers_nor_the_hooks_of_others(outbox: Outbox) -> None:
+    slow, told, quick, journal = Gate(), Journal(), Journal(), Journal()
+
+    async def handle(envelope: Envelope) -> None:
+        await journal(envelope)
+        if isinstance(envelope.event, Slow):
+            raise Unprocessable("no")
+
+    outbox.handler(Slow, WalletOpened, name="dies", on_dead=hears(slow), concurrency=1)(handle)
+    outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
+    outbox.handler(WalletOpened, name="refuses", on_dead=hears(told))(refuses())
+
+    async with outbox.running():
+        await slow_down(outbox, 30)
+        await journal.calls(30)
+        await eventually(lambda: slow.inside == 1)
+        await open_wallets(outbox, 30)
+        await journal.calls(60)
+        await quick.calls(30)
+        await told.calls(30)
+        assert slow.most == 1, "hooks heed the concurrency of their handler"
+        slow.open()
+        await eventually(lambda: counters(outbox).dead == 60)
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_many_verdicts_that_wait_for_a_slow_hook_do_not_keep_events_from_being_read(
+    make_outbox: MakeOutbox,
+) -> None:
+    """More than a handler reads ahead at first."""
+    outbox = await make_outbox(settings=Settings(concurrency=20))
+    slow, handled = Gate(), Journal(lambda envelope: Unprocessable("no") if envelope.event.amount < 300 else None)
+    outbox.handler(MoneyDeposited, name="dies", on_dead=hears(slow))(handled)
+
+    async with outbox.running():
+        await deposits(outbox, 300)
+        await eventually(lambda: counters(outbox).dying == 300)
+        async with outbox.transaction("Deposit") as tx:
+            for amount in range(300, 400):
+                tx.emit(MoneyDeposited(uuid4(), Decimal(amount)))
+        await handled.calls(400)
+        slow.open()
+        await eventually(lambda: counters(outbox).dead == 300)
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_hooks_take_up_no_slot_of_handlers(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=Settings(concurrency=1))
+    slow, quick = Gate(), Journal()
+    outbox.handler(Slow, name="dies", on_dead=hears(slow))(refuses())
+    outbox.handler(WalletOpened, name="quick")(quick)
+
+    async with outbox.running():
+        await slow_down(outbox, 5)
+        await eventually(lambda: slow.inside == 1)
+        await open_wallets(outbox, 5)
+        await quick.calls(5)
+        slow.open()
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+@pytest.mark.parametrize("kind", ["handler", "hook"])
+async def test_where_there_is_one_transaction_everybody_has_a_turn(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch, priority: int, kind: str
+) -> None:
+    """A handler with a backlog of slow runs, although it has the higher priority, and a handler that comes later."""
+    outbox = await make_outbox(settings=Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms"))
+    monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 1))
+    order: list[str] = []
+    has_begun = asyncio.Event()
+
+    async def slow(envelope: Envelope) -> None:
+        order.append("slow")
+        has_begun.set()
+        await asyncio.sleep(0.03)
+
+    async def quick(envelope: Envelope, error: Exception | None = None) -> None:
+        order.append("quick")
+
+    outbox.handler(Slow, name="slow", delivery="transactional", priority=priority)(slow)
+    if kind == "handler":
+        outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
+    else:
+        outbox.handler(WalletOpened, name="refuses", on_dead=quick)(refuses())
+
+    await slow_down(outbox, 100)
+    async with outbox.running():
+        await has_begun.wait()
+        await open_wallets(outbox, 1)
+        await eventually(lambda: "quick" in order)
+
+    assert order.index("quick") < 60, "long before the backlog was through"
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_it_ends(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 2))
+    let_go, quick = asyncio.Event(), Journal()
+    inside = 0
+
+    @outbox.handler(Slow, name="stuck", delivery="transactional", timeout="100ms")
+    async def handle(envelope: Envelope) -> None:
+        nonlocal inside
+        inside += 1
+        while not let_go.is_set():
+            try:
+                await let_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
+    async with outbox.running():
+        await slow_down(outbox, 5)
+        await eventually(lambda: counters(outbox).stuck == 1)
+        await open_wallets(outbox, 10)
+        await quick.calls(10)
+        assert inside == 1, "the other transaction is for others"
+        let_go.set()
+        await eventually(lambda: inside > 1)
+        await eventually(lambda: counters(outbox).succeeded == 15)
+
+
+@pytest.mark.usefixtures("needs_many_writers")
+async def test_messages_that_are_consumed_at_once_hold_up_no_other_handlers(outbox: Outbox) -> None:
+    slow, quick = Gate(), Journal()
+    outbox.handler(Slow, name="slow", delivery="transactional")(slow)
+    outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
+
+    async def consume(number: int, event: Event) -> None:
+        await outbox.inbox.consume(source="bank", external_id=f"{type(event).__name__}-{number}", event=event)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(30):
+            group.create_task(consume(number, Slow(number)))
+        await eventually(lambda: slow.inside >= 5)
+        await asyncio.gather(*(consume(number, WalletOpened(uuid4())) for number in range(5)))
+        assert (len(quick), slow.most) == (5, 8)
+        slow.open()
+
+    assert len(slow) == 30
+
+
+async def test_waiting_for_a_transaction_is_not_the_time_of_a_consumed_message(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 1))
+    calls = 0
+
+    @outbox.handler(Slow, name="slow", delivery="transactional", timeout="500ms")
+    async def handle(envelope: Envelope) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.1)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(10):
+            group.create_task(outbox.inbox.consume(source="bank", external_id=str(number), event=Slow(number)))
+
+    assert calls == 10

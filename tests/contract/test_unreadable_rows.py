@@ -1,0 +1,379 @@
+"""A row of ``event_notifications`` that cannot be read ends alone, with its error, and harms no other row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from outboxio import Batch, Event, EventEnvelope, HandlerFailed, Outbox, UnreadableRow
+from outboxio.testing import MovableClock
+from tests.kit import mysql
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.probes import open_transactions
+from tests.kit.storage import Store
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+_ZERO = "'0000-00-00 00:00:00'"
+DAMAGE = {
+    "postgres": {"retention_from": ("'infinity'", "'-infinity'", "'20000-01-01'")},
+    "mysql": {"retention_from": (_ZERO,)},
+    "mariadb": {"retention_from": (_ZERO,)},
+    "sqlite": {
+        "retention_from": ("'nonsense'", "''", "X'ff'"),
+        "attempts": ("'many'", "X'00'"),
+        "sequence": ("'first'",),
+        "payload": ("X'7b7d'", "CAST(X'ff' AS TEXT)"),
+        "headers": ("X'7b7d'",),
+    },
+}
+CONTEXT_DAMAGE = {
+    "postgres": ("started_date", "'infinity'"),
+    "mysql": ("started_date", _ZERO),
+    "mariadb": ("started_date", _ZERO),
+    "sqlite": ("started_date", "'nonsense'"),
+}
+NULLABLE = {
+    "postgres": "ALTER TABLE eventlog.event_notifications ALTER retention_from DROP NOT NULL",
+    "mysql": "ALTER TABLE eventlog.event_notifications MODIFY retention_from DATETIME(6) NULL",
+    "mariadb": "ALTER TABLE eventlog.event_notifications MODIFY retention_from DATETIME(6) NULL",
+}
+
+
+class Strict(Event, strict_priority=True):
+    number: int
+
+
+async def damage(look: Look, statement: str) -> None:
+    """Write values that no correct program would write. MySQL takes a moment of zeros only on request."""
+    if look.driver != "aiomysql":
+        await look.fetch(statement)
+        return
+    async with mysql.connected(look.url, init_command="SET SESSION sql_mode = ''") as connection:
+        await mysql.fetch(connection, look.named(statement))
+
+
+async def owed(outbox: Outbox, look: Look, numbers: tuple[int, ...]) -> Store:
+    """Notifications of as many events, for each handler, without a run so far."""
+    await outbox.admin.counts()
+    await outbox.drain()  # announces the handlers
+    store = Store(outbox, look)
+    await outbox.executor.execute(Emit(numbers))
+    await store.fan_out()
+    return store
+
+
+async def rows(look: Look) -> dict[tuple[str, int], tuple[str, int]]:
+    """State and attempts by handler and number: of columns that can be read in any case."""
+    found = await look.fetch("SELECT handler_name, model_id, state, attempts FROM {event_notifications}")
+    return {(row["handler_name"], int(row["model_id"])): (row["state"], row["attempts"]) for row in found}
+
+
+async def errors_of(look: Look, handler: str, number: int) -> str:
+    return str(
+        await look.value(
+            "SELECT errors FROM {event_notifications} WHERE handler_name = $1 AND model_id = $2", handler, str(number)
+        )
+    )
+
+
+def cases(look: Look) -> list[tuple[str, str]]:
+    return [(column, value) for column, values in DAMAGE[look.dialect].items() for value in values]
+
+
+async def test_a_row_that_cannot_be_read_ends_alone_with_its_error(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Journal(), Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    outbox.handler(MoneyDeposited, name="second")(second)
+    damaged = cases(look)
+    await owed(outbox, look, tuple(range(len(damaged) + 2)))
+    for number, (column, value) in enumerate(damaged):
+        of_first = f"handler_name = 'first' AND model_id = '{number}'"
+        await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE {of_first}")
+
+    drained = await outbox.drain()
+
+    assert (drained.dead, drained.failed) == (len(damaged), 0)
+    assert sorted(first.amounts) == [len(damaged), len(damaged) + 1]
+    assert sorted(second.amounts) == list(range(len(damaged) + 2))
+    for number, (column, value) in enumerate(damaged):
+        ended = await errors_of(look, "first", number)
+        assert "UnreadableRow" in ended, (column, value)
+        assert column in ended or "bytes that are no text" in ended, (column, value, ended)
+    told = [r.getMessage() for r in caplog.records if "UnreadableRow" in r.getMessage()]
+    assert len(told) == len(damaged)
+    caplog.clear()
+    assert (await outbox.drain()).dead == 0  # it does not come back
+    assert caplog.records == []
+
+
+async def test_a_moment_that_is_null_ends_its_row_alone(outbox: Outbox, look: Look) -> None:
+    if look.is_file:
+        return  # SQLite does not let anybody take NOT NULL away
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await owed(outbox, look, (1, 2))
+    await look.fetch(NULLABLE[look.dialect])
+    await damage(look, "UPDATE {event_notifications} SET retention_from = NULL WHERE model_id = '1'")
+
+    await outbox.drain()
+
+    assert await rows(look) == {("first", 1): ("DEAD", 1), ("first", 2): ("SUCCEEDED", 1)}
+
+
+async def test_a_row_that_was_corrected_and_retried_is_handled(outbox: Outbox, look: Look) -> None:
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await owed(outbox, look, (1,))
+    column, value = cases(look)[0]
+    assert column == "retention_from"  # a retry writes it anew
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value}")
+    assert (await outbox.drain()).dead == 1
+
+    row_id = await look.value("SELECT id FROM {event_notifications}")
+    assert await outbox.admin.retry([row_id]) == 1
+
+    assert (await outbox.drain()).succeeded == 1
+    assert first.amounts == [1]
+
+
+@pytest.mark.parametrize("batch", [None, Batch(size=10, max_wait=0)], ids=["one", "batch"])
+async def test_a_handler_that_does_not_look_at_the_action_is_not_kept_from_a_row_whose_action_cannot_be_read(
+    outbox: Outbox, look: Look, batch: Batch | None
+) -> None:
+    called: list[Any] = []
+
+    async def handler(given: Any) -> None:
+        called.append(given)
+
+    outbox.handler(MoneyDeposited, name="first", batch=batch)(handler)
+    await owed(outbox, look, (1, 2))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    assert (await outbox.drain()).succeeded == 2
+
+
+async def test_a_failure_is_counted_although_the_row_does_not_say_of_which_event(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError("no")))
+    await owed(outbox, look, (1,))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value}")
+
+    assert (await outbox.drain()).failed == 1
+
+    assert await rows(look) == {("first", 1): ("FAILED", 1)}
+    assert "of notification" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"ordered": True}, {"relay": True}, {"batch": Batch(size=2, schedule="* * * * *")}], ids=str
+)
+async def test_a_row_that_does_not_say_which_place_it_has_ends_and_the_other_rows_keep_theirs(
+    outbox: Outbox, look: Look, clock: MovableClock, options: dict[str, Any]
+) -> None:
+    called: list[Any] = []
+
+    async def handler(given: Any) -> None:
+        called.extend(given if isinstance(given, list) else [given])
+
+    outbox.handler(MoneyDeposited, name="first", **options)(handler)
+    await owed(outbox, look, (1, 2, 3))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    await outbox.drain()
+    clock.advance("2m")
+    await outbox.drain()
+
+    assert [int(envelope.event.amount) for envelope in called] == [2, 3]
+    assert (await rows(look))["first", 1] == ("DEAD", 1)
+
+
+async def test_a_row_of_strict_priority_that_does_not_say_of_which_event_keeps_no_other_row_waiting(
+    outbox: Outbox, look: Look
+) -> None:
+    first, second = Journal(), Journal()
+    outbox.handler(Strict, name="first", priority=1)(first)
+    outbox.handler(Strict, name="second", priority=2)(second)
+    await outbox.drain()  # announces the handlers
+    async with outbox.transaction("Emit") as tx:
+        for number in (1, 2):
+            tx.emit(Strict(number), model_id=number)
+    await Store(outbox, look).fan_out()
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    await outbox.drain()
+
+    after = await rows(look)
+    assert (after["first", 1], after["second", 1]) == (("DEAD", 1), ("DEAD", 1))
+    assert (after["first", 2], after["second", 2]) == (("SUCCEEDED", 1), ("SUCCEEDED", 1))
+
+
+async def test_hooks_are_told_of_a_row_that_cannot_be_read_if_it_says_of_which_event(
+    outbox: Outbox, look: Look
+) -> None:
+    told: list[tuple[Any, str]] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append((envelope.event_id is not None, error.type))
+
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first", on_dead=hook)(first)
+    await owed(outbox, look, (1, 2))
+    column, value = next((c, v) for c, v in cases(look) if "X'" not in v)
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    await outbox.drain()
+
+    assert told == [(True, "UnreadableRow")]
+    assert await rows(look) == {("first", 1): ("DEAD", 1), ("first", 2): ("SUCCEEDED", 1)}
+
+
+async def test_a_verdict_whose_row_does_not_say_of_which_event_is_dead_without_its_hook(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append(error.type)
+
+    outbox.handler(MoneyDeposited, name="first", on_dead=hook, ordered=True)(Journal())
+    await owed(outbox, look, (1,))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET state = 'DYING', {column} = {value}")
+
+    assert (await outbox.drain()).dead == 1
+
+    assert told == []
+    assert await rows(look) == {("first", 1): ("DEAD", 0)}
+    assert "without its hook" in caplog.text
+
+
+async def test_a_transactional_handler_of_a_row_that_does_not_say_of_which_event_leaves_nothing_open(
+    outbox: Outbox, look: Look
+) -> None:
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first", delivery="transactional")(first)
+    await owed(outbox, look, (1, 2))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    await outbox.drain()
+
+    assert await rows(look) == {("first", 1): ("FAILED", 1), ("first", 2): ("SUCCEEDED", 1)}
+    assert await open_transactions(look.url) == []
+
+
+async def test_a_row_in_a_state_that_nobody_knows_harms_no_other(outbox: Outbox, look: Look) -> None:
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await owed(outbox, look, (1, 2))
+    await damage(look, "UPDATE {event_notifications} SET state = 'PAUSED' WHERE model_id = '1'")
+
+    assert (await outbox.drain()).succeeded == 1
+
+    assert (await rows(look))["first", 1] == ("PAUSED", 0)
+    assert (await outbox.admin.counts())["PAUSED"] == 1
+
+
+ERRORS = ("'{}'", "'5'", "'\"x\"'", "'[1, null]'", '\'[{"verdict": "NONSENSE", "hook_of": 7}]\'')
+
+
+@pytest.mark.parametrize("errors", ERRORS)
+async def test_errors_that_somebody_has_replaced_keep_no_row_from_ending(
+    outbox: Outbox, look: Look, clock: MovableClock, errors: str
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError("no")))
+    await owed(outbox, look, (1, 2))
+    await damage(look, f"UPDATE {{event_notifications}} SET errors = {errors} WHERE model_id = '1'")
+
+    assert (await outbox.drain()).failed == 2
+
+    assert await rows(look) == {("first", 1): ("FAILED", 1), ("first", 2): ("FAILED", 1)}
+    assert "ValueError" in await errors_of(look, "first", 1)
+
+
+@pytest.mark.parametrize("errors", ERRORS)
+async def test_a_verdict_that_somebody_has_replaced_is_dead_and_its_hook_is_told(
+    outbox: Outbox, look: Look, errors: str
+) -> None:
+    told: list[str] = []
+
+    async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
+        told.append(error.type)
+
+    outbox.handler(MoneyDeposited, name="first", on_dead=hook)(Journal())
+    await owed(outbox, look, (1,))
+    await damage(look, f"UPDATE {{event_notifications}} SET errors = {errors}, state = 'DYING'")
+
+    assert (await outbox.drain()).dead == 1
+    assert told == ["unknown"]
+
+
+async def test_a_row_whose_id_cannot_be_read_is_left_alone_and_said_once(
+    outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    if look.dialect in ("postgres", "mariadb"):
+        return  # the column takes nothing but an id there
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await owed(outbox, look, (1, 2, 3))
+    await damage(look, "UPDATE {event_notifications} SET id = 'no id' WHERE model_id = '1'")
+
+    for _ in range(3):
+        await outbox.drain()
+
+    assert sorted(first.amounts) == [2, 3]
+    assert (await rows(look))["first", 1] == ("PENDING", 0)
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(told) == 1
+    assert "no id" in told[0]
+
+
+async def test_an_event_with_a_moment_that_is_none_keeps_no_other_event_from_being_fanned_out(
+    outbox: Outbox, look: Look
+) -> None:
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await outbox.executor.execute(Emit((1, 2)))
+    column, value = CONTEXT_DAMAGE[look.dialect]
+    await damage(look, f"UPDATE {{events}} SET {column} = {value} WHERE model_id = '1'")
+
+    assert (await outbox.drain()).succeeded == 2
+
+    assert sorted(first.amounts) == [1, 2]
+
+
+async def test_running_goes_on_beside_a_row_that_cannot_be_read(
+    outbox: Outbox, look: Look, clock: MovableClock
+) -> None:
+    first = Journal()
+    outbox.handler(MoneyDeposited, name="first")(first)
+    await owed(outbox, look, (1, 2))
+    column, value = cases(look)[0]
+    await damage(look, f"UPDATE {{event_notifications}} SET {column} = {value} WHERE model_id = '1'")
+
+    async with outbox.running():
+        await first.calls(1)
+        await outbox.executor.execute(Emit((3,)))
+        await first.calls(2)
+
+    assert sorted(first.amounts) == [2, 3]
+    assert (await rows(look))["first", 1] == ("DEAD", 1)
+
+
+def test_the_error_says_what_to_do() -> None:
+    told = str(UnreadableRow(UUID(int=1), "retention_from: no value that can be read"))
+
+    assert "retention_from" in told
+    assert "correct the row" in told

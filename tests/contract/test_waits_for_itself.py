@@ -1,0 +1,374 @@
+"""Calls that would wait for their own handler or transaction are refused, with advice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from outboxio import (
+    Action,
+    Batch,
+    EventEnvelope,
+    HandlerFailed,
+    NestedExecute,
+    Outbox,
+    Settings,
+    Transaction,
+    Unprocessable,
+    WaitsForItself,
+)
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import run_of
+from tests.kit.probes import MakeOutbox, doing
+from tests.kit.spies import counters
+
+Call = Callable[[Outbox], Awaitable[Any]]
+Envelope = EventEnvelope[Any]
+
+PATIENT = Settings(handler_timeout="60s", shutdown_timeout="60s", purge_enabled=False)
+"""What waits for itself would do so for longer than a test may take."""
+
+CALLS: dict[str, Call] = {
+    "drain": lambda outbox: outbox.drain(),
+    "drain-within-a-time": lambda outbox: asyncio.wait_for(outbox.drain(), 60),
+    "drain-in-a-task": lambda outbox: asyncio.create_task(outbox.drain()),
+    "close": lambda outbox: outbox.close(),
+    "close-in-a-task": lambda outbox: asyncio.create_task(outbox.close()),
+}
+
+
+class Told:
+    """The results of calls that handlers have made."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    async def of(self, call: Awaitable[Any]) -> None:
+        try:
+            self.answers.append(await call)
+        except WaitsForItself as error:
+            self.answers.append(error)
+
+    async def wait(self, number: int = 1) -> list[Any]:
+        await eventually(lambda: len(self.answers) >= number)
+        return self.answers
+
+
+# --- drain and close -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("options", [{}, {"delivery": "transactional"}, {"batch": Batch(size=1)}], ids=str)
+async def test_inside_a_handler_they_are_refused_by_name(make_outbox: MakeOutbox, options: Any, name: str) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    @outbox.handler(MoneyDeposited, name="mail", **options)
+    async def handle(given: Any) -> None:
+        await told.of(CALLS[name](outbox))
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        [error] = await told.wait()
+        await eventually(lambda: counters(outbox).succeeded == 1)
+
+    assert (error.call, error.inside) == (f"outbox.{name.partition('-')[0]}()", "handler 'mail'")
+
+
+async def test_inside_a_hook_they_are_refused_as_well(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    async def hear(envelope: Envelope, error: HandlerFailed) -> None:
+        await told.of(outbox.drain())
+        await told.of(outbox.admin.skip([envelope.notification_id]))
+
+    outbox.handler(MoneyDeposited, name="mail", on_dead=hear)(Journal(lambda envelope: Unprocessable("no")))
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).dead == 1
+
+    assert [error.call.partition(" of")[0] for error in await told.wait(2)] == ["outbox.drain()", "admin.skip()"]
+
+
+async def test_inside_what_runs_a_message_at_once_they_are_refused_as_well(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        await told.of(outbox.drain())
+        await told.of(outbox.close())
+
+    done = await outbox.inbox.consume(source="bank", external_id="1", event=MoneyDeposited(uuid4(), Decimal(1)))
+    assert done.succeeded == ("mail",)
+    assert [type(answer) for answer in told.answers] == [WaitsForItself] * 2
+
+
+async def test_a_task_that_outlives_its_handler_may_drain_and_close(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+    tasks: list[asyncio.Task[None]] = []
+    has_ended = asyncio.Event()
+
+    async def later() -> None:
+        await has_ended.wait()
+        await told.of(outbox.drain())
+        await told.of(outbox.close())
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        tasks.append(asyncio.create_task(later()))
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await eventually(lambda: counters(outbox).succeeded == 1)
+        has_ended.set()
+        drained, closed = await told.wait(2)
+
+    assert (drained.failed, closed) == (0, None)
+
+
+async def test_a_handler_of_another_outbox_may_drain_this_one_unless_it_runs_inside_of_it(
+    make_outbox: MakeOutbox, second_url: str
+) -> None:
+    first = await make_outbox(settings=PATIENT)
+    second, told = await make_outbox("second", database=second_url, settings=PATIENT), Told()
+
+    @first.handler(MoneyDeposited, name="outer")
+    async def outer(envelope: Envelope) -> None:
+        await second.executor.execute(Emit((2,)))
+        await told.of(second.drain())
+
+    @second.handler(MoneyDeposited, name="inner")
+    async def inner(envelope: Envelope) -> None:
+        await told.of(first.drain())
+
+    await first.executor.execute(Emit((1,)))
+    assert (await first.drain()).succeeded == 1
+    circle, drained = told.answers
+
+    assert (circle.call, circle.inside) == ("outbox.drain()", "handler 'outer'")
+    assert drained.succeeded == 1
+
+    await second.executor.execute(Emit((3,)))
+    assert (await second.drain()).succeeded == 1
+    assert told.answers[2].succeeded == 0, "a handler that nobody of the first one waits for"
+
+
+# --- rows that a handler's own transaction has locked ----------------------------------------------
+
+Order = Callable[[Outbox, list[UUID]], Awaitable[Any]]
+ORDERS: dict[str, Order] = {
+    "retry": lambda outbox, ids: outbox.admin.retry(ids),
+    "skip": lambda outbox, ids: outbox.admin.skip(ids),
+    "skip-within-a-time": lambda outbox, ids: asyncio.wait_for(outbox.admin.skip(ids), 60),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("through", ["its own outbox", "another", "an action that joined"])
+async def test_a_transactional_handler_gives_no_orders_about_its_own_row(
+    make_outbox: MakeOutbox, name: str, through: str
+) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+    operator = await make_outbox(settings=PATIENT) if through == "another" else outbox
+
+    @outbox.handler(MoneyDeposited, name="ledger", delivery="transactional")
+    async def handle(envelope: Envelope) -> None:
+        async def give_order(tx: Transaction | None = None) -> None:
+            await told.of(ORDERS[name](operator, [uuid4(), envelope.notification_id]))
+
+        await (envelope.execute(doing(give_order)) if through == "an action that joined" else give_order())
+
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).succeeded == 1
+    [error] = told.answers
+
+    assert error.call.startswith(f"admin.{name.partition('-')[0]}() of notification ")
+    assert "raise an error to have it run again" in str(error)
+
+
+async def test_a_transactional_batch_gives_no_orders_about_any_of_its_rows(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    @outbox.handler(MoneyDeposited, name="ledger", delivery="transactional", batch=Batch(size=3))
+    async def handle(envelopes: list[Envelope]) -> None:
+        for envelope in envelopes:
+            await told.of(outbox.admin.retry([envelope.notification_id]))
+
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    assert (await outbox.drain()).succeeded == 3
+    assert [type(answer) for answer in told.answers] == [WaitsForItself] * 3
+
+
+async def test_a_handler_without_a_transaction_may_give_orders_about_its_own_row(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        await told.of(outbox.admin.skip([envelope.notification_id]))
+
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    assert told.answers == [1]
+
+
+async def test_orders_about_other_rows_wait_for_nobody(make_outbox: MakeOutbox, look: Look) -> None:
+    """Unless there is a single writer, whose turn this transaction has: then the orders are refused, also in a separate
+    task.
+
+    After the transaction has ended, no order is refused.
+    """
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+    other = Journal(lambda envelope: Unprocessable("no"))
+    outbox.handler(WalletOpened, name="other", ordered=True)(other)
+    async with outbox.transaction("Open") as tx:
+        for _ in range(2):
+            tx.emit(WalletOpened(uuid4()), ordering_key="k")
+    await outbox.drain()
+    (dead,) = await outbox.admin.list(state="DEAD")
+
+    async def order() -> None:
+        admin = outbox.admin
+        await told.of(admin.retry([dead.id]))
+        await told.of(admin.skip([dead.id]))
+        await told.of(admin.resume("other", "k"))
+        await told.of(admin.replay("ledger", since=dead.event_date))
+        await told.of(admin.replay("other", since=dead.event_date, states=["SKIPPED"]))
+        await told.of(admin.backfill("other", since=dead.event_date))
+        await told.of(admin.pause("other"))
+        await told.of(admin.unpause("other"))
+        await told.of(admin.purge())
+        await told.of(admin.unsubscribe("other"))
+
+    tasks: list[asyncio.Task[None]] = []
+
+    @outbox.handler(MoneyDeposited, name="ledger", delivery="transactional")
+    async def handle(envelope: Envelope) -> None:
+        await asyncio.wait_for(order(), 60)
+        assert len(await asyncio.wait_for(outbox.admin.list(handler="other"), 60)) == 2
+        tasks.append(asyncio.create_task(afterwards()))
+
+    async def afterwards() -> None:
+        await eventually(lambda: counters(outbox).succeeded >= 1)
+        await told.of(outbox.admin.pause("other"))
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        *answers, last = await told.wait(11)
+
+    refused = [answer for answer in answers if isinstance(answer, WaitsForItself)]
+    assert len(refused) == (len(answers) if look.is_file else 0)
+    assert last is None
+
+
+# --- inside a transaction --------------------------------------------------------------------------
+
+INSIDE: dict[str, Call] = {
+    **CALLS,
+    "migrate": lambda outbox: outbox.migrate(),
+    "migrate-in-a-task": lambda outbox: asyncio.create_task(outbox.migrate()),
+    "running": lambda outbox: outbox.running().__aenter__(),
+}
+
+
+#: On a server these wait for a transaction only if their rows are locked in it.
+WITH_ONE_WRITER = ("drain", "running")
+
+
+@pytest.mark.parametrize("name", INSIDE)
+async def test_inside_a_transaction_they_are_refused_and_it_goes_on(
+    make_outbox: MakeOutbox, look: Look, name: str
+) -> None:
+    if name.startswith(WITH_ONE_WRITER) and not look.is_file:
+        pytest.skip("this database has many writers")
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+    outbox.handler(MoneyDeposited, name="mail")(Journal())
+
+    async with outbox.transaction("Deposit") as tx:
+        await told.of(INSIDE[name](outbox))
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
+
+    [error] = told.answers
+    assert (error.call, error.inside) == (f"outbox.{name.partition('-')[0]}()", "the transaction of Deposit")
+    assert (await outbox.drain()).succeeded == 1
+
+
+class Migrates(Action):
+    async def perform(self, tx: Transaction) -> None:
+        await OUTBOXES[-1].migrate()
+
+
+OUTBOXES: list[Outbox] = []
+
+
+async def test_inside_an_action_too(make_outbox: MakeOutbox) -> None:
+    OUTBOXES.append(outbox := await make_outbox())
+    with pytest.raises(WaitsForItself, match="the transaction of Migrates"):
+        await outbox.executor.execute(Migrates())
+    OUTBOXES.clear()
+
+
+async def test_an_action_is_nested_whatever_transaction_of_another_outbox_lies_between(
+    make_outbox: MakeOutbox, second_url: str
+) -> None:
+    first, second = await make_outbox(), await make_outbox("second", database=second_url)
+
+    async with first.transaction("Outer"), second.transaction("Between"):
+        with pytest.raises(NestedExecute, match="inside the transaction of Outer"):
+            await first.executor.execute(Emit((1,)))
+
+
+# --- running() -------------------------------------------------------------------------------------
+
+
+async def test_a_block_inside_a_handler_does_not_prolong_the_stay(make_outbox: MakeOutbox) -> None:
+    """Leaving the last block outside waits for the handler, which leaves its own block at once."""
+    outbox = await make_outbox(settings=PATIENT)
+    is_inside, ends = asyncio.Event(), list[str]()
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        async with outbox.running() as entered:
+            assert entered is outbox
+            is_inside.set()
+            await envelope.stopping.wait()
+        ends.append("handler")
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await is_inside.wait()
+    ends.append("stay")
+
+    assert ends == ["handler", "stay"]
+    assert (await outbox.admin.counts())["SUCCEEDED"] == 1
+
+
+async def test_the_last_block_is_not_left_inside_a_handler(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+    stay = outbox.running()
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        await told.of(stay.__aexit__(None, None, None))
+
+    await stay.__aenter__()
+    await outbox.executor.execute(Emit((1,)))
+    [error] = await told.wait()
+    assert (error.call, error.inside) == ("leaving outbox.running()", "handler 'mail'")
+    await eventually(lambda: counters(outbox).succeeded == 1)
+    assert run_of(outbox), "it goes on running"
+    await stay.__aexit__(None, None, None)
+
+
+async def test_a_handler_that_drain_runs_does_not_wait_for_drain_to_end(make_outbox: MakeOutbox) -> None:
+    outbox, told = await make_outbox(settings=PATIENT), Told()
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def handle(envelope: Envelope) -> None:
+        await told.of(outbox.running().__aenter__())
+
+    await outbox.executor.execute(Emit((1,)))
+    assert (await outbox.drain()).succeeded == 1
+    assert [answer.call for answer in told.answers] == ["outbox.running()"]

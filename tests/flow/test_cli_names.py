@@ -1,0 +1,116 @@
+"""Commands show names literally: no name is markup, and no name moves the cursor of a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outboxio.cli.answer import say_error
+from outboxio.cli.app import app
+from outboxio.support.text import visible
+
+#: A closing tag without an opening tag, a style, an emoji, a link; then control sequences of terminals.
+MARKUP = ["orders[/eu]", "[red]orders", ":warning:", "[link=http://x]y", "a[/", "\\[bold]", "[[]]", "[eu]\\"]
+OBEYED = [
+    "\x1b[31mred",
+    "\x1b]0;title\x07",
+    "a\rb",
+    "two\nlines",
+    "bell\x07",
+    "\x9b2J",
+    "right\u202eleft",
+    "zero\u200bwidth",
+]
+
+APP = """
+from outboxio import Event, Outbox
+
+class Noted(Event, type_name={type!r}):
+    number: int
+
+outbox = Outbox({databases!r}, namespace={namespace!r})
+
+@outbox.handler(Noted, name={handler!r}, aliases={{{alias!r}}})
+async def by_type(envelope): ...
+
+@outbox.handler(name={handler!r} + "-of-topic", topic={topic!r})
+async def by_topic(envelope): ...
+"""
+
+Run = Callable[..., Result]
+modules = itertools.count()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command for an application in which all names contain the given text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = f"named_app_{next(modules)}"
+
+    def run(command: str, name: str, *options: str) -> Result:
+        names = {"type": f"{name}T", "namespace": name, "handler": f"{name}H", "alias": f"{name}A", "topic": f"{name}P"}
+        databases = {f"{name}S": "sqlite:///one.db", f"{name}Z": "sqlite:///two.db"}
+        (tmp_path / f"{module}.py").write_text(APP.format(databases=databases, **names), "utf-8")
+        sys.modules.pop(module, None)
+        with monkeypatch.context() as without_log:
+            # Or the worker would write its words to the log of pytest.
+            without_log.setattr(logging.root, "handlers", [])
+            return CliRunner().invoke(app, [command, f"{module}:outbox", *options])
+
+    return run
+
+
+@pytest.mark.parametrize("name", [*MARKUP, *OBEYED], ids=ascii)
+def test_every_command_shows_every_name_as_it_is(run: Run, name: str) -> None:
+    shown = visible(name)
+    expected = {
+        "check": ([f"{shown}S: 8 missing", f"{shown}Z: 8 missing"], 1),
+        "migrate": ([f"{shown}S: applied 0001_events.sql", f"{shown}Z: applied"], 0),
+        "status": ([shown, f"{shown}S", f"{shown}Z"], 0),
+        "worker": (
+            [f"for namespace {shown}", f"{shown}S", f"{shown}H", f"{shown}T", f"{shown}A", f"topic {shown}P"],
+            0,
+        ),
+    }
+    for command, (texts, code) in expected.items():
+        result = run(command, name, *(["--drain"] if command == "worker" else []))
+        assert result.exit_code == code, result.output
+        for text in texts:
+            assert text in result.output, command
+        assert not obeyed_by_a_terminal(result.output)
+    again = run("check", name)
+    assert (again.exit_code, f"ok  {shown}S: reachable" in again.output) == (0, True)
+    assert f"{shown}S: was up to date" in run("migrate", name).output
+
+
+@pytest.mark.parametrize("name", MARKUP, ids=ascii)
+def test_what_was_typed_is_repeated_as_it_was(run: Run, name: str) -> None:
+    for arguments, code in (
+        (["status", name], 2),
+        (["check", "--database", name], 2),
+        (["status", f"os:{name}"], 2),
+        (["check", f"--{name}"], 2),
+        ([name], 2),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        assert "MarkupError" not in str(result.exception)
+
+
+@pytest.mark.parametrize("text", [*MARKUP, *OBEYED], ids=ascii)
+def test_an_error_is_one_line_that_a_terminal_only_shows(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    say_error(f"there is no {text}")
+
+    assert capsys.readouterr().err == f"error: there is no {visible(text)}\n"
+
+
+def obeyed_by_a_terminal(output: str) -> list[str]:
+    return [line for line in output.splitlines() if not line.isprintable()]

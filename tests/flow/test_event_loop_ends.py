@@ -1,0 +1,239 @@
+"""Event loops that come and go in one process, and the state that they leave to the next loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outboxio import Outbox
+from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
+from tests.kit.probes import open_transactions
+
+ROOT = Path(__file__).parents[2]
+
+BEGINNING = """
+    import asyncio, json, os, sys, threading
+    from collections import Counter
+    from uuid import uuid4
+    from outboxio import Outbox, Settings
+    from tests.kit.app import Emit, WalletOpened
+    from tests.kit.probes import add_wallet
+
+    outbox = Outbox(sys.argv[1], namespace="app", settings=Settings(pool_timeout="10s", lock_heartbeat="300ms"))
+"""
+
+
+async def outcome(url: str, body: str) -> Any:
+    """The JSON that a program prints. The program has an outbox on the test's database."""
+    code = textwrap.dedent(BEGINNING) + textwrap.dedent(body)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, url, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(90):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)
+
+
+@pytest.fixture
+async def look(database_url: str) -> Look:
+    look = Look(database_url)
+    await look.fetch(WALLETS)
+    return look
+
+
+async def test_actions_of_two_threads_are_committed_whole_or_refused(database_url: str, look: Look) -> None:
+    """Each thread runs an event loop for each action, as ``asyncio.run`` in a request's thread does."""
+    succeeded, failed = await outcome(database_url, """
+        succeeded, failed = [], Counter()
+
+        async def act(name, fails):
+            async with asyncio.timeout(60), outbox.transaction("Act") as tx:
+                await add_wallet(tx, name)
+                await asyncio.sleep(0.001)
+                tx.emit(WalletOpened(uuid4()), model_id=name)
+                if fails:
+                    raise LookupError
+
+        def requests(letter):
+            for number in range(15):
+                try:
+                    asyncio.run(act(f"{letter}{number}", number % 3 == 0))
+                except Exception as error:
+                    failed[type(error).__name__] += 1
+                else:
+                    succeeded.append(f"{letter}{number}")
+
+        asyncio.run(outbox.migrate())
+        threads = [threading.Thread(target=requests, args=(letter,)) for letter in "ab"]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(json.dumps([succeeded, failed]))
+    """)  # fmt: skip
+
+    assert succeeded
+    assert {row["id"] for row in await look.fetch("SELECT id FROM wallets")} == set(succeeded)
+    assert {row["model_id"] for row in await look.events()} == set(succeeded)
+    assert set(failed) <= {"LookupError", "WrongEventLoop"}
+
+
+async def test_what_a_closed_loop_left_open_neither_commits_nor_ends_what_comes_later(
+    database_url: str, look: Look
+) -> None:
+    """Tasks of a closed event loop end whenever they are collected: here inside a later transaction."""
+    ended = await outcome(database_url, """
+        async def leave_open():
+            begun = asyncio.Event()
+
+            async def never_ends():
+                async with outbox.transaction("Left") as tx:
+                    await add_wallet(tx, "left")
+                    begun.set()
+                    await asyncio.sleep(3600)
+
+            task = asyncio.create_task(never_ends())
+            await begun.wait()
+            return task.get_coro()
+
+        async def go_on(left):
+            async with outbox.transaction("Next") as tx:
+                await add_wallet(tx, "next")
+                try:
+                    left.close()  # as when the task is collected
+                except Exception:
+                    pass  # on its way out it waits for an answer of its connection
+                await asyncio.sleep(0.05)
+                await add_wallet(tx, "later")
+            async with outbox.transaction("Beside"):
+                await asyncio.gather(*(outbox.admin.counts() for _ in range(3)))
+            await outbox.close()
+            return "ended"
+
+        asyncio.run(outbox.migrate())
+        loop = asyncio.new_event_loop()
+        left = loop.run_until_complete(leave_open())
+        loop.close()
+        print(json.dumps(asyncio.run(go_on(left))))
+        sys.stdout.flush()
+        os._exit(0)
+    """)  # fmt: skip
+
+    assert ended == "ended"
+    assert [row["id"] for row in await look.fetch("SELECT id FROM wallets ORDER BY id")] == ["later", "next"]
+    assert await open_transactions(database_url) == []
+
+
+async def test_a_stay_that_a_closed_loop_did_not_leave_is_over(database_url: str, look: Look) -> None:
+    """``loop.close()`` ends no task: to the next event loop the outbox must not seem to be running."""
+    succeeded = await outcome(database_url, """
+        from tests.kit.app import Journal, MoneyDeposited
+        journal = Journal()
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        kept = []
+
+        async def forget_to_leave():
+            await outbox.migrate()
+            kept.append(outbox.running())
+            await kept[0].__aenter__()
+            await outbox.executor.execute(Emit((1,)))
+            await journal.calls(1)
+
+        async def run_again():
+            journal.__init__()
+            async with outbox.running():
+                await outbox.executor.execute(Emit((2,)))
+                await journal.calls(1)
+                await outbox.drain("30s")
+            counts = await outbox.admin.counts()
+            await outbox.close()
+            return counts["SUCCEEDED"]
+
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(forget_to_leave())
+        kept += asyncio.all_tasks(loop)
+        loop.close()
+        print(json.dumps(asyncio.run(run_again())))
+        sys.stdout.flush()
+        os._exit(0)
+    """)  # fmt: skip
+
+    assert succeeded == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+async def test_a_forked_child_has_connections_of_its_own_and_takes_none_from_its_parent(
+    database_url: str, look: Look
+) -> None:
+    result = await outcome(database_url, """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+
+        async def parent():
+            await outbox.migrate()
+            await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(5)))
+            child = os.fork()
+            if child == 0:
+                os._exit(in_child())
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            async with asyncio.timeout(20):
+                await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(20, 25)))
+                counted = (await outbox.admin.counts())["undelivered"]
+            await outbox.close()
+            return status, counted
+
+        def in_child():
+            try:
+                asyncio.run(asyncio.wait_for(act(), 20))
+            except BaseException as error:
+                sys.stderr.write(repr(error))
+                return 1
+            return 0
+
+        async def act():
+            await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(10, 15)))
+            await outbox.close()
+
+        print(json.dumps(asyncio.run(parent())))
+    """)  # fmt: skip
+
+    assert result == [0, 15]
+    assert len(await look.events()) == 15
+
+
+def test_in_memory_a_stay_that_a_closed_loop_did_not_leave_is_over_too() -> None:
+    """The data stays, and so would its locks, which are only names in a set."""
+    outbox, journal, kept = Outbox("sqlite://", namespace="app"), Journal(), list[Any]()
+    outbox.handler(MoneyDeposited, name="first")(journal)
+
+    async def forget_to_leave() -> None:
+        await outbox.migrate()
+        kept.append(outbox.running())
+        await kept[0].__aenter__()
+        await outbox.executor.execute(Emit((1,)))
+        await journal.calls(1)
+        kept.extend(asyncio.all_tasks() - {asyncio.current_task()})
+
+    async def run_again() -> int:
+        await outbox.executor.execute(Emit((2,)))
+        await outbox.drain("30s")
+        counts = await outbox.admin.counts()
+        await outbox.close()
+        return counts["SUCCEEDED"]
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(forget_to_leave())
+    loop.close()
+    journal._called = asyncio.Condition()
+    try:
+        assert asyncio.run(run_again()) == 2
+    finally:
+        for task in kept[1:]:
+            task._log_destroy_pending = False  # left behind on purpose

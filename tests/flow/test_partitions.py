@@ -1,0 +1,246 @@
+"""Handlers with partitions on several processes: who owns what, while processes come, go and die."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from decimal import Decimal
+from itertools import pairwise
+from typing import NamedTuple
+from uuid import uuid4
+
+import pytest
+
+from outboxio import Outbox
+from tests.kit.app import Emit, Look, MoneyDeposited, eventually, opened
+from tests.kit.processes import Worker
+
+StartWorker = Callable[..., Awaitable[Worker]]
+
+PARTITIONS = 8
+SLOTS = 4  # runs at once in a process
+SCORE = {"name": "score", "partitions": PARTITIONS, "sleep": 0.02, "concurrency": SLOTS}
+OWNED_AGAIN_WITHIN = 2.0
+
+
+@pytest.fixture
+async def producer(server_url: str) -> AsyncIterator[Outbox]:
+    """An outbox of this process, which runs no handlers."""
+    async with opened(Outbox(server_url, namespace="app")) as outbox:
+        yield outbox
+
+
+@pytest.fixture
+def rows(server_url: str) -> Look:
+    return Look(server_url)
+
+
+def owned(worker: Worker, handler: str = "score") -> set[int]:
+    """The partitions that a worker owns, by its own reports."""
+    lock, found = f"app/dispatch/{handler}", set[int]()
+    for report in worker.reports:
+        name, _, number = report.get("lock", "").removeprefix(lock).partition("/")
+        if name or not report.get("lock", "").startswith(lock):
+            continue
+        if report["what"] == "taken":
+            found.add(int(number or 0))
+        else:
+            found.discard(int(number or 0))
+    return found
+
+
+async def until_shared(*workers: Worker, shares: Sequence[int]) -> None:
+    """Wait until the partitions are divided into such shares, and no partition is left over."""
+
+    def are_shared() -> bool:
+        parts = [owned(worker) for worker in workers]
+        return sorted(map(len, parts)) == sorted(shares) and set().union(*parts) == set(range(sum(shares)))
+
+    await eventually(are_shared)
+
+
+async def a_pair(start_worker: StartWorker, url: str) -> tuple[Worker, Worker]:
+    """Two workers that share the partitions evenly."""
+    first = await start_worker(url, SCORE)
+    await until_shared(first, shares=[8])
+    second = await start_worker(url, SCORE)
+    await until_shared(first, second, shares=[4, 4])
+    return first, second
+
+
+async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_nothing(
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+) -> None:
+    first, second = await a_pair(start_worker, server_url)
+    await producer.executor.execute(Emit(tuple(range(100))))
+    third = await start_worker(server_url, SCORE)
+    await until_shared(first, second, third, shares=[3, 3, 2])
+    await producer.executor.execute(Emit(tuple(range(100, 300))))
+    await third.until("call", 5)
+
+    await third.leave()
+    left_at = time.monotonic()
+
+    await until_shared(first, second, shares=[4, 4])
+    assert last_taken(first, second) - left_at < OWNED_AGAIN_WITHIN
+    await eventually(lambda: are(rows, {"SUCCEEDED": 300}))
+    assert Counter(first.amounts + second.amounts + third.amounts) == Counter(range(300))
+    assert len(third.of("done")) == len(third.amounts), "a handler was cut short"
+    assert await rows.value("SELECT count(*) FROM {instances}") == 2
+
+
+async def test_partitions_of_a_killed_process_are_owned_at_once_and_only_its_rows_in_flight_repeat(
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+) -> None:
+    survivor, victim = await a_pair(start_worker, server_url)
+    await producer.executor.execute(Emit(tuple(range(200))))
+    await victim.until("call", 20)
+
+    settled = await amounts_in(rows, "SUCCEEDED")
+    killed_at = time.monotonic()
+    victim.kill()
+
+    await until_shared(survivor, shares=[8])
+    assert last_taken(survivor) - killed_at < OWNED_AGAIN_WITHIN
+    await eventually(lambda: are(rows, {"SUCCEEDED": 200}))
+    assert {*survivor.amounts, *victim.amounts} == set(range(200))
+    repeated = set(survivor.amounts) & set(victim.amounts)
+    assert not repeated & settled, "a settled row ran again"
+    assert len(survivor.amounts) == len(set(survivor.amounts))
+    # The killed process has a few runs, and the outcomes of at most 20 ms.
+    assert len(repeated) <= 3 * SLOTS
+
+
+async def test_handlers_with_one_partition_are_spread_where_the_application_asks_for_it(
+    server_url: str, producer: Outbox, start_worker: StartWorker
+) -> None:
+    names = [f"h{number}" for number in range(6)]
+    workers = [await start_worker(server_url, *({"name": name} for name in names), balance="all") for _ in range(2)]
+
+    def are_spread() -> bool:
+        shares = [[name for name in names if owned(worker, name)] for worker in workers]
+        return sorted(map(len, shares)) == [3, 3] and sorted(shares[0] + shares[1]) == names
+
+    await eventually(are_spread)
+    await producer.executor.execute(Emit(tuple(range(5))))
+    await eventually(lambda: sum(len(worker.of("done")) for worker in workers) == 5 * len(names))
+    assert Counter((r["handler"], r["amount"]) for worker in workers for r in worker.of("call")) == Counter(
+        (name, amount) for name in names for amount in range(5)
+    )
+
+
+async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_processes_come_and_go(
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+) -> None:
+    ledger = {"name": "ledger", "ordered": True, "partitions": 4, "sleep": 0.003}
+    workers = [await start_worker(server_url, ledger) for _ in range(2)]
+    for worker in workers:
+        await worker.until_running()
+    stop = asyncio.Event()
+    producing = asyncio.create_task(deposits_of_keys(producer, 40, stop))
+
+    await workers[0].until("call", 50)
+    assert await number_of_partitions(rows) == 4
+    await producer.admin.partitions("ledger", 16)
+    workers.append(await start_worker(server_url, ledger))
+    await workers[2].until("call", 20)
+    await workers[0].leave()
+    await producer.admin.partitions("ledger", 8)
+    workers.append(await start_worker(server_url, ledger))
+    await workers[3].until("call", 20)
+
+    stop.set()
+    number = await producing
+    await eventually(lambda: are(rows, {"SUCCEEDED": number}), timeout=30)
+    assert await number_of_partitions(rows) == 8, "a process that starts has undone an order"
+    runs = runs_of(*workers)
+    assert Counter(run.amount for run in runs) == Counter(range(number)), "a row was lost or repeated"
+    assert broken_order(runs) == []
+
+
+async def test_the_limit_for_the_whole_cluster_is_never_exceeded_and_used_up(
+    server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
+) -> None:
+    bank = {"name": "bank", "partitions": 4, "total_concurrency": 5, "sleep": 0.03}
+    # A share that rises with the number of partitions counts after two heartbeats.
+    workers = [await start_worker(server_url, bank, lock_heartbeat=1) for _ in range(2)]
+    await eventually(lambda: [len(owned(worker, "bank")) for worker in workers] == [2, 2])
+    await producer.executor.execute(Emit(tuple(range(400))))
+    await workers[0].until("call", 10)
+    workers.append(await start_worker(server_url, bank, lock_heartbeat=1))
+
+    await eventually(lambda: are(rows, {"SUCCEEDED": 400}))
+    runs = runs_of(*workers)
+    assert Counter(run.amount for run in runs) == Counter(range(400))
+    assert most_at_once(runs) == 5
+
+
+# --- what was reported -----------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    """A run that came to its end."""
+
+    begin: float
+    end: float
+    amount: int
+    key: str
+
+
+def runs_of(*workers: Worker) -> list[Ran]:
+    """All runs that have ended, in the order of their begin; where no row runs twice in a process."""
+    found = []
+    for worker in workers:
+        ends = {report["amount"]: report["at"] for report in worker.of("done")}
+        found += [Ran(r["at"], ends[r["amount"]], r["amount"], r["key"]) for r in worker.of("call")]
+    return sorted(found)
+
+
+def broken_order(runs: Sequence[Ran]) -> list[tuple[Ran, Ran]]:
+    """The pairs of runs of a key that overlap, or that are in the wrong order."""
+    keys = defaultdict[str, list[Ran]](list)
+    for run in runs:
+        keys[run.key].append(run)
+    pairs = [pair for some in keys.values() for pair in pairwise(some)]
+    return [(one, next_) for one, next_ in pairs if one.amount > next_.amount or one.end > next_.begin]
+
+
+def most_at_once(runs: Sequence[Ran]) -> int:
+    """The largest number of runs at the same time, in all processes together."""
+    changes = sorted([(run.begin, 1) for run in runs] + [(run.end, -1) for run in runs])
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def last_taken(*workers: Worker) -> float:
+    return max(float(report["at"]) for worker in workers for report in worker.of("taken"))
+
+
+async def are(rows: Look, states: dict[str, int]) -> bool:
+    return await rows.states() == states
+
+
+async def amounts_in(rows: Look, state: str) -> set[int]:
+    found = await rows.fetch("SELECT model_id FROM {event_notifications} WHERE state = $1", state)
+    return {int(row["model_id"]) for row in found}
+
+
+async def number_of_partitions(rows: Look) -> int:
+    return int(await rows.value("SELECT partitions FROM {handler_partitions} WHERE handler_name = 'ledger'"))
+
+
+async def deposits_of_keys(outbox: Outbox, keys: int, stop: asyncio.Event) -> int:
+    """Commit deposits of several keys in turn, ten at once, until told to stop; how many."""
+    number = 0
+    while not stop.is_set():
+        async with outbox.transaction("Deposits") as tx:
+            for amount in range(number, number + 10):
+                tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key=amount % keys)
+        number += 10
+        await asyncio.sleep(0.03)
+    return number

@@ -1,0 +1,234 @@
+"""A deployment replaces the processes of the previous version one by one, under load.
+
+The previous version is the code before partitions, out of the history of this repository. The tests are skipped without
+git, and in a checkout without the history: an unpacked archive, or a shallow clone. In a checkout with the whole
+history the commit must be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outboxio import Outbox
+from tests.kit.app import Look, eventually
+
+ROOT = Path(__file__).parents[2]
+PREVIOUS = "948cab5"
+"""The commit before the tables had partitions."""
+PROCESSES = 4
+PARTITIONS = 8
+HANDLERS = ("plain", "ordered")
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the code of the previous version."""
+    folder = tmp_path_factory.mktemp("previous")
+    with tarfile.open(fileobj=BytesIO(code_of(PREVIOUS, ROOT))) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def code_of(commit: str, checkout: Path) -> bytes:
+    """The code of a commit as a tar file. Fails if the whole history is there and lacks the commit."""
+    if shutil.which("git") is None:
+        pytest.skip(f"no git on this machine, so there is no code of commit {commit}")
+    if not (checkout / ".git").exists():
+        pytest.skip(f"{checkout} is no git checkout, so there is no code of commit {commit}")
+    archive = git("archive", commit, "outboxio", "sql", checkout=checkout)
+    if archive.returncode:
+        said = archive.stderr.decode().strip()
+        if git("rev-parse", "--is-shallow-repository", checkout=checkout).stdout.strip() == b"true":
+            pytest.skip(f"this is a shallow clone, which lacks commit {commit} ({said}): run git fetch --unshallow")
+        pytest.fail(f"the whole history of {checkout} lacks commit {commit} ({said}): set PREVIOUS anew", pytrace=False)
+    return archive.stdout
+
+
+def git(*words: str, checkout: Path) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *words], cwd=checkout, capture_output=True, check=False)
+
+
+class Fleet:
+    """The processes of a deployment, and all that the processes have reported."""
+
+    def __init__(self, database: str, folder: Path) -> None:
+        self._database = database
+        self._folder = folder
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+
+    async def start(self, name: str, code: Path, *, migrates: bool = False, **options: Any) -> None:
+        process = await self.begin(name, code, migrates=migrates, **options)
+        await eventually(lambda: process.returncode is not None or self.of(name, "running"))
+        [running] = self.of(name, "running")
+        assert running["version"] == str(code)
+
+    async def begin(
+        self, name: str, code: Path, *, migrates: bool = False, stderr: int | None = None, **options: Any
+    ) -> asyncio.subprocess.Process:
+        told = {"database": self._database, "name": name, "migrates": migrates, "options": options}
+        with (self._folder / name).open("wb") as reports:
+            self._running[name] = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.flow.rolling_worker", json.dumps(told)),
+                cwd=code,  # which comes first on the path, so that the process imports this version
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=reports,
+                stderr=stderr,
+            )
+        return self._running[name]
+
+    async def stop(self, name: str) -> None:
+        """End a process as a deployment does. It leaves in good order."""
+        process = self._running.pop(name)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert self.of(name, "left")
+
+    async def quiet(self) -> None:
+        """No process emits an event any more."""
+        for process in self._running.values():
+            process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        for process in self._running.values():
+            if process.returncode is None:
+                process.kill()
+
+    def of(self, name: str, what: str) -> list[dict[str, Any]]:
+        lines = (self._folder / name).read_text("utf-8").splitlines(keepends=True)
+        reports = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [report for report in reports if report["what"] == what]
+
+    def all(self, what: str) -> list[dict[str, Any]]:
+        return [report for file in self._folder.iterdir() for report in self.of(file.name, what)]
+
+
+@pytest.fixture
+async def fleet(server_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(server_url, tmp_path)
+    try:
+        yield fleet
+    finally:
+        fleet.kill()
+
+
+async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
+    server_url: str, fleet: Fleet, previous: Path
+) -> None:
+    look = Look(server_url)
+    for number in range(PROCESSES):
+        await fleet.start(f"old{number}", previous, migrates=number == 0)
+    await asyncio.sleep(1)
+
+    async with Outbox(server_url, namespace="app") as outbox:
+        assert await outbox.migrate() == {"default": ["0005_partitions.sql"]}
+        await asyncio.sleep(1)
+        for number in range(PROCESSES):
+            await fleet.stop(f"old{number}")
+            await fleet.start(f"new{number}", ROOT, partitions=PARTITIONS)
+            await asyncio.sleep(0.5)
+        assert await look.value("SELECT count(*) FROM {event_notifications} WHERE partition_number > 0") == 0
+
+        # The time that a process waits for the next announcement of an older process, as if it had passed.
+        await look.fetch("UPDATE {subscriptions} SET older_seen_date = '2020-01-01 00:00:00'")
+        spread = "SELECT count(DISTINCT partition_number) FROM {event_notifications}"
+
+        async def is_spread() -> bool:
+            return bool(await look.value(spread) == PARTITIONS)
+
+        await eventually(is_spread, timeout=30)
+        assert await outbox.migrate(contract=True) == {"default": ["0006_partitions_contract.sql"]}
+        await asyncio.sleep(2)
+        await fleet.quiet()
+
+        async def is_done() -> bool:
+            emitted = len(fleet.all("emitted"))
+            return all(len(fleet.all(handler)) >= emitted for handler in HANDLERS)
+
+        await eventually(is_done, timeout=60)
+    for number in range(PROCESSES):
+        await fleet.stop(f"new{number}")
+
+    emitted = Counter((report["key"], report["number"]) for report in fleet.all("emitted"))
+    assert len(emitted) > 100 * PROCESSES
+    for handler in HANDLERS:
+        handled = Counter((report["key"], report["number"]) for report in fleet.all(handler))
+        assert emitted - handled == Counter(), f"{handler}: lost"
+        assert handled - emitted == Counter(), f"{handler}: handled twice"
+    assert_in_order(fleet.all("ordered"))
+    assert {report["level"] for report in fleet.all("log")} <= {"WARNING"}
+    assert await look.states() == {"SUCCEEDED": len(HANDLERS) * len(emitted)}
+
+
+async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_tables(
+    server_url: str, fleet: Fleet, previous: Path
+) -> None:
+    async with Outbox(server_url, namespace="app") as outbox:
+        await outbox.migrate()
+    process = await fleet.begin("old", previous, stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode != 0
+    assert b"SchemaNewer" in said
+    assert not fleet.of("old", "running")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A git repository with two commits, of which the second has a file ``outboxio/new.py``."""
+    if shutil.which("git") is None:
+        pytest.skip("no git on this machine")
+    checkout = tmp_path / "whole"
+    for folder in ("outboxio", "sql"):
+        (checkout / folder).mkdir(parents=True)
+        (checkout / folder / "old.py").touch()
+    who = ("-c", "user.name=test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false")
+    git("init", "-q", checkout=checkout)
+    for message in ("first", "second"):
+        git("add", ".", checkout=checkout)
+        assert not git(*who, "commit", "-q", "-m", message, checkout=checkout).returncode
+        (checkout / "outboxio" / "new.py").touch()
+    return checkout
+
+
+def test_a_whole_history_must_have_the_previous_version(repository: Path) -> None:
+    with tarfile.open(fileobj=BytesIO(code_of("HEAD~1", repository))) as tar:
+        assert {"outboxio/old.py", "sql/old.py"} <= set(tar.getnames())
+        assert "outboxio/new.py" not in tar.getnames()
+    with pytest.raises(pytest.fail.Exception, match=r"whole history .* lacks commit fabcab5 .*: set PREVIOUS anew"):
+        code_of("fabcab5", repository)
+
+
+def test_without_the_history_there_is_no_previous_version(repository: Path, tmp_path: Path) -> None:
+    shallow, unpacked = tmp_path / "shallow", tmp_path / "unpacked"
+    cloned = git("clone", "-q", "--depth", "1", repository.as_uri(), str(shallow), checkout=tmp_path)
+    assert not cloned.returncode, cloned.stderr
+    with pytest.raises(pytest.skip.Exception, match=r"shallow clone, which lacks commit fabcab5 .*--unshallow"):
+        code_of("fabcab5", shallow)
+    unpacked.mkdir()
+    with pytest.raises(pytest.skip.Exception, match="is no git checkout"):
+        code_of("fabcab5", unpacked)
+
+
+def assert_in_order(runs: list[dict[str, Any]]) -> None:
+    """The runs of a key are in order, and none begins before the end of the former run."""
+    by_key = defaultdict[str, list[dict[str, Any]]](list)
+    for run in sorted(runs, key=lambda run: run["began"]):
+        by_key[run["key"]].append(run)
+    for key, of_key in by_key.items():
+        assert [run["number"] for run in of_key] == list(range(1, len(of_key) + 1)), key
+        for former, later in pairwise(of_key):
+            assert former["at"] <= later["began"], f"{key}: two runs at once"

@@ -1,0 +1,358 @@
+"""Connections that are open and dead: statements are sent, and never answered.
+
+The proxy stands for a host that has lost its power, or for a balancer that has forgotten a connection. But the proxy
+acknowledges every packet, as a proxy between the application and its server would, so no operating system detects it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from outboxio import CommitUnknown, DatabaseUnavailable, Outbox, Settings, Transaction
+from outboxio.storage.connections import watch as watch_module
+from outboxio.storage.mysql import driver as mysql_driver
+from outboxio.storage.mysql.connection import waits_for as mysql_waits_for
+from outboxio.storage.postgres.connection import OurConnection
+from outboxio.storage.protocols import Database
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.inside import database_of
+from tests.kit.private_servers import pgbouncer_to
+from tests.kit.probes import doing
+from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.server_acts import acts_on
+
+ALL_LINKS = b"\0"  # what every connection has sent
+BOUND = 20.0  # seconds: less than half of any limit in minutes, and more than a busy machine needs
+ALONE = Settings(notify=False)
+
+SLEEP = {"asyncpg": "SELECT pg_sleep({})", "aiomysql": "SELECT SLEEP({})"}
+
+
+@pytest.fixture
+def rows(server_url: str) -> Look:
+    return Look(server_url)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All waits of the watch are shorter; MySQL says how long a session is idle in whole seconds."""
+    for name, seconds in (
+        ("LOOK", 0.05), ("PATIENCE", 1.0), ("SUSPECT_PATIENCE", 0.8), ("ASKED_AGAIN", 0.2), ("IDLE_FOR", 0.9),
+    ):  # fmt: skip
+        monkeypatch.setattr(watch_module, name, seconds)
+
+
+@asynccontextmanager
+async def behind(proxy: Proxy, server_url: str, settings: Settings = ALONE) -> AsyncIterator[Outbox]:
+    """An outbox that reaches its server through the proxy."""
+    async with opened(Outbox(server_url, namespace="app")):
+        pass
+    async with Outbox(proxy.url, namespace="app", settings=settings) as outbox:
+        yield outbox
+
+
+async def sleep(tx: Transaction, seconds: float) -> None:
+    """A statement of the application's that takes long."""
+    driver = "aiomysql" if hasattr(tx.connection, "cursor") and not hasattr(tx.connection, "fetchval") else "asyncpg"
+    await tx.fetchval(SLEEP[driver].format(seconds))
+
+
+def at_once(outbox: Outbox, number: int) -> Any:
+    """So many concurrent actions."""
+    return asyncio.gather(
+        *(outbox.executor.execute(doing(lambda tx: sleep(tx, 0.05))) for _ in range(number)), return_exceptions=True
+    )
+
+
+# --- actions ---------------------------------------------------------------------------------------
+
+
+async def test_actions_fail_in_seconds_on_connections_that_fell_silent_and_the_next_ones_work(
+    server_url: str, rows: Look
+) -> None:
+    """With all limits at their defaults, in a process that only executes actions."""
+    async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
+        assert await at_once(outbox, 3) == [None] * 3
+        proxy.fall_silent(ALL_LINKS)
+
+        async with asyncio.timeout(BOUND):
+            told = await at_once(outbox, 2)
+        assert [type(error) for error in told] == [DatabaseUnavailable] * 2, told
+        assert "no answer for" in str(told[0])
+        assert isinstance(told[0].__cause__, Exception)
+
+        # The third was idle meanwhile, and nobody has to wait on it to find out.
+        async with asyncio.timeout(3):
+            assert await at_once(outbox, 3) == [None] * 3
+        assert len(await rows.events()) == 6
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_an_action_in_the_middle_of_which_the_way_falls_silent_fails(server_url: str, rows: Look) -> None:
+    async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
+
+        async def act(tx: Transaction) -> None:
+            await sleep(tx, 0)
+            proxy.fall_silent(ALL_LINKS)
+            await sleep(tx, 0)
+
+        with pytest.raises(DatabaseUnavailable, match="no answer for"):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(doing(act))
+        assert await rows.events() == []
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_commit_into_silence_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
+    async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
+        await outbox.executor.execute(Emit((1,)))
+        proxy.fall_silent_after(b"commit")
+        with pytest.raises(CommitUnknown):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(Emit((2,)))
+        await outbox.executor.execute(Emit((3,)))
+        assert len(await rows.events()) == 3
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_sql_on_the_driver_s_own_connection_is_watched_as_well(server_url: str) -> None:
+    async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
+
+        async def act(tx: Transaction) -> None:
+            connection: Any = tx.connection
+            for statement in ("SELECT 1", "SELECT 2"):
+                if hasattr(connection, "fetchval"):
+                    await connection.fetchval(statement)
+                else:
+                    async with connection.cursor() as cursor:
+                        await cursor.execute(statement)
+                        await cursor.fetchall()
+                proxy.fall_silent(ALL_LINKS)
+
+        with pytest.raises(DatabaseUnavailable, match="no answer for"):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(doing(act))
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_server_that_answers_nobody_is_found_out_as_well(server_url: str) -> None:
+    settings = Settings(notify=False, connect_timeout="500ms")
+    async with proxy_to(server_url) as proxy, behind(proxy, server_url, settings) as outbox:
+        await outbox.executor.execute(Emit((1,)))
+        proxy.fall_silent()
+
+        with pytest.raises(DatabaseUnavailable, match="new connections answered"):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(doing(lambda tx: sleep(tx, 0)))
+        with pytest.raises(DatabaseUnavailable):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(Emit((2,)))
+        proxy.speak_again()
+        await outbox.executor.execute(Emit((3,)))
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None:
+    async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
+        asked = count_questions(outbox)
+
+        await outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
+
+        assert len(asked) >= 2
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_an_action_that_does_something_else_for_long_is_let_go_on(server_url: str, rows: Look) -> None:
+    """The action's session is idle, rightly."""
+    async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
+
+        async def act(tx: Transaction) -> None:
+            await sleep(tx, 0)
+            await asyncio.sleep(2)
+            await sleep(tx, 0)
+
+        asked = count_questions(outbox)
+        # The server is asked because of the other one, and says of both what they do.
+        working = outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
+        await asyncio.gather(outbox.executor.execute(doing(act)), working)
+        assert any(len(numbers) >= 2 for numbers in asked)
+        assert len(await rows.events()) == 2
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_statement_through_a_proxy_that_shares_sessions_is_let_go_on(postgres_url: str) -> None:
+    """The proxy's answer about a session is about a different client's session."""
+    with pgbouncer_to(postgres_url) as through:
+        async with opened(Outbox(postgres_url, namespace="app")), Outbox(through, namespace="app") as outbox:
+            asked = count_questions(outbox)
+            await outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
+            assert len(asked) >= 2
+
+
+def count_questions(outbox: Outbox) -> list[Any]:
+    """A list that grows with each question to the server about its sessions."""
+    watch, asked = database_of(outbox)._watch, list[Any]()
+    ask = watch._ask_server
+
+    async def counted(numbers: Any) -> Any:
+        asked.append(numbers)
+        return await ask(numbers)
+
+    watch._ask_server = counted
+    return asked
+
+
+# --- limits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["begin;", "insert into eventlog.events", "commit;"])
+async def test_a_given_pool_s_connections_have_a_limit_for_what_outboxio_sends(
+    server_url: str, rows: Look, words: str
+) -> None:
+    """A watch needs a URL, to ask over a new connection."""
+    if words != "insert into eventlog.events" and rows.driver != "asyncpg":
+        return  # there, all of it goes in one message
+    settings = Settings(notify=False, statement_timeout="500ms")
+    async with (
+        opened(Outbox(server_url, namespace="app")),
+        proxy_to(server_url) as proxy,
+        acts_on(proxy.url).pool(2) as pool,
+        Outbox(pool, namespace="app", settings=settings) as outbox,
+    ):
+        proxy.fall_silent_after(words.encode())
+        is_unknown = words == "commit;" or rows.driver != "asyncpg"
+        with pytest.raises(CommitUnknown if is_unknown else DatabaseUnavailable):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(Emit((2,)))
+        await outbox.executor.execute(Emit((3,)))
+        assert "3" in [row["model_id"] for row in await rows.events()]
+
+
+async def test_a_statement_of_an_action_may_be_given_a_limit(server_url: str, rows: Look) -> None:
+    settings = Settings(notify=False, action_statement_timeout="300ms")
+    async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
+        async with asyncio.timeout(BOUND) as bound:
+            with pytest.raises(TimeoutError):
+                await outbox.executor.execute(doing(lambda tx: sleep(tx, 60)))
+        assert not bound.expired()
+        await outbox.executor.execute(Emit((1,)))
+        assert len(await rows.events()) == 1
+
+
+async def test_every_socket_of_ours_finds_out_by_itself_that_its_host_is_gone(server_url: str) -> None:
+    async with opened(Outbox(server_url, namespace="app")) as outbox:
+        outbox.handler(MoneyDeposited, name="first")(Journal())
+        async with outbox.running():
+            await outbox.executor.execute(Emit((1,)))
+            database = database_of(outbox)
+            loops = [database._find, database._settle, database._fanout, database._admin]
+            await eventually(lambda: all(loop.is_open for loop in loops))
+            ours = [loop._connection for loop in loops] + [connection for _, connection in database._ours._idle]
+            assert len(ours) >= 5
+            for each in [*ours, *lock_sessions(outbox)]:
+                found = socket_of(each)
+                assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert 0 < found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+                    idle = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+                    between = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+                    times = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+                    assert idle + between * times <= 30
+
+
+def socket_of(connection: Any) -> Any:
+    transport = connection._transport if isinstance(connection, OurConnection) else mysql_driver.transport(connection)
+    return transport.get_extra_info("socket")
+
+
+async def test_what_a_driver_waits_for_is_seen(server_url: str) -> None:
+    """The same token for as long as an answer is awaited, and a new token for the next statement."""
+    async with (
+        opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox,
+        outbox.transaction("Look") as tx,
+    ):
+        await sleep(tx, 0)
+        connection, seen = tx.connection, {None}
+        for number in range(3):
+            assert waits_for(connection) is None
+            waiting = asyncio.create_task(see(tx, with_argument=number > 0))
+            await eventually(lambda: waits_for(connection) not in seen)
+            token = waits_for(connection)
+            await asyncio.sleep(0.05)
+            assert waits_for(connection) == token
+            seen.add(token)
+            await waiting
+        assert waits_for(connection) is None
+
+
+async def see(tx: Transaction, *, with_argument: bool) -> None:
+    if isinstance(tx.connection, OurConnection) and with_argument:
+        await tx.execute("SELECT pg_sleep($1)", 0.3)
+    elif isinstance(tx.connection, OurConnection):
+        await tx.connection.execute("SELECT pg_sleep(0.3)")
+    else:
+        await sleep(tx, 0.3)
+
+
+def waits_for(connection: Any) -> Any:
+    return connection.waits_for() if isinstance(connection, OurConnection) else mysql_waits_for(connection)
+
+
+# --- loops -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_silence_between_the_preparation_of_a_statement_and_its_execution_is_found_out(postgres_url: str) -> None:
+    """The server's session is neither idle nor at work then, and reports itself as active."""
+    async with proxy_to(postgres_url) as proxy, behind(proxy, postgres_url) as outbox:
+        proxy.fall_silent_after(b"insert into eventlog.events")  # in the message that prepares it
+        with pytest.raises(DatabaseUnavailable, match="nothing to do for it"):
+            async with asyncio.timeout(BOUND):
+                await outbox.executor.execute(Emit((1,)))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("heartbeat", ["500ms", "1h"])
+async def test_loops_whose_connections_fell_silent_go_on_within_seconds(server_url: str, heartbeat: str) -> None:
+    """Whether the session with the locks notices first, or a statement of a loop."""
+    journal = Journal()
+    settings = Settings(lock_heartbeat=heartbeat, fanout_poll_delay="100ms", handling_poll_delay="100ms")
+    async with (
+        proxy_to(server_url) as proxy,
+        opened(Outbox(server_url, namespace="app")) as producer,
+        Outbox(proxy.url, namespace="app", settings=settings) as outbox,
+    ):
+        outbox.handler(MoneyDeposited, name="first")(journal)
+        async with outbox.running():
+            await producer.executor.execute(Emit((1,)))
+            await journal.calls(1)
+            silence_all_but(proxy, lock_sessions(outbox) if heartbeat == "1h" else [])
+
+            await producer.executor.execute(Emit((2,)))
+            await journal.calls(2, timeout=BOUND)
+            await eventually(lambda: is_settled(outbox, 2), timeout=BOUND)
+
+
+def lock_sessions(outbox: Outbox) -> list[Any]:
+    """The connections that hold cluster locks."""
+    sessions = [getattr(lock, "_session", lock) for lock in database_of(outbox)._connections.locks]
+    return [session.current for session in sessions if session.current is not None]
+
+
+def silence_all_but(proxy: Proxy, kept: list[Any]) -> None:
+    """The network swallows the bytes of every open connection, except for the given ones."""
+    ports = {socket_of(connection).getsockname()[1] for connection in kept}
+    for link in proxy._links:
+        if link.ends[0].get_extra_info("peername")[1] not in ports:
+            link.flowing.clear()
+
+
+async def is_settled(outbox: Outbox, number: int) -> bool:
+    database: Database = database_of(outbox)
+    return (await database.notifications.count_states("app")).get("SUCCEEDED") == number

@@ -1,0 +1,212 @@
+"""A cluster lock whose session lives in a thread. The inner lock is a stand-in; see the flow tests for real locks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import datetime
+from typing import Any, cast
+
+import pytest
+
+from outboxio.loops import standstill
+from outboxio.model.lock_name import LockName
+from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.threaded_lock import ThreadedLock
+from outboxio.storage.protocols import LockGrant
+from tests.kit.app import eventually
+
+NOON = datetime(2026, 1, 1, 12)
+NAME = LockName("app", "dispatch", "mail")
+HEARTBEAT = 0.1
+
+
+class Inner:
+    """A lock that is always free, and the threads that used it."""
+
+    proof = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.threads: set[str] = set()
+        self.failure: Exception | None = None
+        self.waits: asyncio.Event | None = None
+        self.lose: Callable[[], None] = lambda: None
+        self.hear: Callable[[str], None] = lambda payload: None
+
+    async def _called(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name)
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
+
+    async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
+        await self._called("acquire")
+        if self.waits is not None:
+            await asyncio.sleep(3600)
+        return dict.fromkeys(names, LockGrant(1, 0))
+
+    async def try_probe(self, name: LockName) -> bool:
+        await self._called("try_probe")
+        return True
+
+    async def heartbeat(self) -> Proof:
+        sent_at = time.monotonic()
+        await self._called("heartbeat")
+        return Proof(sent_at, NOON, NOON, NOON)
+
+    async def release(self, names: Sequence[LockName]) -> None:
+        await self._called("release")
+
+    async def listen(self, heard: Callable[[str], None]) -> None:
+        await self._called("listen")
+        self.hear = heard
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        self.lose = callback
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def inner() -> Inner:
+    return Inner()
+
+
+@pytest.fixture
+async def lock(inner: Inner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ThreadedLock]:
+    monkeypatch.setattr(standstill, "TICK", 0.02)
+    lock = ThreadedLock(inner, cast(Any, inner), HEARTBEAT, longest_block=4 * HEARTBEAT)
+    yield lock
+    await lock.close()
+    assert threads() == []
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "outboxio"]
+
+
+async def begin(lock: ThreadedLock, heard: Callable[[str], None] = lambda payload: None) -> Proof:
+    await lock.listen(heard)
+    return await lock.heartbeat()
+
+
+async def test_everything_is_done_in_the_thread(lock: ThreadedLock, inner: Inner) -> None:
+    await begin(lock)
+    assert await lock.acquire([NAME]) == {NAME: LockGrant(1, 0)}
+    assert await lock.try_probe(NAME)
+    await lock.release([NAME])
+    assert inner.calls == ["listen", "heartbeat", "acquire", "try_probe", "release"]
+    assert inner.threads == {"outboxio"}
+
+
+async def test_the_thread_beats_while_the_application_s_loop_is_blocked(lock: ThreadedLock) -> None:
+    first = await begin(lock)
+    blocked_at = time.monotonic()
+    time.sleep(3 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
+    assert lock.proof is not None
+    assert lock.proof.sent_at - first.sent_at > HEARTBEAT
+    assert lock.proof.sent_at > blocked_at
+
+
+async def test_a_loop_that_stands_still_for_too_long_is_beaten_for_no_more(
+    lock: ThreadedLock, inner: Inner, caplog: pytest.LogCaptureFixture
+) -> None:
+    await begin(lock)
+    await asyncio.sleep(0.1)
+    blocked_at = time.monotonic()
+    time.sleep(10 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
+    assert lock.proof is not None
+    assert lock.proof.sent_at - blocked_at < 8 * HEARTBEAT
+    assert [r.levelname for r in caplog.records if "are given up" in r.getMessage()] == ["ERROR"]
+    beats = inner.calls.count("heartbeat")
+    await eventually(lambda: inner.calls.count("heartbeat") > beats)  # the loop goes on, and so does the thread
+
+
+async def test_a_proof_that_is_young_is_not_made_again(lock: ThreadedLock, inner: Inner) -> None:
+    first = await begin(lock)
+    assert await lock.heartbeat() is first
+    assert inner.calls.count("heartbeat") == 1
+
+
+async def test_wake_ups_are_heard_on_the_application_s_loop(lock: ThreadedLock, inner: Inner) -> None:
+    heard: list[tuple[str, str]] = []
+    await begin(lock, lambda payload: heard.append((payload, threading.current_thread().name)))
+
+    async def hear() -> None:
+        inner.hear("events")
+
+    await lock.in_thread(hear)
+    await eventually(lambda: heard)
+    assert heard == [("events", threading.current_thread().name)]
+
+
+async def test_the_end_of_the_session_is_told_at_once_and_proves_nothing_more(lock: ThreadedLock, inner: Inner) -> None:
+    lost: list[str] = []
+    lock.when_lost(lambda: lost.append(threading.current_thread().name))
+    await begin(lock)
+
+    async def lose() -> None:
+        inner.lose()
+
+    await lock.in_thread(lose)
+    assert lock.proof is None
+    assert not lock.is_open
+    await eventually(lambda: lost)
+    assert lost == [threading.current_thread().name]
+
+
+async def test_a_heartbeat_that_fails_loses_the_session_and_whoever_opens_the_next_one_hears_why(
+    lock: ThreadedLock, inner: Inner
+) -> None:
+    lost: list[bool] = []
+    lock.when_lost(lambda: lost.append(True))
+    await begin(lock)
+    inner.failure = OSError("no route to host")
+    await eventually(lambda: lost)
+    inner.failure = None
+    with pytest.raises(OSError, match="no route"):
+        await lock.listen(lambda payload: None)
+    await begin(lock)
+    assert lock.is_open
+
+
+async def test_an_acquisition_that_is_cancelled_ends_the_session(lock: ThreadedLock, inner: Inner) -> None:
+    """The acquisition may have taken a lock that no task knows of, and that the thread would keep."""
+    await begin(lock)
+    inner.waits = asyncio.Event()
+    task = asyncio.create_task(lock.acquire([NAME]))
+    await eventually(lambda: "acquire" in inner.calls)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: inner.calls[-1] == "close")
+    await eventually(lambda: not threads())  # the cancelled task has not waited for the end
+    assert not lock.is_open
+
+
+async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(lock: ThreadedLock, inner: Inner) -> None:
+    await begin(lock)
+    inner.waits = asyncio.Event()
+    acquiring = asyncio.create_task(lock.acquire([NAME]))
+    await eventually(lambda: "acquire" in inner.calls)
+    closing = asyncio.create_task(lock.close())  # waits until the session is free
+    await asyncio.sleep(0.02)
+    closing.cancel()
+    acquiring.cancel()
+    results = await asyncio.gather(acquiring, closing, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+    await eventually(lambda: inner.calls[-1] == "close")
+    await eventually(lambda: not threads())  # the cancelled task has not waited for the end
+
+
+async def test_after_close_it_may_be_opened_again(lock: ThreadedLock, inner: Inner) -> None:
+    for _ in range(2):
+        await begin(lock)
+        await lock.close()
+        assert not lock.is_open
+    assert inner.calls == ["listen", "heartbeat", "close"] * 2

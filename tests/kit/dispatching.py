@@ -1,0 +1,392 @@
+"""The parts of a dispatcher, each made alone: on a database that is a list, and handlers that are called directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+
+from outboxio.dispatch.dispatcher import Dispatcher
+from outboxio.dispatch.hooks import HookCaller
+from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.intake import Intake
+from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.settler import Settler
+from outboxio.dispatch.slots.limits import TotalLimits
+from outboxio.dispatch.slots.rehoming import Rehoming
+from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.watchdog import Watchdog
+from outboxio.dispatch.workers import WorkerPool
+from outboxio.handlers.handler import HandlerRegistry, make_handler
+from outboxio.loops.signals import Signals
+from outboxio.model.envelope import HandlerContext
+from outboxio.model.event import Event, EventTypes
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import DYING, DueQuery, Notification, State
+from outboxio.model.outcome import Bucket, Lease, Outcome, success
+from outboxio.runs.cursor import Cursors, HandlerCursor
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.key_queues import KeyQueues
+from outboxio.runs.partitions import Partitions
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.ports import HandlingSetup, StuckRows
+from outboxio.runs.run import Run
+from outboxio.settings import Settings
+from outboxio.storage.protocols import PartitionCount
+from outboxio.support.clock import ShardClock, as_micros
+from tests.kit.app import eventually
+
+NOON = datetime(2026, 1, 1, 12)
+LONG_AGO = datetime(2025, 1, 1)
+
+
+class Opened(Event):
+    pass
+
+
+class Refused(Exception):
+    """The database refuses a value."""
+
+
+class Gone(Exception):
+    """The database cannot be reached."""
+
+
+class Table:
+    """Settled buckets, due rows, and the troubles of a database."""
+
+    can_settle = True
+
+    def __init__(self) -> None:
+        self.settled: list[tuple[str, list[int]]] = []
+        self.due: list[Notification] = []
+        self.asked: list[Sequence[DueQuery]] = []
+        self.trouble: Callable[[Bucket], int | None] = lambda bucket: None
+        self.while_reading: Callable[[], None] = lambda: None
+
+    async def settle(self, bucket: Bucket, now: datetime) -> int:
+        written = self.trouble(bucket)
+        if written is None:
+            written = len(bucket.outcomes)
+            self.settled.append((bucket.state.value, [number.int for number in bucket.ids]))
+        return written
+
+    async def find_due(self, namespace: str, due_by: datetime, queries: Sequence[DueQuery]) -> list[Notification]:
+        self.asked.append(queries)
+        self.while_reading()
+        return [
+            row
+            for query in queries
+            for row in self.due
+            if (row.handler_name, row.partition_number) == (query.handler_name, query.partition)
+        ]
+
+
+class Database:
+    """As much of a database as dispatch needs here."""
+
+    starts: Any = None
+    ordering: Any = None
+    partitions: Any = None
+    handler_transactions = 4
+
+    def __init__(self) -> None:
+        self.notifications = Table()
+
+    def is_unreachable(self, error: Exception) -> bool:
+        return isinstance(error, Gone)
+
+    def refuses_value(self, error: Exception) -> bool:
+        return isinstance(error, Refused)
+
+
+class Locks:
+    """What dispatch has asked of the lock manager."""
+
+    def __init__(self) -> None:
+        self.suspected: list[Lease] = []
+        self.asked_for_proof = 0
+
+    def suspect(self, lease: Lease) -> None:
+        self.suspected.append(lease)
+
+    def look_for_proof(self) -> None:
+        self.asked_for_proof += 1
+
+
+class WakeUps:
+    """The shard, which wakes no loop."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def committed(self) -> None: ...
+
+    def unblocked(self) -> None:
+        self.told.append("unblocked")
+
+    def moved(self) -> None:
+        self.told.append("moved")
+
+
+class Invoker:
+    """Calls handlers with their run, and judges every error as a failure that is due in an hour."""
+
+    def redact(self, text: str) -> str:
+        return text
+
+    async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
+        try:
+            await cast(Any, run.queue.function)(run)
+        except BaseException as error:
+            if run.interrupted or run.abandoned:
+                return None
+            if run.cancelled_at is not None:
+                task.uncancel()
+            return self.judge(run, error)
+        return success(run.notification, run.lease)
+
+    def judge(self, run: Run, error: BaseException, described: Any = None) -> Outcome:
+        row = run.notification
+        due = NOON + timedelta(hours=1)
+        return Outcome(row.id, run.lease, State.FAILED, row.attempts + 1, due, f'"{type(error).__name__}"')
+
+    def stuck_error(self, run: Run, stack: str) -> TimeoutError:
+        return TimeoutError(stack)
+
+
+class Judge:
+    def __init__(self, invoker: Invoker) -> None:
+        self._invoker = invoker
+
+    def __call__(self, run: Run, error: BaseException, described: Any = None) -> Outcome:
+        return self._invoker.judge(run, error)
+
+    def describe(self, error: BaseException) -> None:
+        return None
+
+
+def queue_of(
+    name: str = "h",
+    function: Callable[[Any], Awaitable[None]] | None = None,
+    *,
+    settings: Settings | None = None,
+    handlers: int = 1,
+    strict: frozenset[str] = frozenset(),
+    **options: Any,
+) -> HandlerQueue:
+    """The queue of a handler; ``handlers``: of so many in all."""
+
+    async def nothing(envelope: Any) -> None: ...
+
+    handler = make_handler(
+        function or nothing, name=name, event_types=(Opened,), aliases=(), topic=None, where="here", **options
+    )
+    HandlerRegistry(EventTypes()).add(handler)
+    return HandlerQueue(HandlerSpec.of(handler, settings or Settings(), handlers, None, strict))
+
+
+def row_of(
+    number: int, name: str = "h", *, state: str = State.PENDING, flaw: str | None = None, partition: int = 0
+) -> Notification:
+    """A due row of an event of noon, under the ordering key ``a``."""
+    moment, identity, date = as_micros(NOON), UUID(int=number), NOON.isoformat()
+    context = msgspec.json.encode(
+        [identity, identity, "Open", {}, date, date, None, None, date, None, None, None, 0, "a", date]
+    )
+    return Notification(identity, name, "Opened", "{}", state, 0, moment, moment, number, partition, context, flaw)
+
+
+class Parts:
+    """Every part of a dispatcher below the finder, wired as the dispatcher does it."""
+
+    def __init__(self, *queues: HandlerQueue, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.database, self.locks, self.signals = Database(), Locks(), Signals()
+        self.table = self.database.notifications
+        context: Any = type("Context", (), {"namespace": "app"})()
+        self.now = NOON
+        self.setup = HandlingSetup(
+            cast(Any, self.database), cast(Any, None), ShardClock(lambda: self.now), self.settings, context
+        )
+        self.state = DispatchState(self.signals, self.locks)
+        self.cursors, self.keys = Cursors(), KeyQueues()
+        self.in_flight = InFlight(self.cursors, self.keys, self.state.finding, has_halted=self.signals.locks.set)
+        self.returned: list[bool] = []
+        self.stuck = StuckRows(lambda: self.returned.append(True))
+        self.guard = PoisonGuard(
+            "app", cast(Any, None), lambda: self.now, 3, in_flight=self.in_flight.rows, left_behind=self.stuck.ids,
+            signals=self.signals,
+        )  # fmt: skip
+        invoker: Any = Invoker()
+        invoker.judge = Judge(Invoker())
+        self.settler = Settler(self.setup, self.state, self.in_flight, invoker, self.guard, WakeUps())
+        self.scheduler = Scheduler(
+            queues, self.state, concurrency=self.settings.concurrency,
+            transactions=self.database.handler_transactions,
+        )  # fmt: skip
+        self.watchdog = Watchdog(
+            queues, self.state, self.scheduler, self.settler, invoker, self.stuck, replace=self._replace
+        )
+        self.hooks = HookCaller(self.state, self.scheduler, self.settler, invoker, self.watchdog, ended=self._ended)
+        self.unproven = 0
+        self.workers = WorkerPool(
+            self.setup, self.state, self.scheduler, self.settler, invoker, self.watchdog, self.hooks,
+            unproven=self._unproven,
+        )  # fmt: skip
+        self.intake = Intake(
+            queues, self.state, self.in_flight, self.settler, self.scheduler, self.workers, invoker.judge, self.stuck
+        )
+        self.partitions = Partitions(lambda: self.now)
+        self.limits = TotalLimits(
+            self.setup, queues, self.cursors, self.partitions, self.scheduler, rose=self.workers.call
+        )
+        self.moved = list[bool]()
+        self.rehoming = Rehoming(
+            self.setup, self.partitions, self.in_flight, self.stuck, moved=lambda: self.moved.append(True)
+        )
+        self.leases = {queue.handler.name: self.hold(queue) for queue in queues}
+
+    def hold(self, queue: HandlerQueue, partition: int = 0) -> Lease:
+        """Hold the lock of a partition of a handler's name."""
+        name = queue.handler.name
+        lease = Lease(f"app/dispatch/{name}/{partition}", name, 1, partition=partition)
+        cursor = self.cursors.take(Slot(name, partition), queue, lease)
+        cursor.is_paused = False
+        return cursor.lease
+
+    def cursor(self, name: str = "h", partition: int = 0) -> HandlerCursor:
+        return self.cursors.by_slot[name, partition]
+
+    def in_flight_run(self, number: int, name: str = "h", partition: int = 0) -> Run:
+        """A row in flight whose run is nowhere yet."""
+        cursor = self.cursor(name, partition)
+        run = Run(row_of(number, name, partition=partition), cursor.queue, cursor.lease)
+        self.in_flight.add(run, cursor)
+        return run
+
+    def outcome(self, run: Run, state: State = State.SUCCEEDED, error: str | None = None) -> Outcome:
+        due = NOON + timedelta(hours=1) if state in (State.FAILED, DYING) else None
+        return Outcome(run.notification.id, run.lease, state, 1, due, error)
+
+    def take(self, *rows: Notification) -> int:
+        """Let rows be found, and call workers."""
+        taken, _ = self.intake.take_in(rows, ())
+        self.workers.call()
+        return taken
+
+    async def quiet(self) -> list[tuple[str, list[int]]]:
+        """Wait until nothing is ready or runs, and settle; the buckets."""
+        async with asyncio.timeout(10):
+            await self.state.quiet.wait()
+            await self.settler.settle_once()
+        return sorted(self.table.settled)
+
+    async def close(self) -> None:
+        self.state.is_stopping = True
+        self.workers.send_home()
+        tasks = self.workers.tasks | self.hooks.tasks
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
+        for part in (self.settler, self.watchdog, self.intake):
+            part.stop_timer()
+        self.state.find_alarm.cancel()
+
+    def _replace(self, task: asyncio.Task[None]) -> None:
+        self.workers.replace(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.workers.ended(task)
+
+    def _unproven(self) -> None:
+        self.unproven += 1
+        self.intake.drop_all()
+
+
+class Whole:
+    """A whole dispatcher, which holds the locks of some slots, with the signals of a shard."""
+
+    def __init__(
+        self, *slots: Slot, call: Callable[[Any], Awaitable[None]] | None = None, settings: Settings | None = None,
+        partitions_on: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """``call``: the handler ``h``, with ``options``. ``partitions_on``: the repository of partitions."""
+
+        async def nothing(envelope: Any) -> None: ...
+
+        self.database, self.locks, self.signals, self.now = Database(), Locks(), Signals(), NOON
+        self.database.partitions, self.wakeups = partitions_on, WakeUps()
+        self.table = self.database.notifications
+        registry = HandlerRegistry(EventTypes())
+        aliases = options.pop("aliases", ())
+        registry.add(
+            make_handler(
+                call or nothing, name="h", event_types=(Opened,), aliases=aliases, topic=None, where="here", **options
+            )
+        )
+        unused: Any = None
+        context = HandlerContext(
+            namespace="app", shard="default", resources=None, stopping=asyncio.Event(), emitter=unused, execute=unused,
+            join=unused, outbox=None,
+        )  # fmt: skip
+        clock = ShardClock(lambda: self.now)
+        setup = HandlingSetup(cast(Any, self.database), registry, clock, settings or Settings(), context)
+        self.dispatcher = Dispatcher(
+            setup, signals=self.signals, locks=self.locks, wakeups=self.wakeups, stuck=StuckRows(lambda: None)
+        )
+        self.dispatcher.heed_pauses(())
+        for slot in slots:
+            self.take(slot)
+
+    def take(self, slot: Slot, term: int = 1) -> Lease:
+        lease = Lease(f"app/dispatch/{slot.handler_name}/{slot.partition}", slot.handler_name, term)
+        lease.partition = slot.partition
+        self.dispatcher.take(slot, lease)
+        return lease
+
+    def partitions(self, number: int, active: int = 0, name: str = "h", changed: datetime = LONG_AGO) -> None:
+        """Let the dispatcher know the number of partitions of a handler name."""
+        self.dispatcher.heed_partitions({name: PartitionCount(name, number, max(active, number), changed)})
+
+    async def was_told(self) -> bool:
+        """True if the lock manager was told since the last question that a slot may be given back."""
+        return await self.signals.locks.wait(0)
+
+    @property
+    def queue(self) -> HandlerQueue:
+        [queue] = self.dispatcher._queues.values()
+        return queue
+
+    @property
+    def asked(self) -> list[list[int]]:
+        """The partitions that each read has asked for."""
+        return [[query.partition for query in queries] for queries in self.table.asked]
+
+    async def __aenter__(self) -> Whole:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.dispatcher.stop(0)
+
+
+class Gate:
+    """A handler whose runs last until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.begun: list[int] = []
+
+    async def __call__(self, envelope: Any) -> None:
+        self.begun.append(envelope.event_id.int)
+        await self.is_open.wait()
+
+    async def has_begun(self, number: int) -> None:
+        """Wait for so many runs."""
+        await eventually(lambda: len(self.begun) >= number)

@@ -1,0 +1,120 @@
+"""The only place in the tests that knows the private names of an outbox.
+
+Each function takes the outbox and, where the outbox has several shards, the name of a shard. From ``run_of`` on the
+parts exist only inside ``running()`` and during ``drain()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outboxio import Outbox
+from outboxio.dispatch.settler import Settler
+from outboxio.model.lock_name import LockName
+from outboxio.model.outcome import Lease, Outcome
+from outboxio.runtime.shard_run import ShardRun
+
+
+def shard_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The shard, which lasts as long as the outbox (``runtime.shard.ShardRuntime``)."""
+    return outbox._shards[shard]
+
+
+def database_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The database of a shard (``storage.protocols.Database``), with its repositories."""
+    return shard_of(outbox, shard).database
+
+
+def clock_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The clock of a shard (``support.clock.ShardClock``)."""
+    return shard_of(outbox, shard).clock
+
+
+def handlers_of(outbox: Outbox) -> list[Any]:
+    """The registered handlers (``handlers.handler.Handler``)."""
+    return list(outbox._handlers)
+
+
+def owner_of(outbox: Outbox, shard: str = "default") -> str:
+    """The name under which this process holds locks and sends wake-ups: host, process and a random part."""
+    return str(shard_of(outbox, shard).environment.owner)
+
+
+def is_running(outbox: Outbox, shard: str = "default") -> bool:
+    """True between entering and leaving ``running()``, and during ``drain()``."""
+    return shard_of(outbox, shard).work is not None
+
+
+def run_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The present shard run: the loops and the parts that they drive."""
+    run = shard_of(outbox, shard).work
+    assert run is not None, "the outbox is not running"
+    return run
+
+
+def locks_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The lock manager of the present shard run."""
+    return run_of(outbox, shard).locks
+
+
+def seen_owners_of(outbox: Outbox, shard: str = "default") -> set[str]:
+    """The owners of partitions, as the process has last read them."""
+    return {lease.owner for lease in run_of(outbox, shard).membership._share._cluster.leases.values()}
+
+
+def lock_loop_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The loop that drives the lock manager."""
+    return run_of(outbox, shard).loops.locks
+
+
+def fanout_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The fan-out of the present shard run."""
+    return run_of(outbox, shard).fanout
+
+
+def dispatcher_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The dispatcher of the present shard run."""
+    return run_of(outbox, shard).dispatcher
+
+
+def cursors_of(outbox: Outbox, shard: str = "default") -> dict[str, Any]:
+    """The scan state of partition 0 of each stored handler name (``HandlerCursor``)."""
+    cursors = dispatcher_of(outbox, shard)._cursors.by_slot
+    return {name: cursor for (name, partition), cursor in cursors.items() if partition == 0}
+
+
+def queues_of(outbox: Outbox, shard: str = "default") -> dict[str, Any]:
+    """The rows in memory of each handler (``HandlerQueue``)."""
+    return dispatcher_of(outbox, shard)._queues
+
+
+def poison_guard_of(outbox: Outbox, shard: str = "default") -> Any:
+    """The memory of processes that ended during a run (``PoisonGuard``)."""
+    return dispatcher_of(outbox, shard)._guard
+
+
+def tell_lock_changes(taken: Callable[[LockName, Lease], None], lost: Callable[[LockName], None]) -> None:
+    """Have every shard run of this process call ``taken`` and ``lost`` before it acts on a change of its locks."""
+    lock_taken, lock_lost = ShardRun.lock_taken, ShardRun.lock_lost
+
+    def tell_taken(self: ShardRun, name: LockName, lease: Lease) -> None:
+        taken(name, lease)
+        lock_taken(self, name, lease)
+
+    def tell_lost(self: ShardRun, name: LockName) -> None:
+        lost(name)
+        lock_lost(self, name)
+
+    ShardRun.lock_taken, ShardRun.lock_lost = tell_taken, tell_lost  # type: ignore[method-assign]
+
+
+def tell_outcomes(ended: Callable[[Outcome], None]) -> None:
+    """Have every settler of this process call ``ended`` with each outcome, before the settler keeps the outcome."""
+    add = Settler.add
+
+    def tell(self: Settler, outcome: Outcome) -> None:
+        ended(outcome)
+        add(self, outcome)
+
+    Settler.add = tell  # type: ignore[method-assign]

@@ -1,0 +1,138 @@
+"""Starting worker processes, and waiting for their reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+Report = dict[str, Any]
+
+
+class Worker:
+    """A process that runs ``worker.py``, and its reports so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.reports: list[Report] = []
+        self._process = process
+        self._told = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        database: str,
+        *handlers: dict[str, Any],
+        freezes_in_settlement: bool = False,
+        dies_with_outcome: int = 0,
+        given_pool: bool = False,
+        roles: dict[str, bool] | None = None,
+        **settings: Any,
+    ) -> Worker:
+        told = {
+            "database": database,
+            "handlers": handlers,
+            "settings": settings,
+            "roles": roles or {},
+            "freezes_in_settlement": freezes_in_settlement,
+            "dies_with_outcome": dies_with_outcome,
+            "given_pool": given_pool,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.flow.worker", json.dumps(told)),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return cls(process)
+
+    @classmethod
+    async def start_program(cls, program: str, **told: Any) -> Worker:
+        """A different program that reports in the same way."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", program, json.dumps(told)),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return cls(process)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._reader.done()
+
+    def of(self, what: str, **like: Any) -> list[Report]:
+        """The reports of a kind, with the given details."""
+        return [r for r in self.reports if r["what"] == what and all(r.get(k) == v for k, v in like.items())]
+
+    async def until(self, what: str, number: int = 1, timeout: float = 20, **like: Any) -> list[Report]:
+        """Wait until the worker has sent so many such reports, and return them."""
+        await self.until_it(lambda: len(self.of(what, **like)) >= number, timeout)
+        return self.of(what, **like)
+
+    async def until_it(self, holds: Callable[[], bool], timeout: float = 20) -> None:
+        """Wait until a condition on the reports holds."""
+        async with self._told:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait_for(lambda: holds() or self._reader.done()), timeout)
+        assert holds(), f"not reported: {self.reports[-20:]}"
+
+    async def until_running(self, *locks: str) -> None:
+        """Wait until the worker runs, and holds the given locks."""
+        await self.until("running")
+        for lock in locks:
+            await self.until("taken", lock=lock)
+
+    @property
+    def amounts(self) -> list[int]:
+        """The amounts of the handler calls, in order."""
+        return [report["amount"] for report in self.of("call")]
+
+    def open_gate(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"open\n")
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def terminate(self) -> None:
+        """Ask the worker to leave."""
+        self._process.terminate()
+
+    async def leave(self) -> None:
+        """Ask the worker to leave, and wait until it has left in good order."""
+        await self.until("running")  # before that the worker has no signal handler
+        self.terminate()
+        await self.until("left")
+        assert await self._process.wait() == 0
+
+    async def end(self) -> None:
+        """End the worker, whatever the state of the test."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reader
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            async with self._told:
+                self.reports.append(json.loads(line))
+                self._told.notify_all()
+        async with self._told:
+            self._told.notify_all()

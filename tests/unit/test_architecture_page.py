@@ -1,0 +1,75 @@
+"""The pages for developers name only files, functions and decision records that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
+
+_PATH = re.compile(r"`((?:outboxio|sql|tests|docs)/[\w/.-]+?)(?::([\w.]+))?`")
+
+
+def named_on(page: Path) -> set[tuple[str, str]]:
+    """The paths on a page, each with the function or class behind the colon, or an empty text."""
+    return set(_PATH.findall(page.read_text("utf-8")))
+
+
+def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all classes and functions in a module."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from definitions(node.body, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=lambda page: page.name)
+def test_every_file_on_the_page_exists(page: Path) -> None:
+    paths = {path for path, _ in named_on(page)}
+
+    assert len(paths) > 15
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=lambda page: page.name)
+def test_every_function_on_the_page_exists(page: Path) -> None:
+    missing = {
+        f"{path}:{name}"
+        for path, name in named_on(page)
+        if name
+        and (not (ROOT / path).exists() or name not in definitions(ast.parse((ROOT / path).read_text("utf-8")).body))
+    }
+
+    assert missing == set()
+
+
+def test_every_folder_of_the_package_is_on_the_architecture_page() -> None:
+    folders = {f"outboxio/{init.parent.name}" for init in (ROOT / "outboxio").glob("*/__init__.py")}
+
+    assert folders - {path for path, _ in named_on(ARCHITECTURE)} == set()
+
+
+def test_the_architecture_page_lists_every_decision_record_with_its_title() -> None:
+    text = ARCHITECTURE.read_text("utf-8")
+    listed = re.findall(r"^\| \[\d+\]\(decisions/[\w.-]+\) \| .+ \|$", text, re.MULTILINE)
+
+    rows = []
+    for file in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
+        rows.append(f"| [{number}](decisions/{file.name}) | {title} |")
+    assert listed == rows
+
+
+def test_the_figures_of_the_readme_are_on_the_performance_page() -> None:
+    readme, measured = (ROOT / "README.md").read_text("utf-8"), (ROOT / "docs" / "performance.md").read_text("utf-8")
+    _, _, *rows = readme.split("Five figures")[1].split("\n\n")[1].splitlines()
+    figures = {figure for row in rows for cell in row.split("|")[2:] for figure in re.findall(r"\d[\d,.]*\d", cell)}
+
+    assert len(figures) > 20
+    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)} == set()

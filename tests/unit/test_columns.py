@@ -1,0 +1,32 @@
+"""A column that a migration adds reaches every INSERT and SELECT, or this fails."""
+
+from __future__ import annotations
+
+from outboxio.storage.ddl import parts_of
+from outboxio.storage.postgres import columns, events, session
+from outboxio.storage.schema import sql_files
+
+#: Columns with a value of the database's own: a default, or an identity.
+MADE_BY_THE_DATABASE = {"events": {"sequence"}, "event_notifications": {"errors"}}
+
+
+def columns_of(table: str) -> set[str]:
+    parts = [part for file in sql_files("postgres") for part in parts_of(file.text)]
+    return {part.name for part in parts if part.kind == "column" and part.table == table}
+
+
+def test_an_event_is_inserted_with_all_columns() -> None:
+    assert set(session._VALUES) == columns_of("events") - MADE_BY_THE_DATABASE["events"]
+
+
+def test_fan_out_and_the_inbox_make_notifications_with_all_columns() -> None:
+    assert set(events._MADE) == columns_of("event_notifications") - MADE_BY_THE_DATABASE["event_notifications"]
+    assert set(session._NEW) == columns_of("event_notifications")
+
+
+def test_an_operator_sees_all_columns_of_a_notification() -> None:
+    assert set(columns.OF_NOTIFICATION) == columns_of("event_notifications")
+
+
+def test_the_copied_columns_are_columns_of_both_tables() -> None:
+    assert set(columns.COPIED) <= columns_of("events") & columns_of("event_notifications")

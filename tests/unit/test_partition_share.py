@@ -1,0 +1,350 @@
+"""The share of a process in the slots: each rule once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime, timedelta
+
+import pytest
+
+from outboxio.model.lock_name import Slot
+from outboxio.sharing.partition_share import PartitionShare, Plan
+from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
+
+NOON = datetime(2026, 1, 1, 12)
+
+
+def s(*partitions: int) -> list[Slot]:
+    return [Slot("score", partition) for partition in partitions]
+
+
+def rows(*names: str, seen: datetime = NOON, handlers: tuple[str, ...] = ("score",)) -> list[Instance]:
+    return [Instance(name, handlers, seen) for name in names]
+
+
+def held_by(owner: str, *partitions: int, term: int = 1) -> dict[Slot, SeenLease]:
+    return {slot: SeenLease(owner, term, term - 1) for slot in s(*partitions)}
+
+
+def free(*partitions: int, owner: str = "b") -> dict[Slot, SeenLease]:
+    return {slot: SeenLease(owner, 1, 1) for slot in s(*partitions)}
+
+
+def share(number: int = 4, *, names: Collection[str] = ("score",), spreads_all: bool = False, takes_all: bool = False):
+    made = PartitionShare("me", spreads_all=spreads_all, takes_all=takes_all)
+    made.heed(names, {"score": PartitionCount("score", number, number, NOON)} if number > 1 else {}, 0.0)
+    return made
+
+
+def plan(made: PartitionShare, held: Collection[Slot] = (), now: float = 0.0, busy: Collection[Slot] = ()) -> Plan:
+    return made.plan(held, lambda slot: int(slot in busy), now)
+
+
+def test_the_slots_are_the_partitions_of_each_name() -> None:
+    made = share(2, names=["score", "mail"])
+
+    assert sorted(made.slots) == [Slot("mail"), *s(0, 1)]
+    assert made.is_shared
+
+
+def test_without_partitions_every_slot_is_tried_and_none_is_given() -> None:
+    made = share(1, names=["mail", "bill"])
+
+    assert not made.is_shared
+    assert plan(made) == Plan((Slot("bill"), Slot("mail")), (), (), (), ())
+    assert plan(made, [Slot("mail")]).wanted == (Slot("bill"),)
+
+
+def test_a_shared_slot_is_not_tried_without_a_view() -> None:
+    assert plan(share()).wanted == ()
+
+
+def test_below_the_quota_the_free_slots_are_tried_up_to_the_quota() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("b", 0, 1) | free(2, 3), 0.0)
+
+    assert set(plan(made).wanted) == set(s(2, 3))
+    assert made.is_short
+
+
+def test_after_the_number_was_lowered_a_process_gets_its_share_of_the_partitions_with_new_rows() -> None:
+    made = PartitionShare("me", spreads_all=False)
+    made.heed(["score"], {"score": PartitionCount("score", 2, 4, NOON)}, 0.0)
+    made.see(rows("me", "b"), held_by("me", 2, 3) | held_by("b", 0) | free(1), 0.0)
+
+    found = plan(made, s(2, 3))
+    assert found.wanted == (*s(1),)
+    assert len(found.halt) == 1
+    assert made.is_short
+
+
+def test_at_the_quota_a_free_slot_is_left_to_the_other_process_for_1_s() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("me", 0, 1) | held_by("b", 2) | free(3), 0.0)
+
+    assert plan(made, s(0, 1)).wanted == ()
+    assert plan(made, s(0, 1), now=0.9).wanted == ()
+    assert plan(made, s(0, 1), now=1.1).wanted == (*s(3),)
+    assert not made.is_short
+
+
+def test_a_slot_that_was_taken_in_between_is_free_since_it_was_given_back_again() -> None:
+    made, others = share(), held_by("me", 0, 1) | held_by("b", 2)
+    made.see(rows("me", "b"), others | free(3), 0.0)
+    made.see(rows("me", "b"), others | {s(3)[0]: SeenLease("b", 2, 2)}, 0.9)
+
+    assert plan(made, s(0, 1), now=1.1).wanted == ()
+
+
+def test_at_the_quota_one_slot_of_each_holder_is_probed() -> None:
+    made = share(6)
+    made.see(rows("me", "b", "c"), held_by("me", 0, 1) | held_by("b", 2, 3) | held_by("c", 4, 5), 0.0)
+
+    assert {slot.partition // 2 for slot in plan(made, s(0, 1)).orphans} == {1, 2}
+    assert len(plan(made, s(0, 1)).orphans) == 2
+
+
+def test_all_slots_of_a_process_that_is_known_to_have_died_are_tried() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("me", 0, 1) | held_by("b", 2, 3), 0.0)
+    [probe] = plan(made, s(0, 1)).orphans
+    died = made.owner_of(probe, 1)
+    made.took(probe, 0.0, follows_crash=True)
+    assert died == "b"
+    made.forget(died)
+
+    assert {probe, *plan(made, [*s(0, 1), probe]).orphans} == set(s(2, 3))
+
+
+def test_only_the_exact_term_is_evidence() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("b", 1, term=5) | free(2) | held_by("me", 3), 0.0)
+
+    assert [made.owner_of(slot, 5) for slot in s(1, 2, 3)] == ["b", None, None]
+    assert made.owner_of(s(1)[0], 4) is None
+
+
+def test_a_process_that_died_is_no_member_until_its_row_is_written_again() -> None:
+    made, leases = share(), held_by("me", 0, 1, 2, 3)
+    made.see(rows("me", "b"), leases, 0.0)
+    made.forget("b")
+    assert plan(made, s(0, 1, 2, 3)).halt == ()
+
+    made.see(rows("me", "b"), leases, 1.0)
+    assert plan(made, s(0, 1, 2, 3), now=1.0).halt == ()
+
+    made.see(rows("me", "b", seen=NOON + timedelta(seconds=1)), leases, 2.0)
+    assert len(plan(made, s(0, 1, 2, 3), now=2.0).halt) == 2
+
+
+def test_the_slots_of_a_holder_above_its_quota_are_left_alone_for_1_s() -> None:
+    made = share(6)
+    made.see(rows("me", "b", "c"), held_by("me", 0, 1) | held_by("b", 2, 3, 4, 5), 0.0)
+
+    assert plan(made, s(0, 1), now=0.0).orphans == ()
+    assert plan(made, s(0, 1), now=1.1).orphans != ()
+
+
+def test_a_holder_whose_slot_was_just_given_back_is_not_probed_again_by_the_same_view() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("me", 0, 1) | held_by("b", 2, 3), 0.0)
+    [probe] = plan(made, s(0, 1)).orphans
+    made.took(probe, 0.0, follows_crash=False)
+
+    after = plan(made, [*s(0, 1), probe])
+    assert after.orphans == ()
+    assert len(after.release) == 1  # the surplus goes at once
+
+
+def test_the_surplus_is_given_away_idle_slots_first() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("me", 0, 1, 2, 3), 0.0)
+
+    found = plan(made, s(0, 1, 2, 3), busy=s(1, 2))
+
+    assert set(found.halt) == set(found.release) == set(s(0, 3))
+
+
+def test_a_halted_slot_is_given_back_only_when_idle() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0, 1), 0.0)
+    first = plan(made, s(0, 1), busy=s(0, 1))
+
+    assert (len(first.halt), first.release) == (1, ())
+    assert plan(made, s(0, 1), now=0.1).release == first.halt
+
+
+def test_a_slot_that_was_given_back_is_not_tried_again_though_an_old_view_shows_it_held() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0, 1), 0.0)
+    [given] = plan(made, s(0, 1)).release
+    kept = [slot for slot in s(0, 1) if slot != given]
+    made.see(rows("me", "b"), held_by("me", 0, 1), 0.1)
+
+    assert given not in (found := plan(made, kept, now=0.2)).wanted + found.orphans
+
+
+def test_a_slot_that_is_not_idle_after_5_s_stays_and_is_not_halted_again_for_30_s() -> None:
+    made, leases, busy = share(2), held_by("me", 0, 1), s(0, 1)
+    made.see(rows("me", "b"), leases, 0.0)
+    [halted] = plan(made, s(0, 1), busy=busy).halt
+    made.see(rows("me", "b"), leases, 5.1)
+    later = plan(made, s(0, 1), now=5.1, busy=busy)
+    assert later.resume == (halted,)
+    assert later.halt == tuple(slot for slot in s(0, 1) if slot != halted)
+    made.see(rows("me", "b"), leases, 10.3)
+    assert plan(made, s(0, 1), now=10.3, busy=busy).halt == ()
+
+    made.see(rows("me", "b"), leases, 36.0)
+    assert plan(made, s(0, 1), now=36.0, busy=busy).halt == (halted,)
+
+
+def test_a_halted_slot_is_resumed_when_the_surplus_is_gone() -> None:
+    made, leases = share(2), held_by("me", 0, 1)
+    made.see(rows("me", "b"), leases, 0.0)
+    halted = plan(made, s(0, 1), busy=s(0, 1)).halt
+    made.see(rows("me"), leases, 1.0)
+
+    assert plan(made, s(0, 1), now=1.0, busy=s(0, 1)).resume == halted
+
+
+def test_after_taking_a_slot_that_was_left_over_nothing_is_given_for_20_s() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0) | free(1), 0.0)
+    assert plan(made, s(0), now=1.1).wanted == (*s(1),)
+    made.took(s(1)[0], 1.1, follows_crash=False)
+    for now, number in ((1.2, 0), (20.0, 0), (21.2, 1)):
+        made.see(rows("me", "b"), held_by("me", 0, 1), now)
+        assert len(plan(made, s(0, 1), now=now).halt) == number
+
+
+def test_the_20_s_end_with_a_change_of_the_members() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0) | free(1), 0.0)
+    plan(made, s(0), now=1.1)
+    made.took(s(1)[0], 1.1, follows_crash=False)
+    made.see(rows("me", "c"), held_by("me", 0, 1), 2.0)
+
+    assert len(plan(made, s(0, 1), now=2.0).halt) == 1
+
+
+def test_nothing_is_given_by_an_old_view() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0, 1), 0.0)
+
+    assert plan(made, s(0, 1), now=3.1).halt == ()
+
+
+def test_without_slots_of_the_handler_partition_0_comes_first() -> None:
+    made = share()
+    made.see(rows("me"), {}, 0.0)
+    assert plan(made).wanted == (*s(0),)
+
+    made.took(s(0)[0], 0.0, follows_crash=False)
+    assert set(plan(made, s(0)).wanted) == set(s(1, 2, 3))
+
+
+def test_nothing_above_partition_0_is_tried_beside_a_process_without_partitions() -> None:
+    made = share()
+    made.see(rows("me"), held_by("old", 0) | free(1, 2, 3, owner="me"), 0.0)
+
+    assert (plan(made).wanted, plan(made).orphans) == ((), (*s(0),))
+
+
+def test_partitions_above_0_are_given_back_beside_a_process_without_partitions() -> None:
+    made = share()
+    made.see(rows("me"), held_by("old", 0) | held_by("me", 1, 2), 0.0)
+
+    assert set(plan(made, s(1, 2), busy=s(2)).halt) == set(s(1, 2))
+    assert plan(made, s(1, 2), now=9.0, busy=s(2)).resume == ()  # however long the run takes
+
+
+@pytest.mark.parametrize("now", [0.0, 1.0])
+def test_a_holder_of_partition_0_that_shared_partitions_before_is_no_older_process(now: float) -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("b", 0, 3) | held_by("me", 1, 2), 0.0)
+    if now:
+        made.see(rows("me"), held_by("b", 0) | held_by("me", 1, 2), now)  # b leaves, or its row is late
+
+    assert plan(made, s(1, 2), now=now).halt == ()
+
+
+def test_slots_beyond_a_smaller_number_are_given_back_when_idle() -> None:
+    made = share(4)
+    made.see(rows("me"), held_by("me", 0, 1, 2, 3), 0.0)
+    made.heed(["score"], {"score": PartitionCount("score", 2, 2, NOON)}, 1.0)
+
+    found = plan(made, s(0, 1, 2, 3), now=1.0, busy=s(3))
+
+    assert (set(found.halt), found.release) == (set(s(2, 3)), (*s(2),))
+
+
+def test_new_slots_are_not_left_over_before_each_process_has_heard_of_them() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0) | held_by("b", 1), 0.0)
+    made.heed(["score"], {"score": PartitionCount("score", 4, 4, NOON)}, 10.0)
+    made.see(rows("me", "b"), held_by("me", 0, 2) | held_by("b", 1), 10.0)
+
+    assert plan(made, s(0, 2), now=11.5).wanted == ()
+    assert plan(made, s(0, 2), now=12.1).wanted == (*s(3),)
+
+
+def test_a_leaving_process_gives_each_slot_back_when_idle_and_takes_none() -> None:
+    made = share()
+    made.see(rows("me"), held_by("me", 0, 1) | free(2, 3), 0.0)
+    made.leave()
+    found = plan(made, s(0, 1), busy=s(1))
+
+    assert (set(found.halt), found.release, found.wanted) == (set(s(0, 1)), (*s(0),), ())
+    assert plan(made, s(1), now=60.0, busy=s(1)).resume == ()
+    assert made.names_for_others(0.0) == ()
+
+
+def test_a_sick_process_gives_all_to_the_members_and_takes_none() -> None:
+    made = share()
+    made.see(rows("me", "b"), held_by("me", 0, 1) | free(2, 3), 0.0)
+    made.give_all(0.0, seconds=60.0)
+    found = plan(made, s(0, 1))
+
+    assert (set(found.release), found.wanted, found.orphans) == (set(s(0, 1)), (), ())
+    assert (made.names_for_others(59.0), made.names_for_others(60.0)) == ((), ("score",))
+
+
+def test_a_sick_process_without_other_members_keeps_all() -> None:
+    made = share()
+    made.see(rows("me"), held_by("me", 0, 1) | free(2, 3), 0.0)
+    made.give_all(0.0, seconds=60.0)
+
+    assert plan(made, s(0, 1)) == Plan(plan(made, s(0, 1)).wanted, (), (), (), ())
+    assert set(plan(made, s(0, 1)).wanted) == set(s(2, 3))
+
+
+def test_a_drain_takes_all_and_counts_no_members() -> None:
+    made = share(takes_all=True)
+    made.see(rows("b"), held_by("b", 0, 1) | free(2, 3), 0.0)
+    found = plan(made)
+
+    assert (set(found.wanted), set(found.orphans)) == (set(s(2, 3)), set(s(0, 1)))
+    assert made.names_for_others(0.0) == ()
+
+
+def test_handlers_without_partitions_are_balanced_if_all_are_spread() -> None:
+    names = [f"h{number}" for number in range(4)]
+    slots = [Slot(name) for name in names]
+    made = share(1, names=names, spreads_all=True)
+    made.see(rows("me", "b", handlers=tuple(names)), {slot: SeenLease("me", 1, 0) for slot in slots}, 0.0)
+
+    assert made.is_shared
+    assert len(plan(made, slots).release) == 2
+
+
+def test_a_slot_that_was_free_for_5_s_is_reported() -> None:
+    made = share()
+    for now in (0.0, 4.9):
+        made.see(rows("me"), held_by("me", 0, 1, 2) | free(3), now)
+        plan(made, s(0, 1, 2), now=now)
+        assert made.unowned(now) == []
+    made.see(rows("me"), held_by("me", 0, 1, 2) | free(3), 5.0)
+
+    assert made.unowned(5.0) == s(3)
+    assert made.unowned(9.0) == []  # by an old view nothing is known

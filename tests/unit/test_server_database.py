@@ -1,0 +1,161 @@
+"""The connections of a shard to a server, with a driver that leads nowhere: who is watched, given back and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.driver import ServerCalls
+from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.identity import Identity, Kin
+from outboxio.storage.connections.limits import DEFAULT_LIMITS
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
+from outboxio.storage.connections.server import ServerDatabase
+from outboxio.storage.connections.watch import Sessions
+
+
+class Wire:
+    """Stands for a connection."""
+
+    def __init__(self, url: str | None) -> None:
+        self.url = url
+        self.end = ""
+
+
+class LoopConnection(BaseLoopConnection):
+    async def prepare(self, connection: Wire) -> None:
+        """No settings."""
+
+    async def restore(self, connection: Wire) -> None:
+        """No settings."""
+
+    def is_closed(self, connection: Wire) -> bool:
+        return bool(connection.end)
+
+    def drop(self, connection: Wire) -> None:
+        connection.end = "dropped"
+
+    def is_read_only(self, error: Exception) -> bool:
+        return False
+
+
+async def hang_up(wire: Wire) -> None:
+    wire.end = "goodbye"
+
+
+def drop(wire: Wire) -> None:
+    wire.end = "dropped"
+
+
+async def sessions_of(wire: Wire, numbers: Sequence[int]) -> Sessions | None:
+    if wire.url == "refuses":
+        raise ConnectionRefusedError
+    return Sessions("server", dict.fromkeys(numbers, 1.0))
+
+
+DRIVER = ServerCalls(lambda wire: not wire.end, hang_up, drop, lambda wire: None, sessions_of)
+
+
+class Database(ServerDatabase[LoopConnection]):
+    """A database of no dialect."""
+
+    def __init__(self, source: Any, direct_url: str | None = None) -> None:
+        self.opened: list[Wire] = []
+        self.given_back: list[Wire] = []
+        super().__init__("main", source, direct_url, DRIVER, guard=None, limits=DEFAULT_LIMITS)
+
+    @staticmethod
+    def _place_of(url: str | None) -> str:
+        return url or "the given pool"
+
+    def _take_from(self, pool: Any) -> GivenPool:
+        async def release(wire: Wire) -> None:
+            self.given_back.append(wire)
+
+        return GivenPool(
+            pool, guard=self._guard, shard=self.name, timeout=1.0, acquire=self._connect, release=release,
+            has_idle=lambda: True, occupancy=lambda: Occupancy(0, 1),
+        )  # fmt: skip
+
+    async def _connect(self) -> Wire:
+        return await self._connect_to_ask(self._direct_url or "")
+
+    async def _connect_for_actions(self) -> Wire:
+        return await self._connect_to_ask(self._url or "")
+
+    async def _connect_to_ask(self, url: str) -> Wire:
+        self.opened.append(Wire(url))
+        return self.opened[-1]
+
+    async def _own_identity(self) -> tuple[Identity, Kin | None]:
+        raise NotImplementedError
+
+    def _dedicated(
+        self,
+        *,
+        keeps: bool = True,
+        writes: bool = True,
+        guard: EventLoopGuard | None = None,
+        troubles: Troubles | None = None,
+    ) -> LoopConnection:
+        return LoopConnection(
+            self._connect, self._release, troubles or self._connections, guard=guard or self._guard, keeps=keeps,
+            writes=writes,
+        )  # fmt: skip
+
+
+def test_connections_to_one_url_have_one_watch() -> None:
+    database = Database("db")
+
+    assert database._connections.watches == [database._watch]
+    assert database._loop_watch is database._watch
+
+
+def test_connections_through_a_proxy_and_beside_it_are_watched_apart() -> None:
+    database = Database("proxy", "db")
+
+    assert database._connections.watches == [database._watch, database._loop_watch]
+    assert database._loop_watch is not database._watch
+
+
+def test_connections_of_a_given_pool_have_no_watch() -> None:
+    database = Database(object())
+
+    assert (database._watch, database._loop_watch, database._connections.watches) == (None, None, [])
+
+
+@pytest.mark.parametrize(("url", "end"), [("db", "goodbye"), ("refuses", "dropped")])
+async def test_a_connection_that_asks_about_sessions_is_closed(url: str, end: str) -> None:
+    database = Database(url)
+
+    if url == "refuses":
+        with pytest.raises(ConnectionRefusedError):
+            await database._ask(url, [7])
+    else:
+        assert await database._ask(url, [7]) == Sessions("server", {7: 1.0})
+
+    assert [wire.end for wire in database.opened] == [end]
+
+
+async def test_closing_ends_the_connections_of_the_loops_and_of_the_actions() -> None:
+    database = Database("db")
+    for loop in (database._admin, database._fanout, database._find, database._settle):
+        await loop.ready()
+    database._ours.release(await database._ours.acquire())
+
+    await database.close()
+
+    assert [wire.end for wire in database.opened] == ["goodbye"] * 5
+
+
+async def test_a_loop_gives_a_connection_of_the_given_pool_back_to_it() -> None:
+    database = Database(object())
+    await database._fanout.ready()
+
+    await database.release_loops()
+
+    assert database.given_back == database.opened
+    assert database.opened[0].end == ""

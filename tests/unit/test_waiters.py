@@ -1,0 +1,193 @@
+"""Tasks that wait for a connection: in the order of arrival, with a limit, and with a log entry."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from outboxio import DatabaseUnavailable, PoolExhausted
+from outboxio.storage.sqlite.turn import Turn
+from outboxio.support.aio import Waiters
+from tests.kit.pools import Wires, in_line
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+
+def timers() -> int:
+    scheduled: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]  # its own
+    return len([timer for timer in scheduled if not timer.cancelled()])
+
+
+# --- a pool ----------------------------------------------------------------------------------------
+
+
+async def test_who_waits_too_long_is_told_what_is_in_use_and_since_when() -> None:
+    wires = Wires(2, timeout=0.05)
+    first, _ = await wires.pool.acquire(), await wires.pool.acquire()
+    with pytest.raises(PoolExhausted) as caught:
+        await wires.pool.acquire()
+
+    said = str(caught.value)
+    assert "shard 'main' at db:5432/app has no connection left: 2 of at most 2 connections for actions are in" in said
+    assert "none came back within pool_timeout, 0.05 s" in said
+    assert "raise pool_timeout" in said
+    assert isinstance(caught.value, DatabaseUnavailable)
+    assert caught.value.held is not None
+    assert 0.04 < caught.value.held < 10
+    wires.pool.release(first)
+    assert await wires.pool.acquire() is first
+
+
+async def test_many_who_wait_too_long_are_all_told_and_leave_nothing_behind() -> None:
+    wires = Wires(1, timeout=0.05)
+    connection = await wires.pool.acquire()
+    told = await asyncio.gather(*(wires.pool.acquire() for _ in range(500)), return_exceptions=True)
+
+    assert {type(error) for error in told} == {PoolExhausted}
+    assert not wires.pool._waiters._line
+    wires.pool.release(connection)
+    assert await wires.pool.acquire() is connection
+
+
+async def test_only_who_has_to_wait_costs_a_timer_and_all_of_them_the_same_one() -> None:
+    wires = Wires(1)
+    before = timers()
+    connection = await wires.pool.acquire()
+    wires.pool.release(connection)
+    connection = await wires.pool.acquire()
+    assert timers() == before
+    waiting = [await in_line(wires.pool) for _ in range(10)]
+    assert timers() == before + 1
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_room_for_a_connection_is_kept_for_the_first_in_line() -> None:
+    wires = Wires(1)
+    lost = await wires.pool.acquire()
+    first = await in_line(wires.pool)
+    lost.is_usable = False
+    wires.may_open.clear()
+    wires.pool.release(lost)
+    latecomer = await in_line(wires.pool)  # asks before the first in line has opened anything
+    wires.may_open.set()
+
+    connection = await first
+    assert not latecomer.done()
+    wires.pool.release(connection)
+    assert await latecomer is connection
+    assert len(wires.opened) == 2
+
+
+async def test_who_leaves_the_line_gives_the_room_to_the_next() -> None:
+    wires = Wires(1)
+    lost = await wires.pool.acquire()
+    leaver, next_one = await in_line(wires.pool), await in_line(wires.pool)
+    lost.is_usable = False
+    wires.pool.release(lost)
+    leaver.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert await asyncio.wait_for(next_one, 5) is wires.opened[1]
+    assert not wires.pool._opening
+
+
+async def test_a_connection_of_before_a_close_never_gets_into_the_pool_again() -> None:
+    wires = Wires(1)
+    kept = await wires.pool.acquire()
+    await wires.pool.close(0)
+    wires.pool.release(kept)
+
+    assert kept.end == "dropped"
+    assert await wires.pool.acquire() is not kept
+
+
+async def test_a_connection_that_is_opened_while_the_pool_closes_is_dropped() -> None:
+    wires = Wires(1)
+    wires.may_open.clear()
+    opening = await in_line(wires.pool)
+    await wires.pool.close(0)
+    wires.may_open.set()
+
+    with pytest.raises(ConnectionResetError, match="the pool is closed"):
+        await opening
+    assert [wire.end for wire in wires.opened] == ["dropped"]
+    assert await wires.pool.acquire() is wires.opened[1]
+
+
+async def test_a_long_wait_is_logged_and_the_next_ones_soon_after_are_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outboxio.support.aio.LONG_WAIT", 0.01)
+    wires = Wires(1)
+    connection = await wires.pool.acquire()
+    for _ in range(3):
+        waiting = await in_line(wires.pool)
+        await asyncio.sleep(0.02)
+        wires.pool.release(connection)
+        assert await waiting is connection
+
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "for one of the 1 connections of shard main" in record.getMessage()
+
+
+# --- the writer's turn -----------------------------------------------------------------------------
+
+
+async def test_who_waits_too_long_for_the_writer_is_told() -> None:
+    turn = Turn("main", "app.db", 0.05)
+    await turn.take()
+    with pytest.raises(PoolExhausted, match=r"shard 'main' at app\.db has no connection left: 1 of at most 1 "):
+        await asyncio.create_task(turn.take())
+    turn.pass_on()
+    await turn.take()
+
+
+async def test_the_turn_goes_to_the_first_in_line_whoever_comes_between() -> None:
+    turn, order = Turn("main", "app.db", 30.0), list[str]()
+
+    async def take(name: str) -> None:
+        await turn.take()
+        order.append(name)
+
+    await turn.take()
+    tasks = [asyncio.create_task(take(name)) for name in ("first", "leaver", "second")]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    turn.pass_on()
+    tasks.append(asyncio.create_task(take("latecomer")))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        turn.pass_on()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["first", "second", "latecomer"]
+
+
+async def test_a_task_that_is_cancelled_with_the_turn_in_its_hands_passes_it_on() -> None:
+    turn = Turn("main", "app.db", 30.0)
+    await turn.take()
+    served, next_one = asyncio.create_task(turn.take()), asyncio.create_task(turn.take())
+    await asyncio.sleep(0)
+    turn.pass_on()
+    served.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await served
+    async with asyncio.timeout(5):
+        await next_one
+
+
+async def test_who_is_refused_and_cancelled_at_once_leaves_no_error_behind() -> None:
+    waiters: Waiters[str] = Waiters(30.0, refusal=RuntimeError, served_late=lambda seconds: None)
+    waiting = asyncio.create_task(waiters.wait(lambda served: None))
+    await asyncio.sleep(0)
+    waiters.refuse_all(RuntimeError("closed"))
+    waiting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not waiters.serve("nobody is in line")

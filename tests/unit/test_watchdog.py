@@ -1,0 +1,101 @@
+"""The watchdog: deadlines, runs that ignore their cancellation, and tasks that end before their run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from outboxio.dispatch import watchdog as module
+from outboxio.settings import Settings
+from tests.kit.app import eventually
+from tests.kit.dispatching import Parts, queue_of, row_of
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+SOON: dict[str, Any] = {"timeout": "50ms"}
+
+
+async def test_a_handler_past_its_deadline_is_cancelled_and_has_failed() -> None:
+    async def handle(run: Any) -> None:
+        await asyncio.Event().wait()
+
+    parts = Parts(queue_of(function=handle, **SOON))
+    parts.take(row_of(1))
+    assert await parts.quiet() == [("FAILED", [1])]
+    assert (parts.state.counters.stuck, parts.stuck.ids) == (0, set())
+    await parts.close()
+
+
+async def test_a_handler_that_ignores_its_cancellation_is_replaced_until_it_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lets_go = asyncio.Event()
+
+    async def handle(run: Any) -> None:
+        while run.notification.id.int == 1 and not lets_go.is_set():
+            try:
+                await lets_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    settings = Settings(concurrency=1)
+    parts = Parts(queue_of(function=handle, settings=settings, **SOON), settings=settings)
+    parts.take(row_of(1), row_of(2))
+    await eventually(lambda: parts.state.counters.stuck == 1)
+    assert await parts.quiet() == [("FAILED", [1]), ("SUCCEEDED", [2])]
+    assert [number.int for number in parts.stuck.ids] == [1]
+    assert parts.take(row_of(1)) == 0, "its row does not start beside it"
+    assert "is stuck for event" in caplog.text
+    assert "test_watchdog.py" in caplog.text, "it is said where it waits"
+
+    lets_go.set()
+    await eventually(lambda: not parts.stuck.ids)
+    assert parts.returned == [True]
+    assert parts.take(row_of(1)) == 1
+    await parts.quiet()
+    await parts.close()
+
+
+async def test_a_check_that_comes_late_cancels_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG_TURN", -1.0)  # every check is late
+    parts = Parts(queue_of(**SOON))
+    run = parts.in_flight_run(1)
+    run.task, run.started = asyncio.ensure_future(asyncio.sleep(10)), 0.001
+    run.queue.running[run] = None
+    parts.state.running = 1
+    parts.watchdog.timer = asyncio.get_running_loop().call_later(0, lambda: None)
+    parts.watchdog.watch()
+    assert run.cancelled_at is None
+    parts.watchdog.watch()
+    assert run.cancelled_at is not None, "the next check does"
+    await asyncio.sleep(0)
+    await parts.close()
+
+
+async def test_a_run_of_which_the_time_does_not_count_is_never_overdue() -> None:
+    parts = Parts(queue_of(**SOON))
+    run = parts.in_flight_run(1)
+    run.task, run.started = asyncio.current_task(), 0.0
+    run.queue.running[run] = None
+    parts.state.running = 1
+    parts.watchdog.watch()
+    assert run.cancelled_at is None
+    await parts.close()
+
+
+async def test_at_shutdown_all_runs_are_interrupted_and_are_found_again() -> None:
+    began = asyncio.Event()
+
+    async def handle(run: Any) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    parts = Parts(queue_of(function=handle))
+    parts.take(row_of(1))
+    await began.wait()
+    (run,) = parts.watchdog.interrupt()
+    await eventually(lambda: not parts.workers.tasks)
+    assert (run.interrupted, parts.settler.waiting, parts.in_flight.rows) == (True, [], {})
+    await parts.close()

@@ -1,0 +1,169 @@
+"""Workers: how many there are, what they run, and when they may."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any
+
+import pytest
+
+from outboxio.dispatch import workers as module
+from outboxio.model.notification import DYING
+from outboxio.settings import Settings
+from outboxio.support.clock import as_micros
+from tests.kit.dispatching import NOON, Parts, queue_of, row_of
+
+
+async def test_handlers_that_never_wait_are_run_by_few_workers() -> None:
+    ran = list[int]()
+
+    async def handle(run: Any) -> None:
+        ran.append(run.notification.id.int)
+
+    parts = Parts(queue_of(function=handle))
+    assert parts.take(*map(row_of, range(1, 101))) == 100
+    assert await parts.quiet() == [("SUCCEEDED", list(range(1, 101)))]
+    assert ran == list(range(1, 101))
+    assert len(parts.workers.tasks) <= 2
+    await parts.close()
+
+
+async def test_handlers_that_wait_have_all_workers_and_no_more() -> None:
+    inside, most, goes_on = 0, 0, asyncio.Event()
+
+    async def handle(run: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if inside == 5:
+            goes_on.set()
+        await goes_on.wait()
+        inside -= 1
+
+    settings = Settings(concurrency=5)
+    parts = Parts(queue_of(function=handle, settings=settings), settings=settings)
+    parts.take(*map(row_of, range(1, 21)))
+    await parts.quiet()
+    assert (most, len(parts.workers.tasks)) == (5, 5)
+    await parts.close()
+
+
+async def test_without_a_proof_of_the_locks_nothing_starts_and_rows_are_given_back() -> None:
+    parts = Parts(queue_of())
+    parts.state.proven_until = float("-inf")
+    parts.take(row_of(1), row_of(2))
+    async with asyncio.timeout(10):
+        await parts.state.quiet.wait()
+    assert (parts.unproven, parts.locks.asked_for_proof > 0) == (1, True)
+    assert (parts.in_flight.rows, parts.state.counters.succeeded, parts.settler.waiting) == ({}, 0, [])
+    await parts.close()
+
+
+async def test_a_proof_that_was_made_while_the_loop_was_blocked_counts() -> None:
+    parts = Parts(queue_of())
+    parts.state.proven_until = float("-inf")
+
+    def proof() -> None:
+        parts.state.proven_until = float("inf")
+
+    parts.locks.look_for_proof = proof  # type: ignore[method-assign]
+    parts.take(row_of(1))
+    assert await parts.quiet() == [("SUCCEEDED", [1])]
+    assert parts.unproven == 0
+    await parts.close()
+
+
+async def test_a_row_that_outlived_its_retention_expires_without_a_call() -> None:
+    async def handle(run: Any) -> None:
+        raise AssertionError("it was called")
+
+    parts = Parts(queue_of(function=handle))
+    old = row_of(1)
+    old.retention_us = as_micros(NOON) - 10 * 365 * 86_400 * 1_000_000
+    parts.take(old)
+    assert await parts.quiet() == [("EXPIRED", [1])]
+    await parts.close()
+
+
+async def test_a_worker_whose_handler_left_a_context_variable_behind_ends() -> None:
+    left, seen = contextvars.ContextVar[int]("left", default=0), list[int]()
+
+    async def handle(run: Any) -> None:
+        seen.append(left.get())
+        left.set(run.notification.id.int)
+        run.is_clean = False
+
+    parts = Parts(queue_of(function=handle))
+    parts.take(*map(row_of, (1, 2, 3)))
+    assert await parts.quiet() == [("SUCCEEDED", [1, 2, 3])]
+    assert seen == [0, 0, 0]
+    await parts.close()
+
+
+async def test_a_worker_that_fails_is_replaced_and_its_row_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts(queue_of())
+    call, failures = parts.workers._invoker.call, [RuntimeError("broken")]
+
+    async def fail_once(run: Any, task: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await call(run, task)
+
+    parts.workers._invoker.call = fail_once  # type: ignore[method-assign]
+    parts.take(row_of(1), row_of(2))
+    await asyncio.sleep(0.01)
+    assert await parts.quiet() == [("FAILED", [1]), ("SUCCEEDED", [2])]
+    assert "a worker failed" in caplog.text
+    await parts.close()
+
+
+async def test_workers_give_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(module, "SLICE", -1.0)  # each run is one too many for its turn
+    parts = Parts(queue_of())
+    counting = asyncio.create_task(count_turns())
+    parts.take(*map(row_of, range(1, 21)))
+    parts.workers._turn_ends = None
+    await asyncio.sleep(0.01)
+    monkeypatch.undo()
+    parts.workers.call()
+    await parts.quiet()
+    counting.cancel()
+    assert turns > 1
+    await parts.close()
+
+
+async def test_workers_that_rest_are_sent_home() -> None:
+    parts = Parts(queue_of())
+    parts.take(row_of(1))
+    await parts.quiet()
+    (worker,) = parts.workers.tasks
+    parts.state.is_stopping = True
+    parts.workers.send_home()
+    await asyncio.wait([worker], timeout=10)
+    assert (worker.done(), worker.cancelled(), parts.workers.tasks) == (True, False, set())
+    await parts.close()
+
+
+async def test_hooks_are_called_beside_the_workers() -> None:
+    told = list[int]()
+
+    async def handle(run: Any) -> None:
+        told.append(run.notification.id.int)
+
+    async def hook(envelope: object, error: object) -> None: ...
+
+    parts = Parts(queue_of(function=handle, on_dead=hook))
+    parts.take(row_of(1, state=DYING), row_of(2))
+    await parts.quiet()
+    assert sorted(told) == [1, 2]
+    assert (parts.hooks.tasks, parts.state.hooks) == (set(), 0)
+    await parts.close()
