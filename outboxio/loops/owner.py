@@ -77,6 +77,11 @@ class EventLoopGuard:
             self._take(loop)
         return loop
 
+    @property
+    def loop(self) -> _Loop | None:
+        """The event loop that the outbox is bound to, possibly closed by now; ``None`` without such a loop."""
+        return self._owner()
+
     def leave(self) -> None:
         """The outbox is closed, so the next event loop may use the outbox."""
         with self._taking:

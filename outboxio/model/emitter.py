@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 from uuid import UUID
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import InvalidEvent, TooManyHops
-from outboxio.model.event import Event, EventRecord, EventTypes, checked_name, checked_text
+from outboxio.model.event import ActionRecord, Event, EventRecord, EventTypes, checked_name, checked_text
 from outboxio.model.validation import EventCheck, unreadable
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import encode_object
@@ -34,6 +34,27 @@ class EventRouting(TypedDict):
     ordering_key: str | None
     topic: str | None
     available_at: datetime | None
+
+
+class Watcher(Protocol):
+    """Is told of the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
+
+    def emitted(self, event_id: UUID, event: object) -> None:
+        """An event object was emitted. The event is not written yet, and may never be written."""
+        ...
+
+    def written(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        """The rows of an action were written: at COMMIT, or at the INSERT if the application commits later."""
+        ...
+
+
+watchers: list[Watcher] = []
+"""The watchers; empty except in tests."""
+
+
+def tell_written(action: ActionRecord, events: Sequence[EventRecord]) -> None:
+    for watcher in watchers:
+        watcher.written(action, events)
 
 
 class Emitter:
@@ -79,6 +100,8 @@ class Emitter:
             model_id=_text(model_id, subject, "model_id"),
             model_type=_text(model_type, subject, "model_type"),
         )
+        for watcher in watchers:
+            watcher.emitted(record.id, event)
         if ordering_key is None and topic is None and available_at is None:
             return record  # as most are
         return replace(
