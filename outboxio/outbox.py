@@ -29,6 +29,7 @@ from outboxio.operations.admin_shards import AdminShard
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
+from outboxio.runtime.lifespan import Lifespan
 from outboxio.runtime.own_connection import OwnConnections
 from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
@@ -119,7 +120,11 @@ class Outbox(Registration):
             owner=self,
             redact=redact,
         )
-        """Runs actions: ``await outbox.executor.execute(action)``."""
+        """Runs actions."""
+        self.execute = self.executor.execute
+        """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
+        self.lifespan = Lifespan(self, self._guard)
+        """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         self.inbox = Inbox(
             namespace, self.executor, self._own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
@@ -249,10 +254,8 @@ class Outbox(Registration):
 
         Example::
 
-            @asynccontextmanager
-            async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-                async with outbox.running():
-                    yield
+            async with outbox.running():
+                await stop.wait()
         """
         for part, given in {"fanout": fanout, "handling": handling}.items():
             if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TypedDict
 from uuid import UUID
@@ -26,6 +27,17 @@ class Cause(Struct, frozen=True):
     handler_name: str
     correlation_id: str | None
     hops: int
+
+
+class Origin(Struct, frozen=True):
+    """The correlation id and the headers that actions take from the request around them."""
+
+    correlation_id: str | None
+    headers: Mapping[str, str]
+
+
+current_origin: ContextVar[Origin | None] = ContextVar("outboxio_current_origin", default=None)
+"""The origin of the actions that run here, outside of handlers."""
 
 
 class EventRouting(TypedDict):
