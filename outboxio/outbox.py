@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 from uuid import UUID
 
 from outboxio.actions.executor import ActionExecutor, current_cause
@@ -25,6 +25,7 @@ from outboxio.model.event import Event, checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard
+from outboxio.runtime.bound_session import ActionOfSession, BoundSession, BoundSessions
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -40,6 +41,9 @@ from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
 from outboxio.transaction import Transaction
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
 __all__ = ["Drained", "Outbox"]
 
@@ -115,6 +119,7 @@ class Outbox(Registration):
             redact=redact,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
+        self._bound_sessions = BoundSessions(self.executor, self._own_connections)
         self.inbox = Inbox(
             namespace, self.executor, self._own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
@@ -215,6 +220,37 @@ class Outbox(Registration):
         return await self.executor.record(
             target, session, action, params, records, correlation_id=correlation_id, headers=headers
         )
+
+    def bind(
+        self,
+        session: AsyncSession | async_scoped_session[Any],
+        *,
+        action: str | None = None,
+        params: Any = None,
+        shard: str | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> BoundSession:
+        """The events of a SQLAlchemy session that the application commits: ``outbox.bind(session).emit(event)``.
+
+        Just before the COMMIT of the session the events are written by a single INSERT, and the loops are waked after
+        the COMMIT. A rollback drops the events, and so does ``close()`` without a commit; a savepoint that is rolled
+        back drops the events that were emitted within. ``action``, ``params``, ``correlation_id`` and ``headers`` are
+        stored with each event. A call without these parameters continues the action of the last call for this session;
+        an action without a name is ``"session.commit"``.
+
+        Raises :class:`ConfigurationError` for a synchronous session, for a session with two-phase commit, and for a
+        session that is bound to a different outbox or shard. The commit raises :class:`OtherDatabase` if the session is
+        of a different database than the shard.
+
+        Example::
+
+            async with maker.begin() as session:
+                session.add(order)
+                outbox.bind(session, action="PlaceOrder").emit(OrderPlaced(order.number))
+        """
+        described = ActionOfSession(action, params, correlation_id, headers)
+        return self._bound_sessions.bind(session, self.executor.shard(shard), described)
 
     def wake(self) -> None:
         """Tell the loops of all processes that events were committed by :meth:`record`.
