@@ -7,29 +7,29 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
-from uuid import UUID
+from typing import Any, Self, cast
 
-from outboxio.actions.executor import ActionExecutor, current_cause
+from outboxio.actions.executor import ActionExecutor
 from outboxio.actions.nesting import refuse_in_transaction
 from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
+from outboxio.handlers.wiring import Around, Wiring
 from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import Event, checked_name
+from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard
-from outboxio.runtime.bound_session import ActionOfSession, BoundSession, BoundSessions
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
 from outboxio.runtime.own_connection import OwnConnections
+from outboxio.runtime.recording import Recording
 from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
@@ -42,15 +42,12 @@ from outboxio.support.log import log_of
 from outboxio.support.text import briefly
 from outboxio.transaction import Transaction
 
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-
 __all__ = ["Drained", "Outbox"]
 
 logger = log_of(__name__)
 
 
-class Outbox(Registration):
+class Outbox(Registration, Recording):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
@@ -58,8 +55,11 @@ class Outbox(Registration):
     shard. Nothing is opened yet, and a pool that the application has opened is never closed. ``namespace`` names this
     service: two services in the same database never share events. ``clock`` is a callable that returns the present
     moment, for tests; the default is the database's clock. ``resources`` is any object that actions and
-    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. ``on_dead`` is an async function of
-    (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
+    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. If ``resources`` is a mapping from
+    types to values or factories, handlers may take the resources as parameters of these types. ``around`` is a function
+    of the envelope that returns an async context manager, which surrounds every run of a handler. ``on_dead`` is an
+    async function of (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see
+    :meth:`handler`).
 
     ``redact`` is a function of a text that returns the part that an operator may see, without card numbers, tokens and
     names. The function gets type, message and traceback of each error before the error is stored, the description of a
@@ -91,10 +91,11 @@ class Outbox(Registration):
         settings: Settings | None = None,
         clock: Clock | None = None,
         resources: Any = None,
+        around: Around | None = None,
         on_dead: DeadHook | None = None,
         redact: Redact | None = None,
     ) -> None:
-        super().__init__()
+        Registration.__init__(self, Wiring(resources, around))
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
@@ -109,7 +110,7 @@ class Outbox(Registration):
             for name, source in sources.items()
         }
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
-        self._own_connections = OwnConnections(self._guard)
+        own_connections = OwnConnections(self._guard)
         self.executor = ActionExecutor(
             namespace,
             self._shards,
@@ -119,9 +120,9 @@ class Outbox(Registration):
             redact=redact,
         )
         """Runs actions: ``await outbox.executor.execute(action)``."""
-        self._bound_sessions = BoundSessions(self.executor, self._own_connections)
+        Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
         self.inbox = Inbox(
-            namespace, self.executor, self._own_connections.session_on, lambda shard: self._shards[shard].inline()
+            namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         reached = {
@@ -169,97 +170,6 @@ class Outbox(Registration):
                 rows = await connection.fetch("SELECT id, balance FROM wallets WHERE balance < 0")
         """
         return connected(self.executor.shard(shard), self)
-
-    async def record(
-        self,
-        connection: Any,
-        *events: Event,
-        action: str,
-        params: Any = None,
-        model_id: object = None,
-        model_type: str | None = None,
-        ordering_key: object = None,
-        topic: str | None = None,
-        available_at: datetime | None = None,
-        shard: str | None = None,
-        correlation_id: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> UUID:
-        """Write outbox rows inside a transaction that the application has open. Returns the action's id.
-
-        ``connection``: an asyncpg or aiomysql connection, a ``sqlite3`` or ``aiosqlite`` connection, or a
-        SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and may call
-        :meth:`wake` after its commit; otherwise the loops find the events by polling. The other
-        parameters are those of ``tx.emit``, for all ``events``.
-
-        Raises :class:`NoTransaction` if no transaction is open on the connection, :class:`OtherDatabase` if the
-        connection is not of the shard's database: each connection is asked once, in a further round trip, at the first
-        use.
-
-        Example::
-
-            async with connection.transaction():
-                await connection.execute("UPDATE wallets ...")
-                await outbox.record(connection, MoneyDeposited(wallet_id, amount), action="Deposit")
-            outbox.wake()
-        """
-        target = self.executor.shard(shard)
-        records = [
-            target.emitter.record(
-                event,
-                current_cause(),
-                model_id=model_id,
-                model_type=model_type,
-                ordering_key=ordering_key,
-                topic=topic,
-                available_at=available_at,
-            )
-            for event in events
-        ]
-        session = await self._own_connections.session_on(target, connection)
-        return await self.executor.record(
-            target, session, action, params, records, correlation_id=correlation_id, headers=headers
-        )
-
-    def bind(
-        self,
-        session: AsyncSession | async_scoped_session[Any],
-        *,
-        action: str | None = None,
-        params: Any = None,
-        shard: str | None = None,
-        correlation_id: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> BoundSession:
-        """The events of a SQLAlchemy session that the application commits: ``outbox.bind(session).emit(event)``.
-
-        Just before the COMMIT of the session the events are written by a single INSERT, and the loops are waked after
-        the COMMIT. A rollback drops the events, and so does ``close()`` without a commit; a savepoint that is rolled
-        back drops the events that were emitted within. ``action``, ``params``, ``correlation_id`` and ``headers`` are
-        stored with each event. A call without these parameters continues the action of the last call for this session;
-        an action without a name is ``"session.commit"``.
-
-        Raises :class:`ConfigurationError` for a synchronous session, for a session with two-phase commit, and for a
-        session that is bound to a different outbox or shard. The commit raises :class:`OtherDatabase` if the session is
-        of a different database than the shard.
-
-        Example::
-
-            async with maker.begin() as session:
-                session.add(order)
-                outbox.bind(session, action="PlaceOrder").emit(OrderPlaced(order.number))
-        """
-        described = ActionOfSession(action, params, correlation_id, headers)
-        return self._bound_sessions.bind(session, self.executor.shard(shard), described)
-
-    def wake(self) -> None:
-        """Tell the loops of all processes that events were committed by :meth:`record`.
-
-        Raises :class:`WrongEventLoop` where no event loop runs, or not the event loop of the outbox.
-        """
-        self._guard.enter()
-        for shard in self._shards.values():
-            shard.committed()
 
     # --- running ---------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class ActionOfSession:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> None:
-        self.says_nothing = name is params is correlation_id is headers is None
+        self.says_nothing = all(each is None for each in (name, params, correlation_id, headers))
         self.name = UNNAMED if name is None else name
         self.params = params
         self.correlation_id = correlation_id
