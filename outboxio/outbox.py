@@ -29,7 +29,7 @@ from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
 from outboxio.runtime.own_connection import OwnConnections
-from outboxio.runtime.recording import Recording
+from outboxio.runtime.recording.recording import Recording
 from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime

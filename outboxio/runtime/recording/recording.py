@@ -10,7 +10,7 @@ from uuid import UUID
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.event import Event
-from outboxio.runtime.bound_session import ActionOfSession, BoundSession, BoundSessions
+from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 from outboxio.runtime.own_connection import OwnConnections
 
 if TYPE_CHECKING:
