@@ -28,7 +28,7 @@ from outboxio import Outbox
 from tests.kit.app import Look, eventually
 
 ROOT = Path(__file__).parents[2]
-PREVIOUS = "948cab5"
+PREVIOUS = "ee733e2"
 """The commit before the tables had partitions."""
 PROCESSES = 4
 PARTITIONS = 8
