@@ -81,7 +81,7 @@ async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_noth
     third = await start_worker(server_url, SCORE)
     await until_shared(first, second, third, shares=[3, 3, 2])
     await producer.executor.execute(Emit(tuple(range(100, 300))))
-    await third.until("call", 5)
+    await third.until("call", 5, SHARED_WITHIN)
 
     await third.leave()
     left_at = time.monotonic()
@@ -149,15 +149,15 @@ async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_
     assert await number_of_partitions(rows) == 4
     await producer.admin.partitions("ledger", 16)
     workers.append(await start_worker(server_url, ledger))
-    await workers[2].until("call", 20)
+    await workers[2].until("call", 20, SHARED_WITHIN)
     await workers[0].leave()
     await producer.admin.partitions("ledger", 8)
     workers.append(await start_worker(server_url, ledger))
-    await workers[3].until("call", 20)
+    await workers[3].until("call", 20, SHARED_WITHIN)
 
     stop.set()
     number = await producing
-    await eventually(lambda: are(rows, {"SUCCEEDED": number}), timeout=30)
+    await eventually(lambda: are(rows, {"SUCCEEDED": number}), timeout=60)
     assert await number_of_partitions(rows) == 8, "a process that starts has undone an order"
     await until_done(number, *workers)
     runs = runs_of(*workers)
