@@ -143,7 +143,7 @@ async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_
     for worker in workers:
         await worker.until_running()
     stop = asyncio.Event()
-    producing = asyncio.create_task(deposits_of_keys(producer, 40, stop))
+    producing = asyncio.create_task(deposits_of_keys(producer, 40, workers, stop))
 
     await workers[0].until("call", 50)
     assert await number_of_partitions(rows) == 4
@@ -285,10 +285,16 @@ async def number_of_partitions(rows: Look) -> int:
     return int(await rows.value("SELECT partitions FROM {handler_partitions} WHERE handler_name = 'ledger'"))
 
 
-async def deposits_of_keys(outbox: Outbox, keys: int, stop: asyncio.Event) -> int:
-    """Commit deposits of several keys in turn, ten at once, until told to stop; how many."""
+async def deposits_of_keys(outbox: Outbox, keys: int, workers: Sequence[Worker], stop: asyncio.Event) -> int:
+    """Commit deposits of several keys in turn, ten at once, until told to stop; how many.
+
+    The workers may be slow: no deposit is made while 500 wait.
+    """
     number = 0
     while not stop.is_set():
+        if number - sum(len(worker.of("done")) for worker in workers) > 500:
+            await asyncio.sleep(0.03)
+            continue
         async with outbox.transaction("Deposits") as tx:
             for amount in range(number, number + 10):
                 tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key=amount % keys)
