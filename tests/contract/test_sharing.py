@@ -148,6 +148,27 @@ async def test_a_process_that_joins_moves_few_partitions_besides_its_own(fleet: 
     assert sum(map(len, kept)) >= 4, "5 or 6 is the most; the views of two processes may differ for a moment"
 
 
+async def test_a_process_that_leaves_slowly_with_partition_0_keeps_nobody_from_the_rest(
+    fleet: Fleet, server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaver = await fleet.join("a")
+    await fleet.until_shares_are(8)
+    await fleet.join("b")
+    await fleet.until_shares_are(4, 4)
+    leaving = run_of(leaver)
+    monkeypatch.setattr(type(leaving), "in_flight", lambda run, slot: int(run is leaving and slot.partition == 0))
+    await leaving.membership.begin_to_leave()
+    await fleet.until_shares_are(1, 7)
+    assert fleet.owned("a") == [0]
+
+    # The newcomer has never seen the process that leaves alive, and sees the process as the owner of partition 0 only.
+    await Look(server_url).fetch("UPDATE eventlog.instances SET last_seen_date = '2026-01-01'")
+    await fleet.die("b")
+    await fleet.join("c")
+    await eventually(lambda: fleet.owned("c") == [*range(1, 8)], timeout=10)
+    assert fleet.owned("a") == [0]
+
+
 async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
     fleet.calls.sleep = 0.005
     outbox = await fleet.join("a")
