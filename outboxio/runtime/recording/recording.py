@@ -10,8 +10,8 @@ from uuid import UUID
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.event import Event
-from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 from outboxio.runtime.own_connection import OwnConnections
+from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
