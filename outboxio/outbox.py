@@ -130,11 +130,7 @@ class Outbox(Registration, Recording):
             namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        self.admin = Admin(namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        self.admin = self._admin(redact)
         """The questions and orders of an operator."""
 
     # --- writing ---------------------------------------------------------------------------------
@@ -284,6 +280,13 @@ class Outbox(Registration, Recording):
             redact=redact,
             on_dead=on_dead,
         )
+
+    def _admin(self, redact: Redact) -> Admin:
+        reached = {
+            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
+            for name, s in self._shards.items()
+        }
+        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}

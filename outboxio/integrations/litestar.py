@@ -21,7 +21,7 @@ class OutboxPlugin(InitPlugin):
     Example::
 
         @post("/orders/{order_id:int}/payment")
-        async def pay(order_id: int, outbox: NamedDependency[Outbox]) -> None:
+        async def pay(order_id: FromPath[int], outbox: NamedDependency[Outbox]) -> None:
             await outbox.execute(PayOrder(order_id))
 
         app = Litestar([pay], plugins=[OutboxPlugin(outbox)], middleware=[OriginMiddleware])

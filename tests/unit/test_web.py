@@ -15,7 +15,6 @@ import pytest
 from fastapi import BackgroundTasks, FastAPI, Request
 from litestar import Litestar, get
 from litestar.di import NamedDependency
-from litestar.testing import AsyncTestClient
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -384,7 +383,7 @@ async def test_a_litestar_application_runs_the_outbox_and_gives_it_to_its_handle
     async with memory_outbox() as outbox:
         seen = Seen(outbox)
         app = Litestar([index], plugins=[OutboxPlugin(outbox)], middleware=[OriginMiddleware])
-        async with AsyncTestClient(app) as client:
+        async with started(app, state={}, litestar_app=app) as client:
             response = await client.get("/", headers={"x-request-id": "r-1"})
             assert response.json() == 1
 
