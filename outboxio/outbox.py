@@ -21,10 +21,11 @@ from outboxio.handlers.registration import Registration
 from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import Event, checked_name
+from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard
+from outboxio.payloads.classes import AnyEvent
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -168,7 +169,7 @@ class Outbox(Registration):
     async def record(
         self,
         connection: Any,
-        *events: Event,
+        *events: AnyEvent,
         action: str,
         params: Any = None,
         model_id: object = None,

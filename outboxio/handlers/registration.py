@@ -17,7 +17,8 @@ from outboxio.handlers.handler import (
     where_defined,
 )
 from outboxio.handlers.options import HandlerKeywords, SingleKeywords
-from outboxio.model.event import Event, EventTypes
+from outboxio.model.event import EventTypes
+from outboxio.payloads.classes import AnyEvent
 
 F = TypeVar("F", bound=HandlerFunction)
 B = TypeVar("B", bound=BatchFunction)
@@ -33,7 +34,7 @@ class Registration:
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -44,7 +45,7 @@ class Registration:
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -54,7 +55,7 @@ class Registration:
 
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -96,7 +97,8 @@ class Registration:
         Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function
         cannot be called with one envelope (with ``batch``: a list); a plain function has ``delivery="transactional"``,
         or is a generator or a wrapper of an async function; an annotation names other events than
-        ``event_types``; a class is no Event or has a field that cannot be stored.
+        ``event_types``; a class is no event class, has a field that cannot be stored, or lacks an
+        upcaster between two others.
 
         Example::
 
@@ -126,7 +128,7 @@ class Registration:
         self._refuse_while_running()
         self._handlers.add(handler_from_object(handler))
 
-    def register(self, *event_types: type[Event]) -> None:
+    def register(self, *event_types: type[AnyEvent]) -> None:
         """Make event classes known that no handler names, so that a topic's payloads decode to these classes.
 
         Raises :class:`AmbiguousTypeName` if another class has the same name, :class:`RegistrationError` if a field is

@@ -32,6 +32,7 @@ from outboxio.model.notification import Context, Notification, State
 from outboxio.model.outcome import NO_LEASE, Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings
@@ -165,6 +166,8 @@ class InlineRunner:
         """True if the handler runs for the message at once; otherwise the handler gets a notification."""
         if message.event.available_at is not None and message.event.available_at > self._clock():
             return False
+        if is_newer(self._handlers, handler, message.event.event_type or "", message.event.headers):
+            return False
         return runs_inline(handler) and not handler.names & await self._paused()
 
     async def _paused(self) -> set[str]:
@@ -295,7 +298,7 @@ class InlineRunner:
             event_date=action.completion_date,
             correlation_id=action.correlation_id,
             causation_id=action.causation_id,
-            headers=msgspec.Raw((action.headers or "null").encode()),
+            headers=msgspec.Raw((action.headers_of(event) or "null").encode()),
             hops=action.hops,
             ordering_key=event.ordering_key,
             created_date=now,
