@@ -44,6 +44,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.invocation.resting import NewerRows
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
@@ -57,7 +58,6 @@ from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
-from outboxio.runs.resting import NewerRows
 from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import as_micros

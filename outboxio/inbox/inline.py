@@ -25,6 +25,7 @@ from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResul
 from outboxio.invocation.counters import Counters
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
+from outboxio.invocation.resting import is_newer
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
@@ -32,7 +33,6 @@ from outboxio.model.notification import Context, Notification, State
 from outboxio.model.outcome import NO_LEASE, Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
-from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings
@@ -166,7 +166,9 @@ class InlineRunner:
         """True if the handler runs for the message at once; otherwise the handler gets a notification."""
         if message.event.available_at is not None and message.event.available_at > self._clock():
             return False
-        if is_newer(self._handlers, handler, message.event.event_type or "", message.event.headers):
+        own = message.event.headers
+        headers = None if own is None else msgspec.Raw(own.encode())
+        if is_newer(self._handlers, handler, message.event.event_type or "", headers):
             return False
         return runs_inline(handler) and not handler.names & await self._paused()
 

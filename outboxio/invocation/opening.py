@@ -9,6 +9,7 @@ import msgspec
 
 from outboxio.errors import InvalidEvent, UnreadableRow
 from outboxio.handlers.handler import HandlerRegistry
+from outboxio.invocation.resting import is_newer
 from outboxio.invocation.splitting import DecodedEvents
 from outboxio.model.envelope import EventEnvelope, HandlerContext
 from outboxio.model.event import upcasters_of, version_of
@@ -59,12 +60,18 @@ class EnvelopeOpener:
         """
         if not run.notification.has_context:
             raise UnreadableRow(run.notification.id, run.notification.flaw_of_context or "")
+        self._refuse_newer(run)
         try:
             return self.open(run)
-        except NewerVersion:
-            raise
         except Exception:
             return EventEnvelope(cast(Any, None), run.notification, self._context)
+
+    def _refuse_newer(self, run: Run) -> None:
+        """Raise :class:`NewerVersion` for an event of a newer version than the class here."""
+        row = run.notification
+        headers = row.context.headers if row.may_have_version else None
+        if is_newer(self._handlers, run.queue.handler, row.event_type, headers):
+            raise NewerVersion(f"event {row.event_type} of version {row.version}", "the class here is older")
 
     def _decoder(self, queue: HandlerQueue, notification: Notification) -> Decoder:
         """The decoder of a row. The queue keeps the decoders of classes that have had a single version.

@@ -251,7 +251,7 @@ BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of th
 
 
 FIRST_REST = datetime(9999, 12, 30)
-"""The earliest ``next_retry_at`` of a resting row (``runs/resting.py``). No other row has so late a moment."""
+"""The earliest ``next_retry_at`` of a resting row (``invocation/resting.py``). No other row has so late a moment."""
 
 
 class RestQuery(Struct, frozen=True):

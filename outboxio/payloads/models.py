@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -157,13 +157,15 @@ def _not_in_json(schema: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _not_in_json(part, f"{path}.{name}" if key == "fields" and name else path)
 
 
-def _named(part: Any) -> Iterator[tuple[str, Any]]:
+def _named(part: object) -> Iterator[tuple[str, Any]]:
     """The schemas in a part of a schema, each with the name of a field, or with an empty text."""
-    kind: type = type(part)
-    if kind is dict:
-        yield from part.items() if "type" not in part else [("", part)]  # the fields of a model, or a schema
-    elif kind is list:
-        for item in part:
-            schema = item[0] if isinstance(item, tuple) else item  # a member of a union may have a label
-            if hasattr(schema, "get"):  # a dataclass also has a list of the names of its fields
-                yield schema.get("name", ""), schema
+    if isinstance(part, Mapping):
+        members = cast("Mapping[str, Any]", part)
+        yield from members.items() if "type" not in members else [("", members)]  # the fields of a model, or a schema
+    elif isinstance(part, list):
+        for item in cast("list[object]", part):
+            # A member of a union may have a label. A dataclass also has a list of the names of its fields.
+            schema = cast("tuple[object, ...]", item)[0] if isinstance(item, tuple) else item
+            if isinstance(schema, Mapping):
+                inner = cast("Mapping[str, Any]", schema)
+                yield inner.get("name", ""), inner

@@ -1,7 +1,7 @@
 """Waking: the holder of a slot makes due the resting rows that it can read, or that are past the retention.
 
-Rows rest if only newer code can read them (``runs/resting.py``). Newer code comes with a new process, so the rows are
-looked for when a slot is taken. Rows whose retention ends are looked for now and then; read once more, they expire.
+Rows rest if only newer code can read them (``invocation/resting.py``). Newer code comes with a new process, so the rows
+are looked for when a slot is taken. Rows whose retention ends are looked for now and then; read once more, they expire.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 from outboxio.dispatch.in_flight import InFlight
+from outboxio.invocation.resting import readable_version, rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import RestQuery
 from outboxio.runs.ports import HandlingSetup
-from outboxio.runs.resting import readable_version, rest_of
 
 PIECE = 1000  # rows of a slot that a statement makes due
 LOOK_AGAIN = 600.0  # seconds until all slots are looked through again
@@ -25,7 +25,7 @@ class Waking:
         self._setup = setup
         self._cursors = in_flight.cursors
         self._wanted: dict[Slot, None] = {}
-        self._next_look = float("-inf")
+        self._next_look = float("inf")
 
     def want(self, slot: Slot) -> None:
         """The slot was taken: the code of this process may be newer than that of the former holder."""
@@ -42,8 +42,8 @@ class Waking:
     async def wake_once(self, now: float) -> bool:
         """Make rows due; True if there may be more."""
         if now >= self._next_look:
-            self._next_look = now + LOOK_AGAIN
             self._wanted.update(dict.fromkeys(cursor.slot for cursor in self._cursors))
+        self._next_look = now + LOOK_AGAIN
         slots, setup = list(self._wanted), self._setup
         moment, queries = setup.clock(), list[RestQuery]()
         for slot in slots:

@@ -109,7 +109,7 @@ class OperatorStore(Protocol):
 
 
 class RestingRepository(Protocol):
-    """Resting rows of ``event_notifications``, which only newer code can read (``runs/resting.py``)."""
+    """Resting rows of ``event_notifications``, which only newer code can read (``invocation/resting.py``)."""
 
     async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
         """Make resting rows due, up to ``limit`` rows of each slot, in order of the sequence; the number of rows."""

@@ -38,10 +38,12 @@ def readable_version(handlers: HandlerRegistry, handler: Handler) -> int:
     return max(map(version_of, handler.accepts()), default=1)
 
 
-def is_newer(handlers: HandlerRegistry, handler: Handler, event_type: str, headers: str | None) -> bool:
-    """True if the class of an event here has an older version than the event. ``headers``: the event's own."""
-    cls = None if headers is None else handlers.event_class(handler, event_type)
-    return cls is not None and version_in(msgspec.Raw((headers or "").encode())) > version_of(cls)
+def is_newer(handlers: HandlerRegistry, handler: Handler, event_type: str, headers: msgspec.Raw | None) -> bool:
+    """True if the class here has an older version than an event with these headers."""
+    if headers is None:
+        return False
+    cls = handlers.event_class(handler, event_type)
+    return cls is not None and version_in(headers) > version_of(cls)
 
 
 class NewerRows:
