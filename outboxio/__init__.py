@@ -52,6 +52,8 @@ from outboxio.errors import (
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Delivery, OnDeadKey
+from outboxio.handlers.registration import Handlers
+from outboxio.handlers.wiring import Around
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import Consumption, Received
 from outboxio.model.action import Action, Retry
@@ -77,6 +79,7 @@ __all__ = [
     "Action",
     "AmbiguousTypeName",
     "AnyEvent",
+    "Around",
     "Batch",
     "Clock",
     "ClusterInstance",
@@ -96,6 +99,7 @@ __all__ = [
     "EventHandler",
     "HandlerFailed",
     "HandlerPartitions",
+    "Handlers",
     "Inbox",
     "InterruptedRun",
     "InvalidEvent",

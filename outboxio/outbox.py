@@ -18,6 +18,7 @@ from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
+from outboxio.handlers.wiring import Around, Wiring
 from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
@@ -55,8 +56,11 @@ class Outbox(Registration):
     shard. Nothing is opened yet, and a pool that the application has opened is never closed. ``namespace`` names this
     service: two services in the same database never share events. ``clock`` is a callable that returns the present
     moment, for tests; the default is the database's clock. ``resources`` is any object that actions and
-    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. ``on_dead`` is an async function of
-    (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
+    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. If ``resources`` is a mapping from
+    types to values or factories, handlers may take the resources as parameters of these types. ``around`` is a function
+    of the envelope that returns an async context manager, which surrounds every run of a handler. ``on_dead`` is an
+    async function of (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see
+    :meth:`handler`).
 
     ``redact`` is a function of a text that returns the part that an operator may see, without card numbers, tokens and
     names. The function gets type, message and traceback of each error before the error is stored, the description of a
@@ -88,10 +92,11 @@ class Outbox(Registration):
         settings: Settings | None = None,
         clock: Clock | None = None,
         resources: Any = None,
+        around: Around | None = None,
         on_dead: DeadHook | None = None,
         redact: Redact | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(Wiring(resources, around))
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
+from outboxio.handlers.wiring import Around
 from outboxio.invocation.failures import joined, listening
 from outboxio.model.event import type_names
 from outboxio.operations.orders import given_moment
@@ -71,6 +72,7 @@ async def memory_outbox(
     settings: Settings | None = None,
     clock: MovableClock | None = None,
     resources: Any = None,
+    around: Around | None = None,
 ) -> AsyncGenerator[Outbox]:
     """An outbox in memory with all tables, closed at the end of the block. Handlers run when you call ``drain()``.
 
@@ -79,13 +81,15 @@ async def memory_outbox(
     Example::
 
         async with memory_outbox(clock=clock) as outbox:
-            outbox.add_handler(SendReceipt(mailer))
+            outbox.include(handlers)
             await outbox.executor.execute(DepositMoney(wallet_id, Decimal(10)))
             await outbox.drain()
             assert mailer.sent == [wallet_id]
     """
     checking = replace(settings or Settings(), validate_events=True)
-    async with Outbox("sqlite://", namespace=namespace, settings=checking, clock=clock, resources=resources) as outbox:
+    async with Outbox(
+        "sqlite://", namespace=namespace, settings=checking, clock=clock, resources=resources, around=around
+    ) as outbox:
         await outbox.migrate()
         yield outbox
 

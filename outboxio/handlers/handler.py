@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from inspect import isclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack, cast, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    NoReturn,
+    TypeVar,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from msgspec import Struct
 
@@ -50,8 +62,9 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=AnyEvent)
 T = TypeVar("T")
 
-HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None] | None]
-BatchFunction = Callable[[list["EventEnvelope[Any]"]], Awaitable[Any] | Iterable[Any] | None]
+# The parameters after the first are resources by type.
+HandlerFunction = Callable[Concatenate["EventEnvelope[Any]", ...], Awaitable[None] | None]
+BatchFunction = Callable[Concatenate[list["EventEnvelope[Any]"], ...], Awaitable[Any] | Iterable[Any] | None]
 AnyHandlerFunction = HandlerFunction | BatchFunction
 
 
@@ -63,8 +76,11 @@ class Handler(Struct, frozen=True, kw_only=True):
     event_types: tuple[type[AnyEvent], ...]
     topic: str | None
     options: HandlerOptions
-    function: Callable[[Any], Awaitable[Any]]
-    """Calls the handler; a plain function is called in a thread."""
+    given: Callable[..., Any]
+    """The function as the application wrote it."""
+    function: Callable[..., Awaitable[Any]]
+    """Calls the handler: a plain function in a thread, and with the resources and contexts of a run."""
+    thread: InThread | None
     where: str
 
     @property
@@ -118,10 +134,11 @@ class EventHandler(Generic[E]):
     partitions: ClassVar[int] = 1
     total_concurrency: ClassVar[int | None] = None
 
-    def handle(self, envelope: Any, /) -> Any:
-        """React to an event, or with ``batch`` to a list of events. After an error, the retry policy applies.
+    def handle(self, *args: Any, **kwargs: Any) -> Any:
+        """React to an event. After an error, the retry policy applies.
 
-        Write ``async def``; a plain ``def`` runs in a thread.
+        Write ``async def handle(self, envelope: EventEnvelope[...])``; a plain ``def`` runs in a thread. With ``batch``
+        the argument is a list of envelopes. Further parameters are resources by type.
         """
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
 
@@ -140,8 +157,17 @@ class HandlerRegistry:
     def __len__(self) -> int:
         return len(self._handlers)
 
-    def add(self, handler: Handler) -> None:
-        """Add a handler; :class:`RegistrationError` if a name or an event type clashes. Then no part is added."""
+    def add(self, *handlers: Handler) -> None:
+        """Add handlers; :class:`RegistrationError` if a name or an event type clashes. Then no handler is added."""
+        for handler in handlers:
+            self._refuse_taken(handler)
+        for cls in (cls for handler in handlers for cls in handler.event_types):
+            self._types.register(cls)
+        for handler in handlers:
+            self._by_name.update(dict.fromkeys(handler.names, handler))
+        self._handlers += handlers
+
+    def _refuse_taken(self, handler: Handler) -> None:
         for name in sorted(handler.names):
             other = self._by_name.get(name)
             if other is not None:
@@ -150,10 +176,6 @@ class HandlerRegistry:
                     f"handler {what} {name!r} is registered twice: by {other.where} (handler {other.name!r}) and "
                     f"{handler.where}; names and aliases are stored in event_notifications and must be unique"
                 )
-        for cls in handler.event_types:
-            self._types.register(cls)
-        self._by_name.update(dict.fromkeys(handler.names, handler))
-        self._handlers.append(handler)
 
     def find(self, name: str) -> Handler | None:
         """The handler with this name or alias."""
@@ -204,19 +226,19 @@ def make_handler(
     types = _checked_types(event_types, name, where)
     if not types and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
-    if not (is_plain := not is_async(function)):
-        called: Any = function
-    elif (flaw := flaw_of(function)) is not None:
+    is_plain = not is_async(function)
+    if is_plain and (flaw := flaw_of(function)) is not None:
         raise RegistrationError(f"handler {name!r} must be a function, async or plain: {where} {flaw}")
-    else:
-        called = InThread(function, name)
+    thread = InThread(function, name) if is_plain else None
     handler = Handler(
         name=name,
         aliases=others,
         event_types=types,
         topic=wanted_topic,
         options=checked_options(name, where, options),
-        function=called,
+        given=function,
+        function=thread or cast("Callable[..., Awaitable[Any]]", function),
+        thread=thread,
         where=where,
     )
     if is_plain and handler.options.delivery is Delivery.TRANSACTIONAL:
@@ -344,11 +366,6 @@ def _refuse_attribute(name: str, attribute: str, meant: str, where: str) -> NoRe
         f"handler {name!r} has the attribute {attribute!r} ({where}), which is no option; did you mean {meant!r}? An "
         f"attribute of your own needs another name, such as '_{attribute}'"
     )
-
-
-def where_defined(function: Callable[..., Any]) -> str:
-    """How an error names a function: module and qualified name."""
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def _wanted_by(handler: Handler) -> list[Subscription]:
