@@ -219,10 +219,16 @@ class ActionExecutor:
         record = self.action_record(
             target, action_name, params, headers, uuid7(), correlation_id, current_cause(), source
         )
+        await self.write(target, session, record, events)
+        return record.action_id
+
+    async def write(
+        self, target: WritableShard, session: Session, record: ActionRecord, events: Sequence[EventRecord]
+    ) -> None:
+        """Write the rows of an action in a transaction that the application has open."""
         tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
         tx.events.extend(events)
         await self._write(target, tx, record)
-        return record.action_id
 
     def shard(self, name: str | None) -> WritableShard:
         """The shard with this name, or the first shard; the :class:`ConfigurationError` lists the shards."""
