@@ -12,12 +12,20 @@ from uuid import UUID
 from outboxio.errors import (
     CommitUnknown,
     ConfigurationError,
-    InvalidEvent,
     NestedExecute,
     RightsMissing,
     StaleRecord,
 )
-from outboxio.model.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
+from outboxio.model.action import (
+    Performs,
+    Result_co,
+    Retries,
+    Retry,
+    RetryCounter,
+    as_entries,
+    cause_chain,
+    name_and_retries,
+)
 from outboxio.model.emitter import Cause, Emitter, Origin, current_origin, encode_headers, encode_params
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord, checked_name, checked_text
@@ -100,11 +108,8 @@ class ActionExecutor:
 
             balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")), correlation_id="req-7")
         """
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, action_id = type(action).__type_name__, uuid7()
-        entries = (*as_entries(retry), *as_entries(action.retry))
+        name, own_entries = name_and_retries(action)
+        action_id, entries = uuid7(), (*as_entries(retry), *own_entries)
         retries: RetryCounter | None = None  # most actions succeed at once
         while True:
             try:
@@ -184,10 +189,7 @@ class ActionExecutor:
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, target = type(action).__type_name__, self.shard(tx.shard)
+        (name, _), target = name_and_retries(action), self.shard(tx.shard)
         record = self.action_record(target, name, action, None, uuid7(), None, current_cause())
         joined = tx.joined_by(record)
         token = work_in(joined, self._owner)
