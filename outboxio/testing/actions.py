@@ -14,7 +14,7 @@ from typing import Any, Generic
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.action import Action, Performs, Result_co
+from outboxio.model.action import Performs, Result_co, name_and_retries
 from outboxio.model.emitter import Emitter, encode_params
 from outboxio.model.event import ActionRecord, EventRecord, EventTypes
 from outboxio.support.clock import utc_now
@@ -75,9 +75,8 @@ async def perform(
         with pytest.raises(StaleRecord):
             await perform(WithdrawMoney(wallet_id, 10), given={"SELECT balance": 25, "UPDATE wallets": 0})
     """
-    if not isinstance(action, Action):
-        raise ConfigurationError(f"perform({briefly(action)}): expected an Action")
-    name, begun = type(action).__type_name__, now or utc_now()
+    name, _ = name_and_retries(action)
+    begun = now or utc_now()
     record = ActionRecord(
         namespace="test",
         action_id=uuid7(),

@@ -12,9 +12,11 @@ from msgspec import Struct
 
 from outboxio.errors import InvalidEvent
 from outboxio.model.emitter import watchers
-from outboxio.model.event import ActionRecord, Event, EventRecord, type_names
+from outboxio.model.event import ActionRecord, EventRecord, type_names
+from outboxio.payloads.classes import AnyEvent, decoder_of
+from outboxio.payloads.fields import field_names
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AnyEvent)
 E_co = TypeVar("E_co", covariant=True)
 
 
@@ -53,12 +55,12 @@ class EventsOf(Sequence[E], Generic[E]):
 
     def __init__(self, event_type: type[E], all_events: EmittedEvents) -> None:
         self._name = event_type.__name__
-        self._fields = frozenset(event_type.__struct_fields__)
+        self._fields = field_names(event_type)
         self._all = all_events
         names = type_names(event_type)
         self.rows: Sequence[EmittedEvent[E]] = [
             _as_object(row, event_type) for row in all_events if isinstance(row.event, event_type) or (
-                not isinstance(row.event, Event) and row.event_type in names
+                isinstance(row.event, dict) and row.event_type in names
             )
         ]  # fmt: skip
 
@@ -186,7 +188,7 @@ class EmittedEvents(Sequence[EmittedEvent[Any]]):
             topic=record.topic,
             correlation_id=action.correlation_id,
             causation_id=action.causation_id,
-            headers=_decoded(action.headers),
+            headers=_decoded(action.headers_of(record)),
         )
 
 
@@ -215,4 +217,4 @@ def _decoded(text: str | None) -> Any:
 def _as_object(row: EmittedEvent[Any], event_type: type[E]) -> EmittedEvent[E]:
     if isinstance(row.event, event_type):
         return row
-    return msgspec.structs.replace(row, event=msgspec.convert(row.event, event_type, strict=False))
+    return msgspec.structs.replace(row, event=decoder_of(event_type)(msgspec.json.encode(row.event)))

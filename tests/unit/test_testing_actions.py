@@ -110,5 +110,5 @@ async def test_what_needs_a_database_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"give perform\(\.\.\., session="):
         await perform(UsesSession())
     given: Any = "Withdraw"
-    with pytest.raises(ConfigurationError, match="expected an Action"):
+    with pytest.raises(InvalidEvent, match="is no Action"):
         await perform(given)
