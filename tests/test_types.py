@@ -21,6 +21,8 @@ from datetime import datetime
 from typing import Any
 
 from outboxio import Batch, Delivery, Event, EventEnvelope, EventHandler, Handlers, Outbox, Settings
+from outboxio import Action, Transaction
+from outboxio.testing import EmittedEvents, perform
 
 
 class Placed(Event):
@@ -161,6 +163,21 @@ async def shared(envelope: EventEnvelope[Placed]) -> None: ...
 Settings(balance="all")
 
 
+class Pay(Action):
+    order_id: int
+
+    async def perform(self, tx: Transaction) -> int:
+        return await tx.execute("UPDATE orders SET paid = 1")
+
+
+async def tested(outbox_events: EmittedEvents) -> None:
+    paid: Paid = outbox_events.of(Paid).one(order_id=1)
+    number: int = (await perform(Pay(1), given=[paid.order_id])).result
+    placed: Placed = outbox_events.of(Paid)[number]  # wrong: it is a Paid
+    text: str = (await perform(Pay(1), given={"UPDATE": 1})).result  # wrong: it is a number
+    print(placed, text)
+
+
 class Misled(EventHandler[Placed]):
     name = "k"
     delivery = "twice"  # wrong: there is no such delivery
@@ -175,7 +192,7 @@ PYRIGHT = '{"include": ["application.py"], "typeCheckingMode": "strict", "extraP
     "checker",
     [
         ("mypy", "--strict", "--config-file=", "--cache-dir=cache", "application.py"),
-        ("pyright", "--project", "pyrightconfig.json"),
+        ("pyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable),
     ],
     ids=lambda checker: str(checker[0]),
 )
