@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-full chaos chaos-mutants
+.PHONY: help demo shop test lint format bench bench-full chaos chaos-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -23,6 +23,9 @@ help: ## list all words
 
 demo: $(VENV)/.with-demo ## show the wallet example at work; DATABASE=postgresql://... (or mysql, mariadb) on your own server
 	@$(BIN)/outboxio demo $(if $(DATABASE),--database "$(DATABASE)")
+
+shop: $(VENV)/.with-shop ## open a shop on FastAPI and SQLAlchemy; DATABASE=<url> on your own server, ARGS=--serve leaves it open
+	@cd examples/shop && DATABASE="$(DATABASE)" $(abspath $(BIN))/python -m story $(ARGS)
 
 test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
 	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
@@ -57,11 +60,16 @@ $(VENV)/.with-demo: pyproject.toml | $(VENV)/.made
 	@$(PIP) -e '.[cli,postgres,mysql]'
 	@touch $@
 
-# The developers' packages include the demo's packages, so this rule sets both stamps.
+$(VENV)/.with-shop: pyproject.toml | $(VENV)/.made
+	@echo 'Installing outboxio and the packages of the shop into $(VENV) ...'
+	@$(PIP) -e '.[shop]'
+	@touch $(VENV)/.with-demo $@
+
+# The developers' packages include those of the demo and of the shop, so this rule sets all stamps.
 $(VENV)/.with-dev: pyproject.toml | $(VENV)/.made
 	@echo 'Installing outboxio and its tools into $(VENV), a minute the first time ...'
 	@$(PIP) -e '.[dev]'
-	@touch $(VENV)/.with-demo $@
+	@touch $(VENV)/.with-demo $(VENV)/.with-shop $@
 
 # The chart needs more packages than the tests.
 $(VENV)/.with-bench: $(VENV)/.with-dev

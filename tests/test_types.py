@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -229,27 +231,43 @@ class Misled(EventHandler[Placed]):
     async def handle(self, envelope: EventEnvelope[Placed]) -> None: ...
 """
 
-PYRIGHT = '{"include": ["application.py"], "typeCheckingMode": "strict", "extraPaths": ["%s"]}'
+SHOP = ("shop", "story", "migrations", "tests")
+PYRIGHT = {"include": ["application.py", "shop_mistakes.py", *SHOP], "typeCheckingMode": "strict"}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """The applications of this test, beside the shop of the examples as a reader would copy it."""
+    (tmp_path / "application.py").write_text(APPLICATION)
+    shutil.copy(ROOT / "tests" / "kit" / "shop_mistakes.py", tmp_path)
+    for folder in SHOP:
+        shutil.copytree(ROOT / "examples" / "shop" / folder, tmp_path / folder)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({**PYRIGHT, "extraPaths": [str(ROOT)]}))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
     "checker",
     [
-        ("mypy", "--strict", "--config-file=", "--cache-dir=cache", "application.py"),
+        ("mypy", "--strict", "--config-file=", "--cache-dir=cache", *PYRIGHT["include"]),
         ("pyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable),
     ],
     ids=lambda checker: str(checker[0]),
 )
-def test_mistakes_at_registration_are_errors_of_type_checkers(checker: Sequence[str], tmp_path: Path) -> None:
-    (tmp_path / "application.py").write_text(APPLICATION)
-    (tmp_path / "pyrightconfig.json").write_text(PYRIGHT % ROOT)
+def test_type_checkers_find_the_mistakes_of_an_application_and_nothing_in_the_shop(
+    checker: Sequence[str], sources: Path
+) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
 
     told = subprocess.run(
-        [sys.executable, "-m", *checker], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *checker], cwd=sources, env=environment, capture_output=True, text=True, check=False
     )
 
-    lines = APPLICATION.splitlines()
-    wrong = {number for number, line in enumerate(lines, 1) if "# wrong" in line}
-    found = {int(number) for number in re.findall(r"application\.py:(\d+):.*error", told.stdout)}
+    wrong = {
+        (file.name, number)
+        for file in sources.glob("*.py")
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if "# wrong" in line
+    }
+    found = {(name, int(number)) for name, number in re.findall(r"(\w+\.py):(\d+):.*error", told.stdout)}
     assert found == wrong, told.stdout + told.stderr

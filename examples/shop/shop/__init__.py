@@ -1,0 +1,1 @@
+"""A shop on FastAPI, SQLAlchemy and outboxio. The README beside this folder is the tour."""

@@ -1,0 +1,1 @@
+"""The demonstration of the shop: ``make shop``."""
