@@ -26,7 +26,7 @@ from outboxio.model.action import (
     cause_chain,
     name_and_retries,
 )
-from outboxio.model.emitter import Cause, Emitter, encode_headers, encode_params
+from outboxio.model.emitter import Cause, Emitter, Origin, current_origin, encode_headers, encode_params
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord, checked_name, checked_text
 from outboxio.model.redaction import Redact, keep_all
@@ -94,9 +94,10 @@ class ActionExecutor:
         """Run an action in a transaction; the result of ``perform``.
 
         The action runs on ``shard``, or on the first shard. ``correlation_id`` and ``headers`` are stored with each
-        event and reach every handler. ``retry`` goes before the action's own. Stale records, serialization failures,
-        deadlocks, busy databases and tables that changed meanwhile are retried 3 times. An error of ``perform``
-        passes through after a rollback. Other errors:
+        event and reach every handler. In a handler, the default is the ``correlation_id`` of the handler's event; in a
+        request with ``OriginMiddleware``, the defaults are those of the request. ``retry`` goes before the action's
+        own. Stale records, serialization failures, deadlocks, busy databases and tables that changed meanwhile are
+        retried 3 times. An error of ``perform`` passes through after a rollback. Other errors:
 
         * :class:`DatabaseUnavailable`: the database cannot be reached, does not answer any more, or does not write at
           present. The action is not committed.
@@ -259,6 +260,9 @@ class ActionExecutor:
     ) -> ActionRecord:
         """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
         checked_name(action_name, "action_name")
+        if cause is None and (origin := current_origin.get()) is not None:
+            correlation_id = origin.correlation_id if correlation_id is None else correlation_id
+            headers = _with_origin(headers, origin)
         if correlation_id is not None:
             checked_text(correlation_id, f"correlation_id of {action_name}")
         elif cause is not None:
@@ -293,6 +297,13 @@ class ActionExecutor:
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
         return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[str, Any] | None:
+    """The headers of an execution over the headers of its origin."""
+    if headers is None:
+        return origin.headers
+    return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
 async def _explain(target: WritableShard, error: Exception) -> None:
