@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import InvalidEvent, TooManyHops
-from outboxio.model.event import Event, EventRecord, EventTypes, checked_name, checked_text
+from outboxio.model.event import ActionRecord, Event, EventRecord, EventTypes, checked_name, checked_text
 from outboxio.model.validation import EventCheck, unreadable
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import encode_object
@@ -83,6 +83,37 @@ class Emitter:
             return record  # as most are
         return replace(
             record, **self.routing(subject, ordering_key=ordering_key, topic=topic, available_at=available_at)
+        )
+
+    def action(
+        self,
+        namespace: str,
+        begun: datetime,
+        action_name: str,
+        params: object,
+        *,
+        action_id: UUID,
+        cause: Cause | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> ActionRecord:
+        """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
+        checked_name(action_name, "action_name")
+        if correlation_id is not None:
+            checked_text(correlation_id, f"correlation_id of {action_name}")
+        elif cause is not None:
+            correlation_id = cause.correlation_id
+        return ActionRecord(
+            namespace=namespace,
+            action_id=action_id,
+            action_name=action_name,
+            action_params=encode_params(params, action_name, stores_nul=self.stores_nul),
+            started_date=begun,
+            completion_date=begun,
+            correlation_id=correlation_id,
+            causation_id=None if cause is None else cause.event_id,
+            headers=encode_headers(headers, action_name, stores_nul=self.stores_nul),
+            hops=0 if cause is None else cause.hops + 1,
         )
 
     def new_id(self) -> UUID:
