@@ -28,6 +28,7 @@ from outboxio.operations.admin_shards import AdminShard
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
+from outboxio.runtime.lifespan import Lifespan
 from outboxio.runtime.own_connection import OwnConnections
 from outboxio.runtime.recording.recording import Recording
 from outboxio.runtime.running import Leave, RunHandle
@@ -119,17 +120,17 @@ class Outbox(Registration, Recording):
             owner=self,
             redact=redact,
         )
-        """Runs actions: ``await outbox.executor.execute(action)``."""
+        """Runs actions."""
+        self.execute = self.executor.execute
+        """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
+        self.lifespan = Lifespan(self, self._guard)
+        """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
         self.inbox = Inbox(
             namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        self.admin = Admin(namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        self.admin = self._admin(redact)
         """The questions and orders of an operator."""
 
     # --- writing ---------------------------------------------------------------------------------
@@ -190,10 +191,8 @@ class Outbox(Registration, Recording):
 
         Example::
 
-            @asynccontextmanager
-            async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-                async with outbox.running():
-                    yield
+            async with outbox.running():
+                await stop.wait()
         """
         for part, given in {"fanout": fanout, "handling": handling}.items():
             if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -281,6 +280,13 @@ class Outbox(Registration, Recording):
             redact=redact,
             on_dead=on_dead,
         )
+
+    def _admin(self, redact: Redact) -> Admin:
+        reached = {
+            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
+            for name, s in self._shards.items()
+        }
+        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}

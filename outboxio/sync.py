@@ -11,7 +11,8 @@ from outboxio.actions.executor import current_cause
 from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.integrations.django import connection_of, is_of_django
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import Event, EventRecord, EventTypes, checked_name
+from outboxio.model.event import EventRecord, EventTypes, checked_name
+from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
 from outboxio.storage.synchronous import SyncConnection, synchronous
 from outboxio.support.clock import Clock, naive_utc, utc_now
@@ -52,7 +53,7 @@ class Producer:
     def record(
         self,
         connection: Any,
-        *events: Event,
+        *events: AnyEvent,
         action: str,
         params: Any = None,
         model_id: object = None,

@@ -10,20 +10,21 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
 from outboxio.handlers.wiring import Around
 from outboxio.invocation.failures import joined, listening
-from outboxio.model.event import Event, type_names
+from outboxio.model.event import type_names
 from outboxio.operations.orders import given_moment
 from outboxio.outbox import Drained, Outbox
+from outboxio.payloads.classes import AnyEvent, decoder_of
+from outboxio.payloads.fields import field_names
 from outboxio.settings import Settings
 from outboxio.support.clock import utc_now
 from outboxio.support.duration import parse_duration
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AnyEvent)
 
 
 class MovableClock:
@@ -101,7 +102,7 @@ async def emitted(outbox: Outbox, event_type: type[E]) -> Sequence[E]:
         assert await emitted(outbox, MoneyDeposited) == [MoneyDeposited(wallet_id, Decimal(10))]
     """
     payloads = await outbox.admin.payloads(sorted(type_names(event_type)))
-    return [msgspec.json.decode(payload, type=event_type) for payload in payloads]
+    return list(map(decoder_of(event_type), payloads))
 
 
 async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
@@ -112,7 +113,7 @@ async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
         event = await expect_event(outbox, MoneyDeposited, wallet_id=wallet_id)
         assert event.amount == Decimal(10)
     """
-    unknown = fields.keys() - set(event_type.__struct_fields__)
+    unknown = fields.keys() - field_names(event_type)
     if unknown:
         raise InvalidEvent(f"expect_event({event_type.__name__})", f"has no field {sorted(unknown)[0]!r}")
     there = await emitted(outbox, event_type)

@@ -11,7 +11,8 @@ from uuid import UUID
 
 from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
 from outboxio.model.emitter import Cause, Emitter
-from outboxio.model.event import ActionRecord, Event, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.payloads.classes import AnyEvent
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of
@@ -96,7 +97,7 @@ class Transaction:
 
     def emit(
         self,
-        event: Event,
+        event: AnyEvent,
         *,
         model_id: object = None,
         model_type: str | None = None,

@@ -14,12 +14,20 @@ from msgspec.structs import replace
 from outboxio.errors import (
     CommitUnknown,
     ConfigurationError,
-    InvalidEvent,
     NestedExecute,
     RightsMissing,
     StaleRecord,
 )
-from outboxio.model.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
+from outboxio.model.action import (
+    Performs,
+    Result_co,
+    Retries,
+    Retry,
+    RetryCounter,
+    as_entries,
+    cause_chain,
+    name_and_retries,
+)
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord
@@ -88,9 +96,10 @@ class ActionExecutor:
         """Run an action in a transaction; the result of ``perform``.
 
         The action runs on ``shard``, or on the first shard. ``correlation_id`` and ``headers`` are stored with each
-        event and reach every handler. ``retry`` goes before the action's own. Stale records, serialization failures,
-        deadlocks, busy databases and tables that changed meanwhile are retried 3 times. An error of ``perform``
-        passes through after a rollback. Other errors:
+        event and reach every handler. In a handler, the default is the ``correlation_id`` of the handler's event; in a
+        request with ``OriginMiddleware``, the defaults are those of the request. ``retry`` goes before the action's
+        own. Stale records, serialization failures, deadlocks, busy databases and tables that changed meanwhile are
+        retried 3 times. An error of ``perform`` passes through after a rollback. Other errors:
 
         * :class:`DatabaseUnavailable`: the database cannot be reached, does not answer any more, or does not write at
           present. The action is not committed.
@@ -101,11 +110,8 @@ class ActionExecutor:
 
             balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")), correlation_id="req-7")
         """
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, action_id = type(action).__type_name__, uuid7()
-        entries = (*as_entries(retry), *as_entries(action.retry))
+        name, own_entries = name_and_retries(action)
+        action_id, entries = uuid7(), (*as_entries(retry), *own_entries)
         retries: RetryCounter | None = None  # most actions succeed at once
         while True:
             try:
@@ -185,10 +191,7 @@ class ActionExecutor:
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, target = type(action).__type_name__, self.shard(tx.shard)
+        (name, _), target = name_and_retries(action), self.shard(tx.shard)
         record = self.action_record(target, name, action, None, uuid7(), None, current_cause())
         joined = tx.joined_by(record)
         token = work_in(joined, self._owner)

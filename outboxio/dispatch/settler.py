@@ -168,7 +168,8 @@ class Settler:
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             self._refuse(bucket, len(bucket.outcomes) - settled, is_same_term=takes == self._cursors.takes)
-        self._state.counters.count(bucket.state, settled)
+        if not bucket.is_rest:
+            self._state.counters.count(bucket.state, settled)
         if bucket.state in (State.FAILED, DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         self._in_flight.forget(outcome.notification_id for outcome in bucket.outcomes)

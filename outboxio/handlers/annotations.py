@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from outboxio.errors import RegistrationError
 from outboxio.model.envelope import EventEnvelope
-from outboxio.model.event import Event
+from outboxio.model.event import is_event_class
+from outboxio.payloads.classes import AnyEvent
 from outboxio.support.signature import POSITIONAL, signature_of
 
 UNKNOWN: Any = inspect.Parameter.empty
@@ -31,7 +32,7 @@ class CallCheck(Struct, frozen=True, kw_only=True):
     function: Callable[..., Any]
     name: str
     where: str
-    event_types: Sequence[type[Event]]
+    event_types: Sequence[type[AnyEvent]]
     is_batch: bool
 
     def refuse(self) -> None:
@@ -67,7 +68,8 @@ class CallCheck(Struct, frozen=True, kw_only=True):
         annotated = [cls for form in forms for argument in get_args(form) for cls in members(argument)]
         if not (forms and all(map(is_envelope, forms)) and annotated and all(map(_is_event, annotated))):
             return  # Any, a dict, a type variable: any event
-        for cls in self.event_types:
+        event_types: Sequence[type] = self.event_types
+        for cls in event_types:
             if not any(issubclass(cls, other) or issubclass(other, cls) for other in annotated):
                 raise RegistrationError(
                     f"handler {self.name!r} is for {shown(cls)}, and {self.where} is annotated to take "
@@ -154,7 +156,7 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _is_event(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Event)
+    return is_event_class(annotation)
 
 
 def shown(annotation: Any) -> str:

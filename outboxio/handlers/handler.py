@@ -37,16 +37,29 @@ from outboxio.handlers.options import (
     checked_options,
 )
 from outboxio.handlers.subscription import Subscription
-from outboxio.model.event import Event, EventTypes, checked_name, is_strict, type_name, type_names, with_subclasses
+from outboxio.model.event import (
+    Event,
+    EventTypes,
+    checked_name,
+    is_event_class,
+    is_strict,
+    type_name,
+    type_names,
+    upcasters_of,
+    version_of,
+    with_subclasses,
+)
 from outboxio.model.retry import Backoff, RetryPolicy
-from outboxio.model.validation import unfit_field
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.fields import unfit_field
+from outboxio.payloads.versions import missing_step
 from outboxio.support.signature import is_async
 from outboxio.support.text import is_respelt, meant_by
 
 if TYPE_CHECKING:
     from outboxio.model.envelope import EventEnvelope
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AnyEvent)
 T = TypeVar("T")
 
 # The parameters after the first are resources by type.
@@ -60,7 +73,7 @@ class Handler(Struct, frozen=True, kw_only=True):
 
     name: str
     aliases: frozenset[str]
-    event_types: tuple[type[Event], ...]
+    event_types: tuple[type[AnyEvent], ...]
     topic: str | None
     options: HandlerOptions
     given: Callable[..., Any]
@@ -75,7 +88,7 @@ class Handler(Struct, frozen=True, kw_only=True):
         """The names under which rows of this handler may be stored: the name and the aliases."""
         return self.aliases | {self.name}
 
-    def accepts(self) -> Iterator[type[Event]]:
+    def accepts(self) -> Iterator[type[AnyEvent]]:
         """The event classes of the handler, subclasses included."""
         for cls in self.event_types:
             yield from with_subclasses(cls)
@@ -105,7 +118,7 @@ class EventHandler(Generic[E]):
 
     name: ClassVar[str]
     aliases: ClassVar[Iterable[str]] = ()
-    event_types: ClassVar[Iterable[type[Event]]] = ()
+    event_types: ClassVar[Iterable[type[AnyEvent]]] = ()
     topic: ClassVar[str | None] = None
     retry: ClassVar[RetryPolicy | Backoff | None] = None
     timeout: ClassVar[timedelta | float | str | None] = None
@@ -186,7 +199,7 @@ class HandlerRegistry:
         classes = {cls for handler in self._handlers for cls in handler.accepts()}.union(self._types)
         return frozenset(name for cls in classes if is_strict(cls) for name in type_names(cls))
 
-    def event_class(self, handler: Handler, name: str) -> type[Event] | None:
+    def event_class(self, handler: Handler, name: str) -> type[AnyEvent] | None:
         """The class of a stored event type: a registered class, or else a subclass of the handler's types."""
         found = self._types.find(name)
         if found is not None or not handler.event_types:
@@ -202,7 +215,7 @@ def make_handler(
     function: AnyHandlerFunction,
     *,
     name: str,
-    event_types: Iterable[type[Event]],
+    event_types: Iterable[type[AnyEvent]],
     aliases: Iterable[str],
     topic: str | None,
     where: str,
@@ -257,11 +270,11 @@ def _checked_names(
     return others, wanted_topic
 
 
-def _checked_types(event_types: Iterable[type[Event]], name: str, where: str) -> tuple[type[Event], ...]:
+def _checked_types(event_types: Iterable[type[AnyEvent]], name: str, where: str) -> tuple[type[AnyEvent], ...]:
     """The event classes. :class:`RegistrationError` for a value that is no event class, or cannot be stored."""
     types = _each(event_types, f"event_types of handler {name!r}", where, "Event classes")
     for cls in types:
-        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        if not is_event_class(cls):
             raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
         refuse_unfit(cls, f"handler {name!r} ({where})")
     return types
@@ -274,11 +287,17 @@ def _each(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T, 
         raise RegistrationError(f"{subject} is {values!r} ({where}); expected a tuple or a set of {what}") from None
 
 
-def refuse_unfit(cls: type[Event], subject: str) -> None:
+def refuse_unfit(cls: type[AnyEvent], subject: str) -> None:
     """Raise :class:`RegistrationError` if no event of a class can be stored and read."""
     reason = unfit_field(cls)
     if reason is not None:
         raise RegistrationError(f"{subject} is for events that cannot be stored and read: {type_name(cls)}, {reason}")
+    missing = missing_step(version_of(cls), upcasters_of(cls))
+    if missing is not None:
+        raise RegistrationError(
+            f"{subject} is for {type_name(cls)} of version {version_of(cls)}, and no upcaster leads on from version "
+            f"{missing}: add @outboxio.upcaster(..., from_version={missing}) before the handler"
+        )
 
 
 def _refuse_strict_batch(handler: Handler) -> None:
@@ -366,10 +385,10 @@ def _wanted_by(handler: Handler) -> list[Subscription]:
     return [wanted(event_type=name) for name in sorted(names)]
 
 
-def _type_parameters(cls: type) -> tuple[type[Event], ...]:
+def _type_parameters(cls: type) -> tuple[type[AnyEvent], ...]:
     """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
     parameter = _parameter_of(cls, {})
-    return tuple(cast("type[Event]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
+    return tuple(cast("type[AnyEvent]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
 
 
 def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:

@@ -19,7 +19,8 @@ from outboxio.handlers.handler import (
 )
 from outboxio.handlers.options import HandlerKeywords, SingleKeywords
 from outboxio.handlers.wiring import Wiring
-from outboxio.model.event import Event, EventTypes
+from outboxio.model.event import EventTypes
+from outboxio.payloads.classes import AnyEvent
 from outboxio.support.signature import where_defined
 from outboxio.support.text import briefly
 
@@ -41,7 +42,7 @@ class Registration:
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -52,7 +53,7 @@ class Registration:
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -62,7 +63,7 @@ class Registration:
 
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -105,7 +106,8 @@ class Registration:
         Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function cannot be
         called with one envelope (with ``batch``: a list) and the resources; a plain function has
         ``delivery="transactional"``, or is a generator or a wrapper of an async function; an annotation names other
-        events than ``event_types``; a class is no Event or has a field that cannot be stored.
+        events than ``event_types``; a class is no event class, has a field that cannot be stored, or
+        lacks an upcaster between two others.
 
         Example::
 
@@ -154,7 +156,7 @@ class Registration:
             self._types.register(cls)
         handlers._is_included = True
 
-    def register(self, *event_types: type[Event]) -> None:
+    def register(self, *event_types: type[AnyEvent]) -> None:
         """Make event classes known that no handler names, so that a topic's payloads decode to these classes.
 
         Raises :class:`AmbiguousTypeName` if another class has the same name, :class:`RegistrationError` if a field is

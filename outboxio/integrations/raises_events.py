@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.integrations.sessions import raise_event
-from outboxio.model.event import Event
+from outboxio.payloads.classes import AnyEvent
 
 
 class RaisesEvents:
@@ -31,7 +31,7 @@ class RaisesEvents:
 
     def raise_event(
         self,
-        event: Event,
+        event: AnyEvent,
         *,
         model_id: object = None,
         model_type: str | None = None,

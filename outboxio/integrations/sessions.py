@@ -20,7 +20,7 @@ from sqlalchemy.util import await_only
 from sqlalchemy.util.concurrency import in_greenlet
 
 from outboxio.errors import ConfigurationError, NoTransaction, TransactionError
-from outboxio.model.event import Event
+from outboxio.payloads.classes import AnyEvent
 
 _KEY = "outboxio"  # in Session.info
 
@@ -33,7 +33,7 @@ class Sink(Protocol):
         """The events that no statement has written yet. A savepoint that is rolled back removes the last events."""
         ...
 
-    def emit(self, event: Event, **options: Any) -> None: ...
+    def emit(self, event: AnyEvent, **options: Any) -> None: ...
 
     def write(self, driver: Any) -> Awaitable[None]:
         """Write ``events`` on the driver's connection, in the open transaction."""
@@ -51,7 +51,7 @@ class Sink(Protocol):
 class Raised:
     """An event that an object of a session has raised, and that waits for a flush."""
 
-    def __init__(self, number: int, instance: object, event: Event, options: dict[str, Any]) -> None:
+    def __init__(self, number: int, instance: object, event: AnyEvent, options: dict[str, Any]) -> None:
         """``instance``: ``None`` while the object is in no session."""
         self.number = number
         self.instance = instance
@@ -227,7 +227,7 @@ _unattached: WeakKeyDictionary[InstanceState[Any], list[Raised]] = WeakKeyDictio
 """The events of objects in no session. The values must not refer to the objects, or no object would become garbage."""
 
 
-def raise_event(instance: object, event: Event, options: dict[str, Any]) -> None:
+def raise_event(instance: object, event: AnyEvent, options: dict[str, Any]) -> None:
     """Keep an event of a mapped object until the next flush of the session of the object."""
     listen()
     state: InstanceState[Any] = inspect(instance)

@@ -77,6 +77,12 @@ class EventLoopGuard:
             self._take(loop)
         return loop
 
+    @property
+    def is_bound(self) -> bool:
+        """True if the outbox was used, and neither the outbox nor the event loop is closed."""
+        owner = self._owner()
+        return owner is not None and not owner.is_closed()
+
     def leave(self) -> None:
         """The outbox is closed, so the next event loop may use the outbox."""
         with self._taking:

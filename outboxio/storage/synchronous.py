@@ -32,7 +32,8 @@ class SyncDialect(Struct, frozen=True):
 
 def _mysql_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, list[Any]]:
     shared = [as_value(value) for value in values_of_action(action)]
-    values = [value for event in events for value in (*map(as_value, values_of_event(event)), *shared)]
+    own = ((*values_of_event(event), action.headers_of(event)) for event in events)
+    values = [value for each in own for value in (*map(as_value, each), *shared)]
     row = f"({', '.join(['%s'] * (len(values) // len(events)))}, FALSE)"
     return INSERT_EVENTS + ",\n".join([row] * len(events)), values
 

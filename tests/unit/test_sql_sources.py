@@ -90,6 +90,7 @@ HARMLESS = {
         "MysqlNotifications._change.lock_and_change": IDS,
     },
     "mysql/partitions.py": {"MysqlPartitions.rehome": IDS},
+    "mysql/resting.py": {"MysqlResting.wake": IDS},
     "mysql/retention.py": {"MysqlRetention._parking_nothing": IDS, "MysqlRetention._remove": IDS},
     "mysql/schema.py": {
         "MysqlSchema._rights_missing": FOR_PEOPLE,

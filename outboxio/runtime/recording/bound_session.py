@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.errors import ConfigurationError
-from outboxio.model.event import ActionRecord, Event, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.payloads.classes import AnyEvent
 from outboxio.runtime.own_connection import OwnConnections, is_of_sqlalchemy
 from outboxio.support.ids import uuid7
 
@@ -57,7 +58,7 @@ class SessionBuffer:
         self._written: list[EventRecord] = []
         self._actions: dict[ActionOfSession, ActionRecord] = {}
 
-    def emit(self, event: Event, action: ActionOfSession | None = None, **options: Any) -> None:
+    def emit(self, event: AnyEvent, action: ActionOfSession | None = None, **options: Any) -> None:
         record = self.target.emitter.record(event, current_cause(), **options)
         self.events.append(_Emitted(self._record_of(action or self.named), record))
 
@@ -99,7 +100,7 @@ class BoundSession:
 
     def emit(
         self,
-        event: Event,
+        event: AnyEvent,
         *,
         model_id: object = None,
         model_type: str | None = None,

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.model.event import Event
+from outboxio.payloads.classes import AnyEvent
 from outboxio.runtime.own_connection import OwnConnections
 from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 
@@ -36,7 +36,7 @@ class Recording:
     async def record(
         self,
         connection: Any,
-        *events: Event,
+        *events: AnyEvent,
         action: str,
         params: Any = None,
         model_id: object = None,

@@ -36,16 +36,16 @@ _of_action = attrgetter(*OF_ACTION)
 
 def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
     """The statement that inserts the rows of an action, and the arguments."""
-    return [INSERT_EVENTS, *_of_action(action), *_arrays(events)]
+    return [INSERT_EVENTS, *_of_action(action), *_arrays(action, events)]
 
 
 def blocking_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, dict[str, Any]]:
     """The same for drivers with ``%(name)s`` in statements. The server knows the types of the texts by the columns."""
     shared = [value if value is None or isinstance(value, int) else str(value) for value in _of_action(action)]
-    return _NAMED, {f"v{number}": value for number, value in enumerate([*shared, *_arrays(events)], 1)}
+    return _NAMED, {f"v{number}": value for number, value in enumerate([*shared, *_arrays(action, events)], 1)}
 
 
-def _arrays(events: Sequence[EventRecord]) -> list[list[str | None]]:
+def _arrays(action: ActionRecord, events: Sequence[EventRecord]) -> list[list[str | None]]:
     return [
         as_texts(e.id for e in events),
         _unless_null([e.model_id for e in events]),
@@ -55,6 +55,7 @@ def _arrays(events: Sequence[EventRecord]) -> list[list[str | None]]:
         _unless_null([e.ordering_key for e in events]),
         _unless_null([e.topic for e in events]),
         _unless_null(as_texts(e.available_at for e in events)),
+        _unless_null([action.headers_of(e) for e in events]),
     ]
 
 
