@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
-from outboxio.model.emitter import Cause, Emitter
+from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.payloads.classes import AnyEvent
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
@@ -18,6 +18,8 @@ from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of
 
 T = TypeVar("T")
+
+Rows = tuple[ActionRecord, Sequence[EventRecord]]
 
 logger = log_of(__name__)
 
@@ -51,6 +53,7 @@ class Transaction:
         resources: Any,
         cause: Cause | None,
         in_handler: bool = False,
+        untold: list[Rows] | None = None,
         is_reading: bool = False,
     ) -> None:
         self._session = session
@@ -71,6 +74,8 @@ class Transaction:
         """True for a handler's transaction: ``envelope.tx``, or an action that joined ``envelope.tx``."""
         self.is_reading = is_reading
         """True for a transaction of ``outbox.connection()``, in which the database refuses to write."""
+        self._untold: list[Rows] | None = untold if untold is not None else [] if in_handler else None
+        """Rows of which watchers are told after the COMMIT, in a transaction that outboxio commits later."""
         self.was_joined = False
         """True if actions have joined the transaction. They may have written events."""
         self.owner: object = None
@@ -143,7 +148,7 @@ class Transaction:
         self.was_joined = True
         return Transaction(
             self._session, self._emitter, action, shard=self.shard, resources=self.resources, cause=self._cause,
-            in_handler=self.in_handler,
+            in_handler=self.in_handler, untold=self._untold,
         )  # fmt: skip
 
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
@@ -153,6 +158,8 @@ class Transaction:
             await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
+        if watchers:
+            self._tell((record, events))
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
         """Write the rows of the action, if any are left to write, and commit; or roll back.
@@ -169,8 +176,23 @@ class Transaction:
             if cancelled is not None:
                 raise cancelled from error
             raise
+        finally:
+            if watchers and self.is_committed:
+                self._tell_after_commit(action, events)
         if cancelled is not None:
             raise cancelled
+
+    def _tell(self, rows: Rows) -> None:
+        if self._untold is None:
+            tell_written(*rows)
+        else:
+            self._untold.append(rows)
+
+    def _tell_after_commit(self, action: ActionRecord | None, events: Sequence[EventRecord]) -> None:
+        for rows in self._untold or ():
+            tell_written(*rows)
+        if action is not None:
+            tell_written(action, events)
 
     async def _committed(self, ending: asyncio.Future[None]) -> None:
         """Take in the result of a COMMIT that has ended."""

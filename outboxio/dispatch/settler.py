@@ -20,6 +20,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.errors import ShutdownError
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.loop import RoundResult
+from outboxio.model.emitter import tell_written
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, in_buckets
 from outboxio.runs.poison import PoisonGuard
@@ -180,6 +181,8 @@ class Settler:
         settled = await self._setup.database.notifications.settle_emitting(bucket, self._setup.clock())
         if settled:
             self._wakeups.committed()
+            for action, events in bucket.emitted:
+                tell_written(action, events)
         return settled
 
     async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:

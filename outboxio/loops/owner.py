@@ -78,6 +78,11 @@ class EventLoopGuard:
         return loop
 
     @property
+    def loop(self) -> _Loop | None:
+        """The event loop that the outbox is bound to, possibly closed by now; ``None`` without such a loop."""
+        return self._owner()
+
+    @property
     def is_bound(self) -> bool:
         """True if the outbox was used, and neither the outbox nor the event loop is closed."""
         owner = self._owner()

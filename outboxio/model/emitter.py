@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 from uuid import UUID
 
 from msgspec import Struct, ValidationError
@@ -56,6 +56,27 @@ class EventRouting(TypedDict):
     ordering_key: str | None
     topic: str | None
     available_at: datetime | None
+
+
+class Watcher(Protocol):
+    """Is told of the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
+
+    def emitted(self, event_id: UUID, event: object) -> None:
+        """An event object was emitted. The event is not written yet, and may never be written."""
+        ...
+
+    def written(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        """The rows of an action were written: at COMMIT, or at the INSERT if the application commits later."""
+        ...
+
+
+watchers: list[Watcher] = []
+"""The watchers; empty except in tests."""
+
+
+def tell_written(action: ActionRecord, events: Sequence[EventRecord]) -> None:
+    for watcher in watchers:
+        watcher.written(action, events)
 
 
 class Emission(Struct, frozen=True):
@@ -109,6 +130,8 @@ class Emitter:
             model_type=_text(model_type, subject, "model_type"),
             headers=emission.headers,
         )
+        for watcher in watchers:
+            watcher.emitted(record.id, event)
         if ordering_key is None and topic is None and available_at is None:
             return record  # as most are
         return replace(

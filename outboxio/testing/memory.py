@@ -1,4 +1,4 @@
-"""For the tests of applications: an outbox in memory, a clock that a test moves, and the events that were emitted.
+"""An outbox in memory, a clock that a test moves, and the events that were committed.
 
 The outbox in memory is a normal outbox on SQLite: same statements, same semantics, no server.
 """
