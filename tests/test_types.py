@@ -20,7 +20,21 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
-from outboxio import Batch, Delivery, Event, EventEnvelope, EventHandler, Handlers, Outbox, Settings
+from fastapi import FastAPI
+
+from outboxio import (
+    Action,
+    Batch,
+    Delivery,
+    Event,
+    EventEnvelope,
+    EventHandler,
+    Handlers,
+    Outbox,
+    Settings,
+    Transaction,
+)
+from outboxio.integrations.fastapi import OriginMiddleware, OutboxDep, add_exception_handlers
 
 
 class Placed(Event):
@@ -143,6 +157,37 @@ async def no_context(envelope: EventEnvelope[Any]) -> None: ...
 
 
 Outbox("sqlite://", namespace="app", around=tenant, resources={Mailer: Mailer})
+
+
+class Count(Action):
+    async def perform(self, tx: Transaction) -> int:
+        return 1
+
+
+async def counts() -> int:
+    text: str = await outbox.execute(Count())  # wrong: it is a number
+    return await outbox.execute(Count(), correlation_id=text)
+
+
+@asynccontextmanager
+async def mine(app: FastAPI) -> AsyncGenerator[dict[str, int]]:
+    yield {"shop": 1}
+
+
+app = FastAPI(lifespan=outbox.lifespan)
+FastAPI(lifespan=outbox.lifespan.within(mine))
+FastAPI(lifespan=outbox.lifespan.within(counts))  # wrong: it is no lifespan
+app.add_middleware(OriginMiddleware, generate=True)
+app.add_middleware(OriginMiddleware, generates=True)  # wrong: there is no such option
+add_exception_handlers(app)
+
+
+@app.get("/")
+async def index(outbox: OutboxDep) -> int:
+    wrong: str = await outbox.execute(Count())  # wrong: it is a number
+    return len(wrong)
+
+
 Outbox("sqlite://", namespace="app", around=no_context)  # wrong: it is no context manager
 
 
@@ -269,7 +314,7 @@ PYRIGHT = '{"include": ["application.py"], "typeCheckingMode": "strict", "extraP
     "checker",
     [
         ("mypy", "--strict", "--config-file=", "--cache-dir=cache", "application.py"),
-        ("pyright", "--pythonpath", sys.executable, "--project", "pyrightconfig.json"),
+        ("pyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable),
     ],
     ids=lambda checker: str(checker[0]),
 )

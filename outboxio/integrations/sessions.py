@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import msgspec
 from sqlalchemy import Connection, event, inspect, text
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 from sqlalchemy.util import await_only
@@ -172,11 +173,15 @@ def require_open(session: Session, call: str) -> None:
         session.begin()
 
 
-def identity_of(instance: object) -> dict[str, str]:
-    """``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class."""
+def identity_of(instance: object) -> dict[str, object]:
+    """``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class.
+
+    A primary key of several columns is a JSON array.
+    """
     mapper = inspect(instance).mapper
     key = mapper.primary_key_from_instance(instance)
-    return {"model_id": ",".join(map(str, key)), "model_type": mapper.class_.__name__}
+    model_id = key[0] if len(key) == 1 else msgspec.json.encode(key).decode()
+    return {"model_id": model_id, "model_type": mapper.class_.__name__}
 
 
 def begun(connection: Connection) -> Any:

@@ -27,8 +27,8 @@ from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT, UNLESS_MADE, id_head
+from outboxio.storage.postgres.insertion import INSERT_EVENTS
 from outboxio.storage.postgres.notifications import SETTLE
-from outboxio.storage.postgres.session import INSERT_EVENTS
 from outboxio.storage.protocols import FanoutRequest
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outboxio.model.notification import FIRST_REST, RestQuery
-from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.insertion import as_texts
 
 # Resting rows are the last rows of each partition in the index of due rows. The partition is in both bounds and in the
 # order, as in FIND_DUE. Most searches find no row, and write nothing.
