@@ -22,6 +22,7 @@ from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import Event, checked_name
+from outboxio.model.mapped import named_by
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard
@@ -171,6 +172,7 @@ class Outbox(Registration):
         *events: Event,
         action: str,
         params: Any = None,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -199,6 +201,8 @@ class Outbox(Registration):
             outbox.wake()
         """
         target = self.executor.shard(shard)
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         records = [
             target.emitter.record(
                 event,

@@ -14,6 +14,7 @@ from msgspec import Struct
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord
+from outboxio.model.mapped import named_by
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.support.codec import decode_object
@@ -193,6 +194,7 @@ class EventEnvelope(Generic[E_co]):
         self,
         event: Event,
         *,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -205,6 +207,8 @@ class EventEnvelope(Generic[E_co]):
         The parameters are those of ``tx.emit``. Raises :class:`InvalidEvent` if the event cannot be stored, and
         :class:`TooManyHops` if a chain of events becomes longer than ``max_hops``.
         """
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         record = self._context.emitter.record(
             event,
             self.cause,

@@ -27,6 +27,7 @@ from outboxio.storage.protocols.hot import (
     OrderingRepository,
     Session,
     StartRepository,
+    UnitOfWork,
 )
 from outboxio.storage.protocols.values import (
     LONGEST_SILENCE,
@@ -90,5 +91,6 @@ __all__ = [
     "StartedRun",
     "SubscriptionRepository",
     "TransactionLost",
+    "UnitOfWork",
     "Waiting",
 ]
