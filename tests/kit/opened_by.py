@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 import outboxio.outbox
 from outboxio.storage import Shard, open_database
 
 SIZE = 20  # connections, as many as outboxio's own pool has
 
 BY_ENGINE = os.environ.get("OUTBOXIO_TEST_OPENED_BY") == "engine"
+
+needs_own_pool = pytest.mark.skipif(BY_ENGINE, reason="about the pool of outboxio: an engine has its own")
 
 _DRIVERS = {
     "postgres": "postgresql+asyncpg",

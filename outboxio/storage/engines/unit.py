@@ -13,6 +13,9 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from outboxio.errors import StaleRecord, TransactionEnded
 from outboxio.model.action import cause_chain
 from outboxio.storage.protocols import CommitLost
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
 
 REFUSED = ("commit", "rollback", "close", "reset", "invalidate", "prepare")
 """The methods of a session that would end the transaction. The asynchronous session calls the same methods."""
@@ -81,7 +84,11 @@ class Unit:
 
     async def close(self) -> None:
         """Give the connection back to the engine's pool, without a transaction; a broken connection is invalidated."""
-        await greenlet_spawn(self._close)
+        try:
+            await greenlet_spawn(self._close)
+        except Exception as error:
+            # The action has already ended: an error of the pool must not change the result.
+            logger.warning("a connection could not be reset, the engine's pool opens another in its place: %s", error)
 
     @staticmethod
     def explained(error: Exception) -> Exception | None:

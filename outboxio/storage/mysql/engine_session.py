@@ -35,9 +35,9 @@ class UnitSession(MysqlSession):
 
     async def rollback(self) -> None:
         self._is_to_begin = False
-        if self._is_running:
-            self.discard()  # as without an engine
-        elif not driver.is_closed(self._connection):
+        if self._is_running or driver.is_closed(self._connection):
+            self.discard()
+        else:
             async with asyncio.timeout(ENDING_TIMEOUT):
                 await self._unit.rollback()
 

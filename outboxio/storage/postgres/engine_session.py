@@ -36,7 +36,9 @@ class UnitSession(PostgresSession):
         await self._connection.execute("SET TRANSACTION READ ONLY")
 
     async def rollback(self) -> None:
-        if not self._is_gone():
+        if self._is_gone():
+            self.discard()
+        else:
             async with asyncio.timeout(ENDING_TIMEOUT):
                 await self._unit.rollback()
 
