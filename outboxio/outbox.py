@@ -22,7 +22,7 @@ from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import Event, checked_name
-from outboxio.model.mapped import named_by
+from outboxio.support.mapped import named_by
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard

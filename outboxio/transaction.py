@@ -19,7 +19,7 @@ from outboxio.errors import (
 )
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.event import ActionRecord, Event, EventRecord
-from outboxio.model.mapped import named_by
+from outboxio.support.mapped import named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of

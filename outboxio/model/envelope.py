@@ -14,7 +14,7 @@ from msgspec import Struct
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord
-from outboxio.model.mapped import named_by
+from outboxio.support.mapped import named_by
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.support.codec import decode_object
