@@ -20,7 +20,8 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, PositiveInt
 
-from outboxio import Action, Event, EventEnvelope, Outbox, Settings, Transaction, TransactionEnded
+from outboxio import Action, Event, EventEnvelope, Outbox, Transaction, TransactionEnded
+from outboxio.integrations.fastapi import OriginMiddleware, OutboxDep, add_exception_handlers
 
 DATABASE = os.environ.get("DATABASE_URL", "sqlite:///wallets.db")
 
@@ -29,8 +30,7 @@ TABLES = (
     "CREATE TABLE IF NOT EXISTS receipts (id VARCHAR(36) PRIMARY KEY, wallet_id VARCHAR(64), cents BIGINT)",
 )
 
-# The transaction that only reads need not leave a row behind.
-outbox = Outbox(DATABASE, namespace="wallets", settings=Settings(record_empty_actions=False))
+outbox = Outbox(DATABASE, namespace="wallets")
 
 
 def sql(statement: str) -> str:
@@ -41,19 +41,19 @@ def sql(statement: str) -> str:
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    async with outbox:
-        await outbox.migrate()
-        # Migrations do this for an application. MySQL commits each CREATE, which ends the transaction.
-        for ddl in TABLES:
-            with suppress(TransactionEnded):
-                async with outbox.transaction("MakeTables") as tx:
-                    await tx.execute(ddl)
-        async with outbox.running():
-            yield
+async def tables(app: FastAPI) -> AsyncGenerator[None]:
+    """Make the tables. Migrations do this for an application."""
+    await outbox.migrate()
+    for ddl in TABLES:
+        with suppress(TransactionEnded):  # MySQL commits each CREATE, which ends the transaction
+            async with outbox.transaction("MakeTables") as tx:
+                await tx.execute(ddl)
+    yield
 
 
-app = FastAPI(lifespan=lifespan)
+app = FastAPI(lifespan=outbox.lifespan.within(tables))
+app.add_middleware(OriginMiddleware, generate=True)  # events carry the X-Request-ID of the request
+add_exception_handlers(app)  # 409 and 503 where the client may try again
 
 
 # --- the domain ----------------------------------------------------------------------------------
@@ -116,23 +116,23 @@ class Deposit(BaseModel):
 
 
 @app.put("/wallets/{wallet_id}", status_code=204)
-async def open_wallet(wallet_id: str) -> None:
-    await outbox.executor.execute(OpenWallet(wallet_id))
+async def open_wallet(wallet_id: str, outbox: OutboxDep) -> None:
+    await outbox.execute(OpenWallet(wallet_id))
 
 
 @app.post("/wallets/{wallet_id}/deposits")
-async def deposit_money(wallet_id: str, deposit: Deposit) -> dict[str, int]:
+async def deposit_money(wallet_id: str, deposit: Deposit, outbox: OutboxDep) -> dict[str, int]:
     try:
-        return {"balance": await outbox.executor.execute(DepositMoney(wallet_id, deposit.cents))}
+        return {"balance": await outbox.execute(DepositMoney(wallet_id, deposit.cents))}
     except LookupError:
         raise HTTPException(404, f"there is no wallet {wallet_id!r}") from None
 
 
 @app.get("/wallets/{wallet_id}")
-async def read_wallet(wallet_id: str) -> dict[str, Any]:
-    async with outbox.transaction("ReadWallet") as tx:
-        balance = await tx.fetchval(sql("SELECT balance FROM wallets WHERE id = $1"), wallet_id)
-        receipts = await tx.fetch(sql("SELECT cents FROM receipts WHERE wallet_id = $1"), wallet_id)
+async def read_wallet(wallet_id: str, outbox: OutboxDep) -> dict[str, Any]:
+    async with outbox.connection() as connection:
+        balance = await connection.fetchval(sql("SELECT balance FROM wallets WHERE id = $1"), wallet_id)
+        receipts = await connection.fetch(sql("SELECT cents FROM receipts WHERE wallet_id = $1"), wallet_id)
     if balance is None:
         raise HTTPException(404, f"there is no wallet {wallet_id!r}")
     return {"balance": balance, "receipts": [row[0] for row in receipts]}

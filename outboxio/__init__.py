@@ -52,9 +52,12 @@ from outboxio.errors import (
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Delivery, OnDeadKey
+from outboxio.handlers.registration import Handlers
+from outboxio.handlers.wiring import Around
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import Consumption, Received
 from outboxio.model.action import Action, Retry
+from outboxio.model.decorated import action, event, upcaster
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
@@ -64,6 +67,7 @@ from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartit
 from outboxio.operations.retention import Removed
 from outboxio.operations.stranded import Stranded
 from outboxio.outbox import Drained, Outbox
+from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
 from outboxio.storage import Shard
 from outboxio.support.clock import Clock
@@ -74,6 +78,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "AmbiguousTypeName",
+    "AnyEvent",
+    "Around",
     "Batch",
     "Clock",
     "ClusterInstance",
@@ -93,6 +99,7 @@ __all__ = [
     "EventHandler",
     "HandlerFailed",
     "HandlerPartitions",
+    "Handlers",
     "Inbox",
     "InterruptedRun",
     "InvalidEvent",
@@ -146,4 +153,7 @@ __all__ = [
     "WaitsForItself",
     "WrongEventLoop",
     "__version__",
+    "action",
+    "event",
+    "upcaster",
 ]

@@ -7,29 +7,30 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, cast
-from uuid import UUID
 
-from outboxio.actions.executor import ActionExecutor, current_cause
+from outboxio.actions.executor import ActionExecutor
 from outboxio.actions.nesting import refuse_in_transaction
 from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
+from outboxio.handlers.wiring import Around, Wiring
 from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import Event, checked_name
-from outboxio.support.mapped import named_by
+from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
+from outboxio.runtime.lifespan import Lifespan
 from outboxio.runtime.own_connection import OwnConnections
+from outboxio.runtime.recording.recording import Recording
 from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
@@ -47,7 +48,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration):
+class Outbox(Registration, Recording):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
@@ -55,8 +56,11 @@ class Outbox(Registration):
     shard. Nothing is opened yet, and a pool that the application has opened is never closed. ``namespace`` names this
     service: two services in the same database never share events. ``clock`` is a callable that returns the present
     moment, for tests; the default is the database's clock. ``resources`` is any object that actions and
-    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. ``on_dead`` is an async function of
-    (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
+    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. If ``resources`` is a mapping from
+    types to values or factories, handlers may take the resources as parameters of these types. ``around`` is a function
+    of the envelope that returns an async context manager, which surrounds every run of a handler. ``on_dead`` is an
+    async function of (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see
+    :meth:`handler`).
 
     ``redact`` is a function of a text that returns the part that an operator may see, without card numbers, tokens and
     names. The function gets type, message and traceback of each error before the error is stored, the description of a
@@ -88,10 +92,11 @@ class Outbox(Registration):
         settings: Settings | None = None,
         clock: Clock | None = None,
         resources: Any = None,
+        around: Around | None = None,
         on_dead: DeadHook | None = None,
         redact: Redact | None = None,
     ) -> None:
-        super().__init__()
+        Registration.__init__(self, Wiring(resources, around))
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
@@ -106,7 +111,7 @@ class Outbox(Registration):
             for name, source in sources.items()
         }
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
-        self._own_connections = OwnConnections(self._guard)
+        own_connections = OwnConnections(self._guard)
         self.executor = ActionExecutor(
             namespace,
             self._shards,
@@ -115,16 +120,17 @@ class Outbox(Registration):
             owner=self,
             redact=redact,
         )
-        """Runs actions: ``await outbox.executor.execute(action)``."""
+        """Runs actions."""
+        self.execute = self.executor.execute
+        """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
+        self.lifespan = Lifespan(self, self._guard)
+        """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
+        Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
         self.inbox = Inbox(
-            namespace, self.executor, self._own_connections.session_on, lambda shard: self._shards[shard].inline()
+            namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
         )
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        self.admin = Admin(namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        self.admin = self._admin(redact)
         """The questions and orders of an operator."""
 
     # --- writing ---------------------------------------------------------------------------------
@@ -166,69 +172,6 @@ class Outbox(Registration):
         """
         return connected(self.executor.shard(shard), self)
 
-    async def record(
-        self,
-        connection: Any,
-        *events: Event,
-        action: str,
-        params: Any = None,
-        model: object = None,
-        model_id: object = None,
-        model_type: str | None = None,
-        ordering_key: object = None,
-        topic: str | None = None,
-        available_at: datetime | None = None,
-        shard: str | None = None,
-        correlation_id: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-    ) -> UUID:
-        """Write outbox rows inside a transaction that the application has open. Returns the action's id.
-
-        ``connection``: an asyncpg or aiomysql connection, a ``sqlite3`` or ``aiosqlite`` connection, or a
-        SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and may call
-        :meth:`wake` after its commit; otherwise the loops find the events by polling. The other
-        parameters are those of ``tx.emit``, for all ``events``.
-
-        Raises :class:`NoTransaction` if no transaction is open on the connection, :class:`OtherDatabase` if the
-        connection is not of the shard's database: each connection is asked once, in a further round trip, at the first
-        use.
-
-        Example::
-
-            async with connection.transaction():
-                await connection.execute("UPDATE wallets ...")
-                await outbox.record(connection, MoneyDeposited(wallet_id, amount), action="Deposit")
-            outbox.wake()
-        """
-        target = self.executor.shard(shard)
-        if model is not None:
-            model_id, model_type = named_by(model, model_id, model_type)
-        records = [
-            target.emitter.record(
-                event,
-                current_cause(),
-                model_id=model_id,
-                model_type=model_type,
-                ordering_key=ordering_key,
-                topic=topic,
-                available_at=available_at,
-            )
-            for event in events
-        ]
-        session = await self._own_connections.session_on(target, connection)
-        return await self.executor.record(
-            target, session, action, params, records, correlation_id=correlation_id, headers=headers
-        )
-
-    def wake(self) -> None:
-        """Tell the loops of all processes that events were committed by :meth:`record`.
-
-        Raises :class:`WrongEventLoop` where no event loop runs, or not the event loop of the outbox.
-        """
-        self._guard.enter()
-        for shard in self._shards.values():
-            shard.committed()
-
     # --- running ---------------------------------------------------------------------------------
 
     def running(self, *, fanout: bool = True, handling: bool = True) -> AbstractAsyncContextManager[Outbox]:
@@ -248,10 +191,8 @@ class Outbox(Registration):
 
         Example::
 
-            @asynccontextmanager
-            async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-                async with outbox.running():
-                    yield
+            async with outbox.running():
+                await stop.wait()
         """
         for part, given in {"fanout": fanout, "handling": handling}.items():
             if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -339,6 +280,13 @@ class Outbox(Registration):
             redact=redact,
             on_dead=on_dead,
         )
+
+    def _admin(self, redact: Redact) -> Admin:
+        reached = {
+            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
+            for name, s in self._shards.items()
+        }
+        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}

@@ -17,9 +17,10 @@ from outboxio.errors import (
     TransactionClosed,
     TransactionEnded,
 )
-from outboxio.model.emitter import Cause, Emitter
-from outboxio.model.event import ActionRecord, Event, EventRecord
-from outboxio.support.mapped import named_by
+from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of
@@ -27,7 +28,11 @@ from outboxio.support.log import log_of
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
 
+    from outboxio.integrations.sessions import SessionEvents
+
 T = TypeVar("T")
+
+Rows = tuple[ActionRecord, Sequence[EventRecord]]
 
 logger = log_of(__name__)
 
@@ -61,6 +66,7 @@ class Transaction:
         resources: Any,
         cause: Cause | None,
         in_handler: bool = False,
+        untold: list[Rows] | None = None,
         is_reading: bool = False,
     ) -> None:
         self._session = session
@@ -81,10 +87,14 @@ class Transaction:
         """True for a handler's transaction: ``envelope.tx``, or an action that joined ``envelope.tx``."""
         self.is_reading = is_reading
         """True for a transaction of ``outbox.connection()``, in which the database refuses to write."""
+        self._untold: list[Rows] | None = untold if untold is not None else [] if in_handler else None
+        """Rows of which watchers are told after the COMMIT, in a transaction that outboxio commits later."""
         self.was_joined = False
         """True if actions have joined the transaction. They may have written events."""
         self.owner: object = None
         """The outbox of the transaction, from :func:`work_in` on."""
+        self._raised: SessionEvents | None = None
+        """The events that objects of the session raise, from the first use of the session on."""
         self.claimed: frozenset[UUID] = frozenset()
         """The notifications that a handler's transaction has locked."""
         self.is_committed = False
@@ -127,16 +137,30 @@ class Transaction:
                 "the outbox with an engine, as in Outbox(create_async_engine(url), ...)"
             )
         _ = self.connection  # the transaction begins, and the statements of the session follow on the same connection
-        return unit.session(self.action_name)
+        session = unit.session(self.action_name)
+        if self._raised is None:
+            from outboxio.integrations.sessions import ActionSink, events_of
+
+            self._raised = events_of(session.sync_session)
+            self._raised.sink = ActionSink(self)
+        return session
 
     async def flush(self) -> None:
-        """Write the changes of the session, if there is a session."""
-        if (unit := self._session.unit) is not None:
+        """Write the changes of the session, and take the events that its objects have raised, if there is a session."""
+        if self._raised is not None and (unit := self._session.unit) is not None:
             await unit.flush()
+            self._raised.collect(unit.session(self.action_name).sync_session)
+
+    def resume(self) -> None:
+        """Take the events of the session again: an action that had joined has ended."""
+        if self._raised is not None:
+            from outboxio.integrations.sessions import ActionSink
+
+            self._raised.sink = ActionSink(self)
 
     def emit(
         self,
-        event: Event,
+        event: AnyEvent,
         *,
         model: object = None,
         model_id: object = None,
@@ -186,7 +210,7 @@ class Transaction:
         self.was_joined = True
         return Transaction(
             self._session, self._emitter, action, shard=self.shard, resources=self.resources, cause=self._cause,
-            in_handler=self.in_handler,
+            in_handler=self.in_handler, untold=self._untold,
         )  # fmt: skip
 
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
@@ -196,6 +220,8 @@ class Transaction:
             await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
+        if watchers:
+            self._tell((record, events))
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
         """Write the rows of the action, if any are left to write, and commit; or roll back.
@@ -212,8 +238,23 @@ class Transaction:
             if cancelled is not None:
                 raise cancelled from error
             raise
+        finally:
+            if watchers and self.is_committed:
+                self._tell_after_commit(action, events)
         if cancelled is not None:
             raise cancelled
+
+    def _tell(self, rows: Rows) -> None:
+        if self._untold is None:
+            tell_written(*rows)
+        else:
+            self._untold.append(rows)
+
+    def _tell_after_commit(self, action: ActionRecord | None, events: Sequence[EventRecord]) -> None:
+        for rows in self._untold or ():
+            tell_written(*rows)
+        if action is not None:
+            tell_written(action, events)
 
     async def _committed(self, ending: asyncio.Future[None]) -> None:
         """Take in the result of a COMMIT that has ended."""

@@ -127,7 +127,7 @@ def test_every_command_on_a_page_exists(page: Path) -> None:
     log_text = [source for _, source in snippets(page, "sh")] + re.findall(
         r"`(outboxio [^`]+)`", page.read_text("utf-8")
     )
-    used = {name for source in log_text for name in re.findall(r"^outboxio (\w+)", source, re.MULTILINE)}
+    used = {name for source in log_text for name in re.findall(r"^outboxio ([\w-]+)", source, re.MULTILINE)}
 
     assert used <= set(known)
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import runpy
+import socket
+import sqlite3
+import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE
 from types import ModuleType
 from typing import Any
 
@@ -258,3 +264,34 @@ async def test_the_fastapi_application_takes_deposits(database_url: str, monkeyp
 
         await eventually(receipt_is_there)
         assert (await client.get("/wallets/bob")).status_code == 404
+
+
+def test_the_fastapi_application_runs_in_a_server(tmp_path: Path) -> None:
+    """A real server in its own process: start, a request, SIGTERM, and a second start on the same file."""
+    environment = {**os.environ, "DATABASE_URL": f"sqlite:///{tmp_path}/wallets.db"}
+    for expected in (1000, 2000):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = ("-m", "uvicorn", "examples.fastapi_app:app", "--port", str(port))
+        with subprocess.Popen(
+            [sys.executable, *arguments], cwd=EXAMPLES.parent, env=environment, stderr=PIPE, text=True
+        ) as server:
+            try:
+                with httpx.Client(
+                    base_url=f"http://127.0.0.1:{port}", timeout=30, transport=httpx.HTTPTransport(retries=8)
+                ) as client:
+                    client.put("/wallets/ada").raise_for_status()
+                    answer = client.post("/wallets/ada/deposits", json={"cents": 1000}, headers={"x-request-id": "r-1"})
+            finally:
+                server.terminate()
+                _, log = server.communicate()
+        assert answer.json() == {"balance": expected}
+        assert "Application shutdown complete" in log
+        assert "Traceback" not in log
+
+    with closing(sqlite3.connect(tmp_path / "wallets.db")) as database:
+        found = database.execute(
+            "SELECT DISTINCT correlation_id FROM eventlog_events WHERE event_type = 'MoneyDeposited'"
+        ).fetchall()
+    assert found == [("r-1",)]

@@ -15,10 +15,12 @@ ROOT = Path(__file__).parent.parent
 
 # A wrong line says so; all remaining lines must be right.
 APPLICATION = """
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
-from outboxio import Batch, Delivery, Event, EventEnvelope, EventHandler, Outbox, Settings
+from outboxio import Batch, Delivery, Event, EventEnvelope, EventHandler, Handlers, Outbox, Settings
 
 
 class Placed(Event):
@@ -92,8 +94,56 @@ async def takes_one(envelope: EventEnvelope[Placed]) -> None: ...
 async def takes_list(envelopes: list[EventEnvelope[Placed]]) -> None: ...
 
 
-@outbox.handler(Placed, name="h")  # wrong: it takes two
-async def takes_two(envelope: EventEnvelope[Placed], mailer: Any) -> None: ...
+class Mailer: ...
+
+
+@outbox.handler(Placed, name="h")
+async def with_resource(envelope: EventEnvelope[Placed], mailer: Mailer) -> None: ...
+
+
+handlers = Handlers()
+
+
+@handlers.handler(Placed, name="h2", batch=Batch(), ordered=False)
+def batch_with_resource(envelopes: list[EventEnvelope[Placed]], *, mailer: Mailer | None = None) -> None: ...
+
+
+class HandlesWithResource(EventHandler[Placed]):
+    name = "h3"
+
+    async def handle(self, envelope: EventEnvelope[Placed], mailer: Mailer) -> None: ...
+
+
+@handlers.handler(Placed, name="h4")  # wrong: it takes a list
+async def list_with_resource(envelopes: list[EventEnvelope[Placed]], mailer: Mailer) -> None: ...
+
+
+@handlers.handler(Placed, name="h5", batch=Batch())  # wrong: it takes one
+async def one_with_resource(envelope: EventEnvelope[Placed], mailer: Mailer) -> None: ...
+
+
+@handlers.handler(Placed, name="h6")  # wrong: it takes no envelope
+async def without_envelope(*, mailer: Mailer) -> None: ...
+
+
+@handlers.handler(Placed, name="h7", delivry="transactional")  # wrong: there is no such option
+async def misspelt(envelope: EventEnvelope[Placed]) -> None: ...
+
+
+outbox.include(handlers)
+outbox.include(outbox)  # wrong: it is no router
+
+
+@asynccontextmanager
+async def tenant(envelope: EventEnvelope[Any]) -> AsyncGenerator[None]:
+    yield
+
+
+async def no_context(envelope: EventEnvelope[Any]) -> None: ...
+
+
+Outbox("sqlite://", namespace="app", around=tenant, resources={Mailer: Mailer})
+Outbox("sqlite://", namespace="app", around=no_context)  # wrong: it is no context manager
 
 
 @outbox.handler(Placed, name="i", delivery="twice")  # wrong: there is no such delivery

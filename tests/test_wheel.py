@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +60,30 @@ def test_the_wheel_holds_the_example_that_the_demo_runs(wheel: Path) -> None:
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: Path) -> None:
-    assert {name.split("/")[0] for name in names_in(wheel)} == {"outboxio", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    assert {name.split("/")[0] for name in names_in(wheel)} == {
+        "outboxio",
+        "outboxio_pytest.py",
+        f"{wheel.name.split('-py3')[0]}.dist-info",
+    }
 
 
 def test_an_installed_wheel_is_imported_and_finds_its_sql(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     run("-c", COUNT_SQL, str(target), cwd=tmp_path)
+
+
+def test_pytest_finds_the_plugin_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel))
+    (tmp_path / "test_app.py").write_text(
+        "import outboxio_pytest\n"
+        "async def test_app(outbox_for_tests, outbox_events):\n"
+        f"    assert outboxio_pytest.__file__.startswith({str(target)!r})\n"
+        "    async with outbox_for_tests.transaction('Nothing'):\n"
+        "        outbox_events.none()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "asyncio_mode=auto", "test_app.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

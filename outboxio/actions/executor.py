@@ -12,13 +12,21 @@ from uuid import UUID
 from outboxio.errors import (
     CommitUnknown,
     ConfigurationError,
-    InvalidEvent,
     NestedExecute,
     RightsMissing,
     StaleRecord,
 )
-from outboxio.model.action import Action, Performs, Result_co, Retries, Retry, RetryCounter, as_entries, cause_chain
-from outboxio.model.emitter import Cause, Emitter, encode_headers, encode_params
+from outboxio.model.action import (
+    Performs,
+    Result_co,
+    Retries,
+    Retry,
+    RetryCounter,
+    as_entries,
+    cause_chain,
+    name_and_retries,
+)
+from outboxio.model.emitter import Cause, Emitter, Origin, current_origin, encode_headers, encode_params
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord, checked_name, checked_text
 from outboxio.model.redaction import Redact, keep_all
@@ -86,9 +94,10 @@ class ActionExecutor:
         """Run an action in a transaction; the result of ``perform``.
 
         The action runs on ``shard``, or on the first shard. ``correlation_id`` and ``headers`` are stored with each
-        event and reach every handler. ``retry`` goes before the action's own. Stale records, serialization failures,
-        deadlocks, busy databases and tables that changed meanwhile are retried 3 times. An error of ``perform``
-        passes through after a rollback. Other errors:
+        event and reach every handler. In a handler, the default is the ``correlation_id`` of the handler's event; in a
+        request with ``OriginMiddleware``, the defaults are those of the request. ``retry`` goes before the action's
+        own. Stale records, serialization failures, deadlocks, busy databases and tables that changed meanwhile are
+        retried 3 times. An error of ``perform`` passes through after a rollback. Other errors:
 
         * :class:`DatabaseUnavailable`: the database cannot be reached, does not answer any more, or does not write at
           present. The action is not committed.
@@ -99,11 +108,8 @@ class ActionExecutor:
 
             balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")), correlation_id="req-7")
         """
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, action_id = type(action).__type_name__, uuid7()
-        entries = (*as_entries(retry), *as_entries(action.retry))
+        name, own_entries = name_and_retries(action)
+        action_id, entries = uuid7(), (*as_entries(retry), *own_entries)
         retries: RetryCounter | None = None  # most actions succeed at once
         while True:
             try:
@@ -184,10 +190,7 @@ class ActionExecutor:
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
-        if not isinstance(action, Action):
-            remedy = "is no Action; define its class as `class X(Action)`"
-            raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {type(action).__name__} {remedy}")
-        name, target = type(action).__type_name__, self.shard(tx.shard)
+        (name, _), target = name_and_retries(action), self.shard(tx.shard)
         record = self.action_record(target, name, action, None, uuid7(), None, current_cause())
         joined = tx.joined_by(record)
         token = work_in(joined, self._owner)
@@ -202,6 +205,7 @@ class ActionExecutor:
             raise
         finally:
             work_outside(token)
+            tx.resume()
 
     async def record(
         self,
@@ -219,10 +223,16 @@ class ActionExecutor:
         record = self.action_record(
             target, action_name, params, headers, uuid7(), correlation_id, current_cause(), source
         )
+        await self.write(target, session, record, events)
+        return record.action_id
+
+    async def write(
+        self, target: WritableShard, session: Session, record: ActionRecord, events: Sequence[EventRecord]
+    ) -> None:
+        """Write the rows of an action in a transaction that the application has open."""
         tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
         tx.events.extend(events)
         await self._write(target, tx, record)
-        return record.action_id
 
     def shard(self, name: str | None) -> WritableShard:
         """The shard with this name, or the first shard; the :class:`ConfigurationError` lists the shards."""
@@ -253,6 +263,9 @@ class ActionExecutor:
     ) -> ActionRecord:
         """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
         checked_name(action_name, "action_name")
+        if cause is None and (origin := current_origin.get()) is not None:
+            correlation_id = origin.correlation_id if correlation_id is None else correlation_id
+            headers = _with_origin(headers, origin)
         if correlation_id is not None:
             checked_text(correlation_id, f"correlation_id of {action_name}")
         elif cause is not None:
@@ -287,6 +300,13 @@ class ActionExecutor:
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
         return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[str, Any] | None:
+    """The headers of an execution over the headers of its origin."""
+    if headers is None:
+        return origin.headers
+    return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
 async def _explain(target: WritableShard, error: Exception) -> None:

@@ -144,6 +144,36 @@ def check(
     answer(work, as_json=json, verbose=verbose)
 
 
+@app.command("alembic-revision", epilog="Example: [cyan]outboxio alembic-revision --config alembic.ini[/]")
+def alembic_revision(
+    config: Annotated[str, typer.Option(metavar="FILE", help="The configuration of Alembic.")] = "alembic.ini",
+    message: Annotated[
+        str, typer.Option("--message", "-m", metavar="TEXT", help="The message of the revision.")
+    ] = "outboxio tables",
+    rev_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="The id of the revision; random by default.", show_default=False)
+    ] = None,
+    head: Annotated[str, typer.Option(metavar="REVISION", help="The revision to come after.")] = "head",
+    contract: Annotated[
+        bool,
+        typer.Option("--contract", help="Also drop what only older versions use; none of their processes may run."),
+    ] = False,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write an Alembic revision that makes the tables, or brings them up to date.
+
+    The revision applies the files of the installed outboxio, behind the files of earlier revisions.
+    """
+
+    async def work() -> Exit:
+        return schema.write_revision(
+            config, message=message, revision=rev_id, head=head, contract=contract, as_json=json
+        )
+
+    answer(work, as_json=json, verbose=verbose)
+
+
 @app.command(epilog="Example: [cyan]outboxio status --database postgresql://localhost/app --namespace wallets[/]")
 def status(
     target: Target = None,

@@ -1,4 +1,4 @@
-"""``outboxio migrate`` and ``outboxio check``: the tables."""
+"""``outboxio migrate``, ``outboxio check`` and ``outboxio alembic-revision``: the tables."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def _tell_pending(shard: str, files: Sequence[str]) -> None:
     if files:
         remedy = "run outboxio migrate --contract when no process of an older version runs any more"
         say(line(("..", "yellow"), f"  {shard}: {', '.join(files)} is not applied yet: {remedy}"))
+
+
+def write_revision(path: str, *, message: str, revision: str | None, head: str, contract: bool, as_json: bool) -> Exit:
+    """Write a revision for the Alembic configuration ``path``, and name the file."""
+    from outboxio.integrations import alembic  # Alembic is optional
+
+    written = alembic.write_revision(
+        alembic.configuration(path), message=message, revision=revision, head=head, contract=contract
+    )
+    if as_json:
+        say_json({"written": None if written is None else str(written)})
+    elif written is None:
+        say(line(("ok", "green"), "  the revisions reach the newest version already; no revision was written"))
+    else:
+        say(line(("ok", "green"), f"  wrote {written}"))
+    return Exit.FINE
 
 
 class Finding(Struct, kw_only=True):

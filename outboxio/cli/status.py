@@ -27,7 +27,7 @@ _MEANINGS = {
     "DEAD": "given up: look at its errors",
     "SKIPPED": "skipped by an operator",
     "undelivered": "events not fanned out yet, or without any handler",
-    "unroutable": "notifications whose handler no process has",
+    "unroutable": "notifications whose handler, or whose version of the event, no process has",
 }
 _ALARMING = {"DEAD", "EXPIRED", "unroutable"}
 

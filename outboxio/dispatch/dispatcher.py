@@ -44,6 +44,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.invocation.resting import NewerRows
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
@@ -76,8 +77,7 @@ class Dispatcher:
         self._pauses: dict[str, Pause] | None = None
         self._cursors = Cursors()
         self._state = state = DispatchState(signals, locks)
-        keys = KeyQueues()
-        self._partitions = Partitions(setup.clock)
+        keys, self._partitions = KeyQueues(), Partitions(setup.clock)
         self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
         self._queues = _queues_of(setup)
         queues = list(self._queues.values())
@@ -102,8 +102,9 @@ class Dispatcher:
         )
         self._limits = TotalLimits(setup, queues, self._cursors, self._partitions, scheduler, rose=self._workers.call)
         self._intake = intake = Intake(
-            queues, state, in_flight, self._settler, scheduler, self._workers, self.caller.judge, stuck
-        )
+            queues, state, in_flight, self._settler, scheduler, self._workers, self.caller.judge, stuck,
+            NewerRows(setup.handlers, setup.clock),
+        )  # fmt: skip
         rows = KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked)
         self._gate = AdmissionGate(
             keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=self._settler.add
@@ -179,10 +180,12 @@ class Dispatcher:
         self._heed_pauses_of(cursor)
         self._limits.apply()
         self._finder.rehoming.want(cursor.slot)
+        self._finder.waking.want(cursor.slot)
         self._state.signals.find.set()
 
     def _closed(self, cursor: HandlerCursor) -> None:
         self._finder.rehoming.forget(cursor.slot)
+        self._finder.waking.forget(cursor.slot)
         self._intake.drop(cursor)
         self._limits.apply()
 

@@ -17,6 +17,7 @@ from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.slots.shares import Counts, SlotShares
+from outboxio.dispatch.slots.waking import Waking
 from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.loops.loop import RoundResult
@@ -51,6 +52,7 @@ class Finder:
     ) -> None:
         self.pace = Pace()
         self.rehoming = rehoming
+        self.waking = Waking(setup, in_flight)
         self._partitions = partitions
         self.needs_admission = intake.needs_admission
         self._gate = gate
@@ -72,6 +74,8 @@ class Finder:
             rehomes = self.rehoming.is_wanted and self._state.may_start(now) and not self._guard.is_active
             if rehomes:
                 await self.rehoming.rehome_once()
+            if self.waking.is_wanted(now) and self._state.may_start(now):
+                rehomes |= await self.waking.wake_once(now)
             moved = await self._move_up(now) if self.needs_admission else 0
             asked = self._next_reads(now)
             if not asked:

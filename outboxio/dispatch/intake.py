@@ -5,6 +5,7 @@ Each row that was read, or handed over, takes one way:
 * A row that this process has in flight already, or that was settled while the read was under way, is passed over.
 * A row that cannot be read has failed; a row of an event from before the handler's beginning is skipped.
 * A row with a refused outcome is settled with that outcome (decision 21).
+* A row of a newer version than the code here is put to rest (``invocation/resting.py``).
 * A row that may have to wait goes to the admission gate (``runs/ordering.py``).
 * A verdict goes to the hook lane, a row of a batch handler to the batch buffer, and any further row to the ready queue.
 """
@@ -23,6 +24,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.errors import UnreadableRow
 from outboxio.invocation.judge import Judge
+from outboxio.invocation.resting import NewerRows
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import Outcome
 from outboxio.runs.cursor import HandlerCursor
@@ -50,6 +52,7 @@ class Intake:
         workers: WorkerPool,
         judge: Judge,
         stuck: StuckRows,
+        newer: NewerRows,
     ) -> None:
         self._queues = list(queues)
         self.needs_admission = any(queue.spec.needs_admission for queue in self._queues)
@@ -62,6 +65,7 @@ class Intake:
         self._workers = workers
         self._judge = judge
         self._stuck_ids = stuck.ids
+        self._newer = newer
 
     # --- taking rows in ------------------------------------------------------------------------
 
@@ -98,6 +102,8 @@ class Intake:
                 taken += 1
             elif queue.beginning is not None and run.precedes(queue.beginning):
                 self._skip(run)
+                taken += 1
+            elif row.may_have_version and self._rest(run):
                 taken += 1
             elif spec.needs_admission or cursor.is_paused:
                 undecided.setdefault(queue, []).append(run)
@@ -139,6 +145,13 @@ class Intake:
         row = run.notification
         run.key = row.context.ordering_key if run.queue.handler.options.ordered else None
         self._settler.add(Outcome(row.id, run.lease, State.SKIPPED, row.attempts))
+
+    def _rest(self, run: Run) -> bool:
+        """Put a row to rest if only newer code can read the row; True if so. The rows behind in a key stay behind."""
+        outcome = self._newer.rest(run)
+        if outcome is not None:
+            self._settler.add(outcome)
+        return outcome is not None
 
     # --- making rows ready ---------------------------------------------------------------------
 

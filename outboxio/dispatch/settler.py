@@ -20,6 +20,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.errors import ShutdownError
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.loop import RoundResult
+from outboxio.model.emitter import tell_written
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, in_buckets
 from outboxio.runs.poison import PoisonGuard
@@ -168,7 +169,8 @@ class Settler:
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             self._refuse(bucket, len(bucket.outcomes) - settled, is_same_term=takes == self._cursors.takes)
-        self._state.counters.count(bucket.state, settled)
+        if not bucket.is_rest:
+            self._state.counters.count(bucket.state, settled)
         if bucket.state in (State.FAILED, DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
         self._in_flight.forget(outcome.notification_id for outcome in bucket.outcomes)
@@ -179,6 +181,8 @@ class Settler:
         settled = await self._setup.database.notifications.settle_emitting(bucket, self._setup.clock())
         if settled:
             self._wakeups.committed()
+            for action, events in bucket.emitted:
+                tell_written(action, events)
         return settled
 
     async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from inspect import isclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, Unpack, cast, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    NoReturn,
+    TypeVar,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from msgspec import Struct
 
@@ -25,20 +37,34 @@ from outboxio.handlers.options import (
     checked_options,
 )
 from outboxio.handlers.subscription import Subscription
-from outboxio.model.event import Event, EventTypes, checked_name, is_strict, type_name, type_names, with_subclasses
+from outboxio.model.event import (
+    Event,
+    EventTypes,
+    checked_name,
+    is_event_class,
+    is_strict,
+    type_name,
+    type_names,
+    upcasters_of,
+    version_of,
+    with_subclasses,
+)
 from outboxio.model.retry import Backoff, RetryPolicy
-from outboxio.model.validation import unfit_field
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.fields import unfit_field
+from outboxio.payloads.versions import missing_step
 from outboxio.support.signature import is_async
 from outboxio.support.text import is_respelt, meant_by
 
 if TYPE_CHECKING:
     from outboxio.model.envelope import EventEnvelope
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AnyEvent)
 T = TypeVar("T")
 
-HandlerFunction = Callable[["EventEnvelope[Any]"], Awaitable[None] | None]
-BatchFunction = Callable[[list["EventEnvelope[Any]"]], Awaitable[Any] | Iterable[Any] | None]
+# The parameters after the first are resources by type.
+HandlerFunction = Callable[Concatenate["EventEnvelope[Any]", ...], Awaitable[None] | None]
+BatchFunction = Callable[Concatenate[list["EventEnvelope[Any]"], ...], Awaitable[Any] | Iterable[Any] | None]
 AnyHandlerFunction = HandlerFunction | BatchFunction
 
 
@@ -47,11 +73,14 @@ class Handler(Struct, frozen=True, kw_only=True):
 
     name: str
     aliases: frozenset[str]
-    event_types: tuple[type[Event], ...]
+    event_types: tuple[type[AnyEvent], ...]
     topic: str | None
     options: HandlerOptions
-    function: Callable[[Any], Awaitable[Any]]
-    """Calls the handler; a plain function is called in a thread."""
+    given: Callable[..., Any]
+    """The function as the application wrote it."""
+    function: Callable[..., Awaitable[Any]]
+    """Calls the handler: a plain function in a thread, and with the resources and contexts of a run."""
+    thread: InThread | None
     where: str
 
     @property
@@ -59,7 +88,7 @@ class Handler(Struct, frozen=True, kw_only=True):
         """The names under which rows of this handler may be stored: the name and the aliases."""
         return self.aliases | {self.name}
 
-    def accepts(self) -> Iterator[type[Event]]:
+    def accepts(self) -> Iterator[type[AnyEvent]]:
         """The event classes of the handler, subclasses included."""
         for cls in self.event_types:
             yield from with_subclasses(cls)
@@ -89,7 +118,7 @@ class EventHandler(Generic[E]):
 
     name: ClassVar[str]
     aliases: ClassVar[Iterable[str]] = ()
-    event_types: ClassVar[Iterable[type[Event]]] = ()
+    event_types: ClassVar[Iterable[type[AnyEvent]]] = ()
     topic: ClassVar[str | None] = None
     retry: ClassVar[RetryPolicy | Backoff | None] = None
     timeout: ClassVar[timedelta | float | str | None] = None
@@ -105,10 +134,11 @@ class EventHandler(Generic[E]):
     partitions: ClassVar[int] = 1
     total_concurrency: ClassVar[int | None] = None
 
-    def handle(self, envelope: Any, /) -> Any:
-        """React to an event, or with ``batch`` to a list of events. After an error, the retry policy applies.
+    def handle(self, *args: Any, **kwargs: Any) -> Any:
+        """React to an event. After an error, the retry policy applies.
 
-        Write ``async def``; a plain ``def`` runs in a thread.
+        Write ``async def handle(self, envelope: EventEnvelope[...])``; a plain ``def`` runs in a thread. With ``batch``
+        the argument is a list of envelopes. Further parameters are resources by type.
         """
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
 
@@ -127,8 +157,17 @@ class HandlerRegistry:
     def __len__(self) -> int:
         return len(self._handlers)
 
-    def add(self, handler: Handler) -> None:
-        """Add a handler; :class:`RegistrationError` if a name or an event type clashes. Then no part is added."""
+    def add(self, *handlers: Handler) -> None:
+        """Add handlers; :class:`RegistrationError` if a name or an event type clashes. Then no handler is added."""
+        for handler in handlers:
+            self._refuse_taken(handler)
+        for cls in (cls for handler in handlers for cls in handler.event_types):
+            self._types.register(cls)
+        for handler in handlers:
+            self._by_name.update(dict.fromkeys(handler.names, handler))
+        self._handlers += handlers
+
+    def _refuse_taken(self, handler: Handler) -> None:
         for name in sorted(handler.names):
             other = self._by_name.get(name)
             if other is not None:
@@ -137,10 +176,6 @@ class HandlerRegistry:
                     f"handler {what} {name!r} is registered twice: by {other.where} (handler {other.name!r}) and "
                     f"{handler.where}; names and aliases are stored in event_notifications and must be unique"
                 )
-        for cls in handler.event_types:
-            self._types.register(cls)
-        self._by_name.update(dict.fromkeys(handler.names, handler))
-        self._handlers.append(handler)
 
     def find(self, name: str) -> Handler | None:
         """The handler with this name or alias."""
@@ -164,7 +199,7 @@ class HandlerRegistry:
         classes = {cls for handler in self._handlers for cls in handler.accepts()}.union(self._types)
         return frozenset(name for cls in classes if is_strict(cls) for name in type_names(cls))
 
-    def event_class(self, handler: Handler, name: str) -> type[Event] | None:
+    def event_class(self, handler: Handler, name: str) -> type[AnyEvent] | None:
         """The class of a stored event type: a registered class, or else a subclass of the handler's types."""
         found = self._types.find(name)
         if found is not None or not handler.event_types:
@@ -180,7 +215,7 @@ def make_handler(
     function: AnyHandlerFunction,
     *,
     name: str,
-    event_types: Iterable[type[Event]],
+    event_types: Iterable[type[AnyEvent]],
     aliases: Iterable[str],
     topic: str | None,
     where: str,
@@ -191,19 +226,19 @@ def make_handler(
     types = _checked_types(event_types, name, where)
     if not types and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
-    if not (is_plain := not is_async(function)):
-        called: Any = function
-    elif (flaw := flaw_of(function)) is not None:
+    is_plain = not is_async(function)
+    if is_plain and (flaw := flaw_of(function)) is not None:
         raise RegistrationError(f"handler {name!r} must be a function, async or plain: {where} {flaw}")
-    else:
-        called = InThread(function, name)
+    thread = InThread(function, name) if is_plain else None
     handler = Handler(
         name=name,
         aliases=others,
         event_types=types,
         topic=wanted_topic,
         options=checked_options(name, where, options),
-        function=called,
+        given=function,
+        function=thread or cast("Callable[..., Awaitable[Any]]", function),
+        thread=thread,
         where=where,
     )
     if is_plain and handler.options.delivery is Delivery.TRANSACTIONAL:
@@ -235,11 +270,11 @@ def _checked_names(
     return others, wanted_topic
 
 
-def _checked_types(event_types: Iterable[type[Event]], name: str, where: str) -> tuple[type[Event], ...]:
+def _checked_types(event_types: Iterable[type[AnyEvent]], name: str, where: str) -> tuple[type[AnyEvent], ...]:
     """The event classes. :class:`RegistrationError` for a value that is no event class, or cannot be stored."""
     types = _each(event_types, f"event_types of handler {name!r}", where, "Event classes")
     for cls in types:
-        if not (isinstance(cls, type) and issubclass(cls, Event)):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        if not is_event_class(cls):
             raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
         refuse_unfit(cls, f"handler {name!r} ({where})")
     return types
@@ -252,11 +287,17 @@ def _each(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T, 
         raise RegistrationError(f"{subject} is {values!r} ({where}); expected a tuple or a set of {what}") from None
 
 
-def refuse_unfit(cls: type[Event], subject: str) -> None:
+def refuse_unfit(cls: type[AnyEvent], subject: str) -> None:
     """Raise :class:`RegistrationError` if no event of a class can be stored and read."""
     reason = unfit_field(cls)
     if reason is not None:
         raise RegistrationError(f"{subject} is for events that cannot be stored and read: {type_name(cls)}, {reason}")
+    missing = missing_step(version_of(cls), upcasters_of(cls))
+    if missing is not None:
+        raise RegistrationError(
+            f"{subject} is for {type_name(cls)} of version {version_of(cls)}, and no upcaster leads on from version "
+            f"{missing}: add @outboxio.upcaster(..., from_version={missing}) before the handler"
+        )
 
 
 def _refuse_strict_batch(handler: Handler) -> None:
@@ -327,11 +368,6 @@ def _refuse_attribute(name: str, attribute: str, meant: str, where: str) -> NoRe
     )
 
 
-def where_defined(function: Callable[..., Any]) -> str:
-    """How an error names a function: module and qualified name."""
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
-
-
 def _wanted_by(handler: Handler) -> list[Subscription]:
     def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
         return Subscription(
@@ -349,10 +385,10 @@ def _wanted_by(handler: Handler) -> list[Subscription]:
     return [wanted(event_type=name) for name in sorted(names)]
 
 
-def _type_parameters(cls: type) -> tuple[type[Event], ...]:
+def _type_parameters(cls: type) -> tuple[type[AnyEvent], ...]:
     """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
     parameter = _parameter_of(cls, {})
-    return tuple(cast("type[Event]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
+    return tuple(cast("type[AnyEvent]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
 
 
 def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:

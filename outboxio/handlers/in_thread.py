@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from anyio import CancelScope, CapacityLimiter, to_thread
@@ -30,17 +31,19 @@ class InThread:
     anyio's default limiter of 40 threads with the application.
     """
 
-    def __init__(self, function: Callable[[Any], Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
         """``name``: the handler's, for errors."""
         self._function = function
         self._name = name
         self._limiter: CapacityLimiter | None = None  # made in the event loop
         self._threads: dict[asyncio.Task[Any] | None, int] = {}  # by waiting task, the thread of the call
 
-    async def __call__(self, argument: Any) -> Any:
+    async def __call__(self, argument: Any, **resources: Any) -> Any:
         """Call the function and return or raise when the function has ended, even if the run is cancelled."""
         scope = CancelScope()
-        call = asyncio.ensure_future(self._call(argument, scope, asyncio.current_task()))
+        call = asyncio.ensure_future(
+            self._call(partial(self._function, argument, **resources), scope, asyncio.current_task())
+        )
         while not call.done():
             try:
                 await asyncio.shield(call)
@@ -59,20 +62,22 @@ class InThread:
         return result
 
     async def _call(
-        self, argument: Any, scope: CancelScope, task: asyncio.Task[Any] | None
+        self, function: Callable[[], Any], scope: CancelScope, task: asyncio.Task[Any] | None
     ) -> tuple[Any, BaseException | None]:
         limiter = self._limiter
         if limiter is None:
             limiter = self._limiter = CapacityLimiter(math.inf)
         with scope:
-            return await to_thread.run_sync(self._call_here, argument, task, limiter=limiter)
+            return await to_thread.run_sync(self._call_here, function, task, limiter=limiter)
         return None, asyncio.CancelledError()  # cancelled before a thread was there
 
-    def _call_here(self, argument: Any, task: asyncio.Task[Any] | None) -> tuple[Any, BaseException | None]:
+    def _call_here(
+        self, function: Callable[[], Any], task: asyncio.Task[Any] | None
+    ) -> tuple[Any, BaseException | None]:
         """Call the function in this thread. Errors are returned: a task that raises SystemExit ends the event loop."""
         self._threads[task] = threading.get_ident()
         try:
-            return self._function(argument), None
+            return function(), None
         except BaseException as error:
             return None, error
         finally:

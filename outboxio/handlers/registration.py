@@ -5,35 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, Unpack, overload
 
+from outboxio.errors import RegistrationError
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import (
     BatchFunction,
     EventHandler,
+    Handler,
     HandlerFunction,
     HandlerRegistry,
     handler_from_object,
     make_handler,
     refuse_unfit,
-    where_defined,
 )
 from outboxio.handlers.options import HandlerKeywords, SingleKeywords
-from outboxio.model.event import Event, EventTypes
+from outboxio.handlers.wiring import Wiring
+from outboxio.model.event import EventTypes
+from outboxio.payloads.classes import AnyEvent
+from outboxio.support.signature import where_defined
+from outboxio.support.text import briefly
 
 F = TypeVar("F", bound=HandlerFunction)
 B = TypeVar("B", bound=BatchFunction)
 
 
 class Registration:
-    """The base class of :class:`~outboxio.Outbox` that registers handlers and event classes."""
+    """The base class of :class:`~outboxio.Outbox` and :class:`Handlers`: registers handlers and event classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, wiring: Wiring | None = None) -> None:
+        """``wiring`` binds handlers to resources; without it, the handlers are bound later, by an outbox."""
         self._types = EventTypes()
         self._handlers = HandlerRegistry(self._types)
+        self._wiring = wiring
+        self._is_included = False
+        """True for :class:`Handlers` that an outbox has taken over."""
 
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -44,7 +53,7 @@ class Registration:
     @overload
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -54,7 +63,7 @@ class Registration:
 
     def handler(
         self,
-        *event_types: type[Event],
+        *event_types: type[AnyEvent],
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -62,7 +71,8 @@ class Registration:
     ) -> Callable[[Any], Any]:
         """Register a function as the handler of events of these types, subclasses included.
 
-        The function is async; a plain ``def`` runs in a thread of the handler.
+        The function is async; a plain ``def`` runs in a thread of the handler. After the envelope, the function may
+        take resources: parameters whose types are keys of ``Outbox(resources={type: value or factory})``.
 
         ``name`` is stored with every notification, so treat the name as part of your schema. To rename a handler, keep
         the old name in ``aliases`` until no unfinished rows with the old name are left. ``topic`` subscribes to every
@@ -93,10 +103,11 @@ class Registration:
         a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
         least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
 
-        Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function
-        cannot be called with one envelope (with ``batch``: a list); a plain function has ``delivery="transactional"``,
-        or is a generator or a wrapper of an async function; an annotation names other events than
-        ``event_types``; a class is no Event or has a field that cannot be stored.
+        Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function cannot be
+        called with one envelope (with ``batch``: a list) and the resources; a plain function has
+        ``delivery="transactional"``, or is a generator or a wrapper of an async function; an annotation names other
+        events than ``event_types``; a class is no event class, has a field that cannot be stored, or
+        lacks an upcaster between two others.
 
         Example::
 
@@ -106,7 +117,7 @@ class Registration:
 
         def register(function: Any) -> Any:
             self._refuse_while_running()
-            self._handlers.add(
+            self._add(
                 make_handler(
                     function,
                     name=name,
@@ -124,9 +135,28 @@ class Registration:
     def add_handler(self, handler: EventHandler[Any]) -> None:
         """Register an :class:`EventHandler` object. Raises :class:`RegistrationError` like :meth:`handler`."""
         self._refuse_while_running()
-        self._handlers.add(handler_from_object(handler))
+        self._add(handler_from_object(handler))
 
-    def register(self, *event_types: type[Event]) -> None:
+    def include(self, handlers: Handlers) -> None:
+        """Register all handlers and event classes of a :class:`Handlers`.
+
+        From then on nothing can be added to ``handlers``, because this object would not notice.
+
+        Raises :class:`RegistrationError` like :meth:`handler`; two handlers with the same name are both named.
+
+        Example::
+
+            outbox.include(receipts.handlers)
+        """
+        self._refuse_while_running()
+        if not isinstance(handlers, Handlers):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise RegistrationError(f"include() takes Handlers(), not {briefly(handlers)}")
+        self._add(*handlers._handlers)
+        for cls in handlers._types:
+            self._types.register(cls)
+        handlers._is_included = True
+
+    def register(self, *event_types: type[AnyEvent]) -> None:
         """Make event classes known that no handler names, so that a topic's payloads decode to these classes.
 
         Raises :class:`AmbiguousTypeName` if another class has the same name, :class:`RegistrationError` if a field is
@@ -136,6 +166,38 @@ class Registration:
             refuse_unfit(cls, "register()")
             self._types.register(cls)
 
+    def _add(self, *handlers: Handler) -> None:
+        bind = None if self._wiring is None else self._wiring.bind
+        self._handlers.add(*(handlers if bind is None else map(bind, handlers)))
+
     def _refuse_while_running(self) -> None:
         """Raise :class:`RegistrationError` if the handlers are at work."""
         raise NotImplementedError
+
+
+class Handlers(Registration):
+    """A router: handlers that are registered apart from an outbox, and included in one or several outboxes later.
+
+    So a module of handlers does not import the outbox, and a test includes the handlers in an outbox of its own. The
+    methods and options are those of :class:`~outboxio.Outbox`. A ``Handlers`` may include a second ``Handlers``.
+
+    Example::
+
+        handlers = Handlers()
+
+        @handlers.handler(MoneyDeposited, name="deposit-receipt")
+        async def send_receipt(envelope: EventEnvelope[MoneyDeposited], mailer: Mailer) -> None: ...
+
+        outbox = Outbox("postgresql://localhost/app", namespace="wallets", resources={Mailer: mailer})
+        outbox.include(handlers)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _refuse_while_running(self) -> None:
+        if self._is_included:
+            raise RegistrationError(
+                "these Handlers were included already, and a later handler would never run: import the modules that "
+                "register handlers before include()"
+            )

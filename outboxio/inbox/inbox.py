@@ -22,8 +22,10 @@ from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, Received
 from outboxio.invocation.claim import TakenByAnother
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord, checked_name
+from outboxio.model.event import RECEIVED_ACTION, EventRecord, checked_name
 from outboxio.model.lock_name import LockName
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.versions import checked_version, header_of
 from outboxio.storage.protocols import ConsumeResult, Session
 from outboxio.support.codec import decode_given, encode_object
 from outboxio.support.ids import uuid7
@@ -55,9 +57,10 @@ class Inbox:
         *,
         source: str,
         external_id: str,
-        event: Event | None = None,
+        event: AnyEvent | None = None,
         type: str | None = None,
         payload: object = None,
+        version: int = 1,
         topic: str | None = None,
         ordering_key: object = None,
         headers: Mapping[str, Any] | None = None,
@@ -68,7 +71,8 @@ class Inbox:
     ) -> Received:
         """Store the message of ``source`` with the id ``external_id`` once, so that it can be acknowledged.
 
-        Give either ``event``, or ``type`` and ``payload``: a mapping, a struct, or JSON text or bytes. Handlers of the
+        Give either ``event``, or ``type`` and ``payload``: a mapping, a struct, or JSON text or bytes, of the
+        ``version`` of the event that the sender has used. Handlers of the
         event type and of ``topic`` run afterwards, as for any event. The same id with another payload is a CONFLICT:
         the first message is kept, and :attr:`conflicts` counts the second. With ``connection`` (any that
         ``outbox.record`` takes) the message is stored in the transaction that is open there, otherwise in a new one.
@@ -84,8 +88,9 @@ class Inbox:
             await message.ack()
         """
         given = _Given(
-            source=source, external_id=external_id, event=event, type=type, payload=payload, topic=topic,
-            ordering_key=ordering_key, headers=headers, correlation_id=correlation_id, available_at=available_at,
+            source=source, external_id=external_id, event=event, type=type, payload=payload, version=version,
+            topic=topic, ordering_key=ordering_key, headers=headers, correlation_id=correlation_id,
+            available_at=available_at,
         )  # fmt: skip
         target = self._executor.shard(shard)
         delivery = _Delivery(source, external_id, self._consumer, given.checked(target.emitter))
@@ -141,7 +146,8 @@ class Inbox:
 
         * ordered handlers, batch handlers, and handlers that run at most once,
         * paused handlers,
-        * all handlers, before ``available_at``.
+        * all handlers, before ``available_at``,
+        * handlers with a class of an older version than the message's ``version``.
 
         Raises :class:`ConfigurationError` if no handler here wants the event (:meth:`receive` keeps the event for a
         later handler), :class:`InvalidEvent` if the message cannot be stored, and :class:`NestedExecute` inside a
@@ -268,9 +274,10 @@ class MessageParts(TypedDict, total=False):
 
     source: str
     external_id: str
-    event: Event | None
+    event: AnyEvent | None
     type: str | None
     payload: object
+    version: int
     topic: str | None
     ordering_key: object
     headers: Mapping[str, Any] | None
@@ -283,9 +290,10 @@ class _Given(Struct, frozen=True, kw_only=True):
 
     source: str = ""
     external_id: str = ""
-    event: Event | None = None
+    event: AnyEvent | None = None
     type: str | None = None
     payload: object = None
+    version: int = 1
     topic: str | None = None
     ordering_key: object = None
     headers: Mapping[str, Any] | None = None
@@ -302,11 +310,27 @@ class _Given(Struct, frozen=True, kw_only=True):
         checked_name(self.source, "source")
         external_id = checked_name(self.external_id, f"external_id of {self.source!r}")
         subject = f"what {self.source!r} delivered as {external_id!r}"
-        record = _record(emitter, subject, self.event, self.type, self.payload)
+        record = self._record(emitter, subject)
         routing = emitter.routing(
             subject, ordering_key=self.ordering_key, topic=self.topic, available_at=self.available_at
         )
         return replace(record, **routing)
+
+    def _record(self, emitter: Emitter, subject: str) -> EventRecord:
+        event, payload = self.event, self.payload
+        if (event is None) == (self.type is None) or (event is not None and payload is not None):
+            raise InvalidEvent(subject, "give either event=, or type= and payload=")
+        version = checked_version(self.version, f"version of {subject}")
+        if event is not None:
+            if version != 1:
+                raise InvalidEvent(subject, "give version= with type= and payload=; the class of event= has a version")
+            return emitter.record(event)
+        return EventRecord(
+            id=emitter.new_id(),
+            event_type=checked_name(self.type, f"type of {subject}"),
+            payload=encode_object(_decoded(payload, subject), f"payload of {subject}", stores_nul=emitter.stores_nul),
+            headers=header_of(version),
+        )
 
 
 def _parts_of(message: object) -> dict[str, Any]:
@@ -326,18 +350,6 @@ def _hash_of(event: EventRecord) -> str:
     """The hash of type and content. The order of keys and white space do not count."""
     content = msgspec.json.decode(event.payload or "null")
     return sha256(msgspec.json.encode([event.event_type, content], order="deterministic")).hexdigest()
-
-
-def _record(emitter: Emitter, subject: str, event: Event | None, type: str | None, payload: object) -> EventRecord:
-    if (event is None) == (type is None) or (event is not None and payload is not None):
-        raise InvalidEvent(subject, "give either event=, or type= and payload=")
-    if event is not None:
-        return emitter.record(event)
-    return EventRecord(
-        id=emitter.new_id(),
-        event_type=checked_name(type, f"type of {subject}"),
-        payload=encode_object(_decoded(payload, subject), f"payload of {subject}", stores_nul=emitter.stores_nul),
-    )
 
 
 def _decoded(payload: object, subject: str) -> object:

@@ -25,6 +25,7 @@ from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResul
 from outboxio.invocation.counters import Counters
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
+from outboxio.invocation.resting import is_newer
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
@@ -165,6 +166,10 @@ class InlineRunner:
         """True if the handler runs for the message at once; otherwise the handler gets a notification."""
         if message.event.available_at is not None and message.event.available_at > self._clock():
             return False
+        own = message.event.headers
+        headers = None if own is None else msgspec.Raw(own.encode())
+        if is_newer(self._handlers, handler, message.event.event_type or "", headers):
+            return False
         return runs_inline(handler) and not handler.names & await self._paused()
 
     async def _paused(self) -> set[str]:
@@ -295,7 +300,7 @@ class InlineRunner:
             event_date=action.completion_date,
             correlation_id=action.correlation_id,
             causation_id=action.causation_id,
-            headers=msgspec.Raw((action.headers or "null").encode()),
+            headers=msgspec.Raw((action.headers_of(event) or "null").encode()),
             hops=action.hops,
             ordering_key=event.ordering_key,
             created_date=now,

@@ -1,39 +1,39 @@
-"""SQLAlchemy: ``outbox.record`` on an ``AsyncSession`` or ``AsyncConnection``."""
+"""SQLAlchemy: ``outbox.record`` on an ``AsyncSession`` or ``AsyncConnection``, and models that raise events."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
 from outboxio.errors import ConfigurationError, NoTransaction
+from outboxio.integrations.raises_events import RaisesEvents
+from outboxio.integrations.sessions import begun
+
+__all__ = ["RaisesEvents", "asynchronous", "driver_connection"]
 
 
 async def driver_connection(given: Any) -> Any:
     """The driver's own connection, on which the transaction of SQLAlchemy has begun.
 
-    SQLAlchemy sends BEGIN with the first statement, so this function sends a statement. Raises :class:`NoTransaction`
-    if no transaction is open, and :class:`ConfigurationError` for any other object than an asynchronous session or
-    connection.
+    Raises :class:`NoTransaction` if no transaction is open, and :class:`ConfigurationError` for any other object than
+    an asynchronous session or connection.
     """
+    given = asynchronous(given, "record()")
+    if not given.in_transaction():
+        raise NoTransaction(given)
+    if isinstance(given, AsyncSession):
+        return await given.run_sync(lambda session: begun(session.connection()))
+    return await given.run_sync(begun)
+
+
+def asynchronous(given: Any, call: str) -> AsyncSession | AsyncConnection:
+    """The asynchronous session or connection that ``call`` was given; the present session of a scoped session."""
     if isinstance(given, async_scoped_session):
         given = cast("async_scoped_session[AsyncSession]", given)()
     if not isinstance(given, AsyncSession | AsyncConnection):
         raise ConfigurationError(
-            f"record() was given {type(given).__module__}.{type(given).__qualname__}; give a connection of its driver, "
+            f"{call} was given {type(given).__module__}.{type(given).__qualname__}; give a connection of its driver, "
             "or an AsyncSession or AsyncConnection"
         )
-    if not given.in_transaction():
-        raise NoTransaction(given)
-    connection = await given.connection() if isinstance(given, AsyncSession) else given
-    await connection.execute(text("SELECT 1"))
-    driver = (await connection.get_raw_connection()).driver_connection
-    if _begins_when_it_writes(driver):
-        await connection.exec_driver_sql("BEGIN")
-    return driver
-
-
-def _begins_when_it_writes(driver: Any) -> bool:
-    """True for a connection of sqlite3 in the mode in which a SELECT begins no transaction."""
-    return getattr(driver, "in_transaction", True) is False and getattr(driver, "isolation_level", None) is not None
+    return given

@@ -7,7 +7,6 @@ import contextvars
 import traceback
 from typing import Any
 
-from outboxio.handlers.in_thread import InThread
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
 from outboxio.invocation.counters import Counters
 from outboxio.model.emitter import encode_params
@@ -107,8 +106,8 @@ def stuck_error(run: Run, stack: str) -> TimeoutError:
 
 def thread_stack(run: Run) -> list[traceback.FrameSummary]:
     """The stack of a synchronous handler in its thread; empty for an async handler."""
-    function = run.queue.function
-    return function.stack_of(run.task) if isinstance(function, InThread) and run.task is not None else []
+    thread = run.queue.handler.thread
+    return [] if thread is None or run.task is None else thread.stack_of(run.task)
 
 
 def is_thrown_away(task: asyncio.Task[None], error: BaseException) -> bool:

@@ -9,10 +9,13 @@ import msgspec
 
 from outboxio.errors import InvalidEvent, UnreadableRow
 from outboxio.handlers.handler import HandlerRegistry
+from outboxio.invocation.resting import is_newer
 from outboxio.invocation.splitting import DecodedEvents
 from outboxio.model.envelope import EventEnvelope, HandlerContext
-from outboxio.model.event import Event
-from outboxio.model.validation import decoder_of
+from outboxio.model.event import upcasters_of, version_of
+from outboxio.model.notification import Notification
+from outboxio.payloads.classes import Decoder, decoder_of
+from outboxio.payloads.versions import NewerVersion, upcasting
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import Run
 
@@ -29,13 +32,14 @@ class EnvelopeOpener:
     def __init__(self, handlers: HandlerRegistry, context: HandlerContext) -> None:
         self._handlers = handlers
         self._context = context
+        self._of_class: dict[type, Decoder] = {}
 
     def open(self, run: Run) -> Envelope:
         """Decode the event. If that fails, only this row fails."""
         notification, queue = run.notification, run.queue
         decode = queue.decoders.get(notification.event_type)
         if decode is None:
-            decode = self._decoder(queue, notification.event_type)
+            decode = self._decoder(queue, notification)
         if notification.payload in _NULL:
             raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
         return EventEnvelope(decode(notification.payload), notification, self._context)
@@ -50,21 +54,43 @@ class EnvelopeOpener:
         return envelope
 
     def open_dead(self, run: Run) -> Envelope:
-        """For hooks: an event that cannot be decoded is ``None``. A row without a readable context raises."""
+        """For hooks: an event that cannot be decoded is ``None``.
+
+        Raises for a row without a readable context, and for an event of a newer version: that hook is tried again.
+        """
         if not run.notification.has_context:
             raise UnreadableRow(run.notification.id, run.notification.flaw_of_context or "")
+        self._refuse_newer(run)
         try:
             return self.open(run)
         except Exception:
             return EventEnvelope(cast(Any, None), run.notification, self._context)
 
-    def _decoder(self, queue: HandlerQueue, event_type: str) -> Callable[[str], Event]:
-        """The decoder of an event type. The queue keeps decoders of classes only: names on a topic are unlimited."""
-        handler = queue.handler
+    def _refuse_newer(self, run: Run) -> None:
+        """Raise :class:`NewerVersion` for an event of a newer version than the class here."""
+        row = run.notification
+        headers = row.context.headers if row.may_have_version else None
+        if is_newer(self._handlers, run.queue.handler, row.event_type, headers):
+            raise NewerVersion(f"event {row.event_type} of version {row.version}", "the class here is older")
+
+    def _decoder(self, queue: HandlerQueue, notification: Notification) -> Decoder:
+        """The decoder of a row. The queue keeps the decoders of classes that have had a single version.
+
+        Names on a topic are unlimited, so decoders of names are not kept.
+        """
+        handler, event_type = queue.handler, notification.event_type
         cls = self._handlers.event_class(handler, event_type)
-        if cls is not None:
-            decode = queue.decoders[event_type] = decoder_of(cls)
-            return decode
-        if handler.topic is not None:
-            return _decode_mapping
-        raise InvalidEvent(f"event type {event_type!r}", f"no event class of handler {handler.name!r} has this name")
+        if cls is None:
+            if handler.topic is not None:
+                return _decode_mapping
+            raise InvalidEvent(
+                f"event type {event_type!r}", f"no event class of handler {handler.name!r} has this name"
+            )
+        version = version_of(cls)
+        decode = self._of_class.get(cls)
+        if decode is None:
+            decode = self._of_class[cls] = decoder_of(cls)
+        if version == 1:
+            queue.decoders[event_type] = decode
+            return decode  # dispatch puts rows of newer versions to rest
+        return upcasting(event_type, decode, notification.version, version, upcasters_of(cls))

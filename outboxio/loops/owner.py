@@ -77,6 +77,17 @@ class EventLoopGuard:
             self._take(loop)
         return loop
 
+    @property
+    def loop(self) -> _Loop | None:
+        """The event loop that the outbox is bound to, possibly closed by now; ``None`` without such a loop."""
+        return self._owner()
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the outbox was used, and neither the outbox nor the event loop is closed."""
+        owner = self._owner()
+        return owner is not None and not owner.is_closed()
+
     def leave(self) -> None:
         """The outbox is closed, so the next event loop may use the outbox."""
         with self._taking:

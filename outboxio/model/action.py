@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from outboxio.errors import ConfigurationError, SettingsError
+from outboxio.errors import ConfigurationError, InvalidEvent, SettingsError
 from outboxio.model.event import NamedStructMeta
 from outboxio.support.backoff import jittered
 from outboxio.support.duration import Duration, default_duration, parse_duration
@@ -82,6 +82,27 @@ class Action(Struct, frozen=True, metaclass=NamedStructMeta):
     async def perform(self, tx: Transaction) -> Any:
         """Do the work on ``tx``, and emit events. A retry runs ``perform`` again from the start."""
         raise TypeError(f"{type(self).__name__} has no perform method: write `async def perform(self, tx)`")
+
+
+def make_action_class(cls: Any, retry: tuple[Retry, ...]) -> None:
+    """Make a class with a name an action."""
+    cls.__action_retry__ = retry
+
+
+def is_action(cls: type) -> bool:
+    """True for a subclass of :class:`Action` and for a class that was decorated with ``action``."""
+    return issubclass(cls, Action) or "__action_retry__" in cls.__dict__
+
+
+def name_and_retries(action: object) -> tuple[str, tuple[Retry, ...]]:
+    """The stored name of an action, and the entries of its class. :class:`InvalidEvent` for another object."""
+    cls: Any = type(action)
+    if isinstance(action, Action):
+        return cls.__type_name__, as_entries(action.retry)
+    if not is_action(cls):
+        remedy = "is no Action; define its class as `class X(Action)`"
+        raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {cls.__name__} {remedy}")
+    return cls.__type_name__, cls.__action_retry__
 
 
 class Performs(Protocol[Result_co]):

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 from uuid import UUID
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError
 from msgspec.structs import replace
 
 from outboxio.errors import InvalidEvent, TooManyHops
-from outboxio.model.event import Event, EventRecord, EventTypes, checked_name, checked_text
-from outboxio.model.validation import EventCheck, unreadable
+from outboxio.model.event import (
+    ActionRecord,
+    EventRecord,
+    EventTypes,
+    checked_name,
+    checked_text,
+    is_event_class,
+    version_of,
+)
+from outboxio.payloads.classes import AnyEvent, Decoder, Encoder, decoder_of, encode_any, encoder_of, is_supported
+from outboxio.payloads.fields import unfit_field
+from outboxio.payloads.versions import header_of, refuse_reserved
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import encode_object
 from outboxio.support.ids import uuid7
@@ -28,12 +39,55 @@ class Cause(Struct, frozen=True):
     hops: int
 
 
+class Origin(Struct, frozen=True):
+    """The correlation id and the headers that actions take from the request around them."""
+
+    correlation_id: str | None
+    headers: Mapping[str, str]
+
+
+current_origin: ContextVar[Origin | None] = ContextVar("outboxio_current_origin", default=None)
+"""The origin of the actions that run here, outside of handlers."""
+
+
 class EventRouting(TypedDict):
     """The columns of an event that decide on handlers, order and time."""
 
     ordering_key: str | None
     topic: str | None
     available_at: datetime | None
+
+
+class Watcher(Protocol):
+    """Is told of the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
+
+    def emitted(self, event_id: UUID, event: object) -> None:
+        """An event object was emitted. The event is not written yet, and may never be written."""
+        ...
+
+    def written(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        """The rows of an action were written: at COMMIT, or at the INSERT if the application commits later."""
+        ...
+
+
+watchers: list[Watcher] = []
+"""The watchers; empty except in tests."""
+
+
+def tell_written(action: ActionRecord, events: Sequence[EventRecord]) -> None:
+    for watcher in watchers:
+        watcher.written(action, events)
+
+
+class Emission(Struct, frozen=True):
+    """What an emitter knows of an event class: found once for each class."""
+
+    name: str
+    subject: str
+    headers: str | None
+    encode: Encoder
+    check: Decoder | None
+    """Decodes a payload as handlers do; ``None`` if events are not checked."""
 
 
 class Emitter:
@@ -43,11 +97,12 @@ class Emitter:
         self._types = types
         self.stores_nul = stores_nul
         self._max_hops = max_hops
-        self._check = EventCheck() if validates else None
+        self._validates = validates
+        self._emissions: dict[type, Emission] = {}
 
     def record(
         self,
-        event: Event,
+        event: AnyEvent,
         cause: Cause | None = None,
         *,
         model_id: object = None,
@@ -57,33 +112,46 @@ class Emitter:
         available_at: datetime | None = None,
     ) -> EventRecord:
         """The record of ``event``; :class:`InvalidEvent` or :class:`TooManyHops` if the event is refused."""
-        if not isinstance(event, Event):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-            remedy = "is no Event; define its class as `class X(Event)`"
-            raise InvalidEvent("emit", f"{briefly(event)} {remedy}", logged=f"a {type(event).__name__} {remedy}")
+        emission = self._emissions.get(type(event)) or self._learn(event)
         if cause is not None and cause.hops >= self._max_hops:
             raise TooManyHops(cause.hops + 1, self._max_hops, cause.handler_name)
-        cls, check = type(event), self._check
-        name = self._types.register(cls)
-        subject = f"event {name}"
-        decode = None if check is None else check.decoders.get(cls) or check.learn(cls, subject)
-        payload = encode_object(event, subject, stores_nul=self.stores_nul)
-        if decode is not None:
+        subject = emission.subject
+        payload = emission.encode(event, subject, stores_nul=self.stores_nul)
+        if emission.check is not None:
             try:
-                decode(payload)
+                emission.check(payload)
             except Exception as error:  # __post_init__ is code of the application, and may raise any error
                 raise unreadable(error, subject) from error
         record = EventRecord(
             id=self.new_id(),
-            event_type=name,
+            event_type=emission.name,
             payload=payload,
             model_id=_text(model_id, subject, "model_id"),
             model_type=_text(model_type, subject, "model_type"),
+            headers=emission.headers,
         )
+        for watcher in watchers:
+            watcher.emitted(record.id, event)
         if ordering_key is None and topic is None and available_at is None:
             return record  # as most are
         return replace(
             record, **self.routing(subject, ordering_key=ordering_key, topic=topic, available_at=available_at)
         )
+
+    def _learn(self, event: AnyEvent) -> Emission:
+        """Register the class of an event. :class:`InvalidEvent` if no event of the class can be stored and read."""
+        cls = type(event)
+        if not is_event_class(cls):
+            remedy = f"is no Event; {_remedy(cls)}"
+            raise InvalidEvent("emit", f"{briefly(event)} {remedy}", logged=f"a {cls.__name__} {remedy}")
+        name = self._types.register(cls)
+        subject = f"event {name}"
+        reason = unfit_field(cls) if self._validates else None
+        if reason is not None:
+            raise InvalidEvent(subject, f"its {reason}")
+        check = _decoder(cls, subject) if self._validates else None
+        emission = self._emissions[cls] = Emission(name, subject, header_of(version_of(cls)), encoder_of(cls), check)
+        return emission
 
     def new_id(self) -> UUID:
         return uuid7()
@@ -99,9 +167,32 @@ class Emitter:
         }
 
 
+def _decoder(cls: type, subject: str) -> Decoder:
+    try:
+        return decoder_of(cls)
+    except NameError as error:
+        raise InvalidEvent(
+            subject, f"the type of a field cannot be found: {error}; import the type at run time, not for type "
+            "checkers only, or no handler can read the event"
+        ) from error  # fmt: skip
+
+
+def _remedy(cls: type) -> str:
+    if is_supported(cls) and not issubclass(cls, Struct):
+        return "decorate its class with `@outboxio.event`"
+    return "define its class as `class X(Event)`"
+
+
+def unreadable(error: Exception, subject: str) -> InvalidEvent:
+    """The error for an event that was encoded and cannot be decoded."""
+    text = str(error) or type(error).__name__
+    told = text.replace("`null`", "`None`") if isinstance(error, ValidationError) else text
+    return InvalidEvent(subject, f"its fields are not of their types: {told}")
+
+
 def encode_params(params: object, action_name: str, *, stores_nul: bool) -> str:
     """An action's parameters as JSON: a struct, a mapping, or ``None`` as ``{}``."""
-    return "{}" if params is None else encode_object(params, f"params of {action_name}", stores_nul=stores_nul)
+    return "{}" if params is None else encode_any(params, f"params of {action_name}", stores_nul=stores_nul)
 
 
 def encode_headers(headers: object, action_name: str, *, stores_nul: bool) -> str | None:
@@ -109,6 +200,8 @@ def encode_headers(headers: object, action_name: str, *, stores_nul: bool) -> st
     given: Any = headers  # callers may not be typed
     if given is None or (isinstance(given, Mapping) and not given):
         return None
+    if isinstance(given, Mapping):
+        refuse_reserved(cast("Mapping[str, Any]", given), f"headers of {action_name}")
     return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul)
 
 

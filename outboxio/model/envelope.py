@@ -13,17 +13,19 @@ from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.model.emitter import Cause, Emitter
-from outboxio.model.event import RECEIVED_ACTION, Event, EventRecord
-from outboxio.support.mapped import named_by
+from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
+from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
 
 if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co
     from outboxio.transaction import Transaction
 
-E_co = TypeVar("E_co", bound=Event, covariant=True)
+E_co = TypeVar("E_co", bound=AnyEvent, covariant=True)
 
 
 class Execute(Protocol):
@@ -167,7 +169,14 @@ class EventEnvelope(Generic[E_co]):
     @property
     def headers(self) -> dict[str, Any]:
         """The headers of the execution; an empty mapping if the execution has no headers."""
-        return decode_object(self._row.context.headers)
+        headers = decode_object(self._row.context.headers)
+        headers.pop(VERSION_HEADER, None)
+        return headers
+
+    @property
+    def event_version(self) -> int:
+        """The version under which the event is stored. :attr:`event` is of the version of the class here."""
+        return version_in(self._row.context.headers)
 
     @property
     def resources(self) -> Any:
@@ -192,7 +201,7 @@ class EventEnvelope(Generic[E_co]):
 
     def emit(
         self,
-        event: Event,
+        event: AnyEvent,
         *,
         model: object = None,
         model_id: object = None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from datetime import datetime
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, cast, dataclass_transform
 from uuid import UUID
 
 from msgspec import Struct, StructMeta, field
 from msgspec.structs import replace
 
 from outboxio.errors import AmbiguousTypeName, InvalidEvent
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.versions import Upcast, checked_version, with_own
 from outboxio.support.text import briefly
 
 RECEIVED_ACTION = "inbox.receive"
@@ -50,6 +52,19 @@ def _not_text(aliases: Iterable[str], name: str) -> Iterable[str]:
     return aliases
 
 
+def name_class(cls: Any, type_name: str | None, aliases: Iterable[str]) -> None:
+    """Give a class the names of its stored rows. :class:`InvalidEvent` for a name that cannot be stored."""
+    name = cls.__name__
+    cls.__type_name__ = checked_name(type_name if type_name is not None else name, f"type_name of {name}")
+    cls.__type_aliases__ = frozenset(checked_name(a, f"an alias of {name}") for a in _not_text(aliases, name))
+
+
+def make_event_class(cls: Any, version: int) -> None:
+    """Make a class with names an event class. :class:`InvalidEvent` for a value that is no version."""
+    cls.__event_version__ = checked_version(version, f"version of {cls.__name__}")
+    cls.__event_upcasters__ = {}
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class NamedStructMeta(StructMeta):
     """Gives a struct class a name for stored rows, apart from the class's own name."""
@@ -68,14 +83,13 @@ class NamedStructMeta(StructMeta):
         **config: Any,
     ) -> Any:
         cls = super().__new__(mcls, name, bases, namespace, **config)
-        cls.__type_name__ = checked_name(type_name if type_name is not None else name, f"type_name of {name}")
-        cls.__type_aliases__ = frozenset(checked_name(a, f"an alias of {name}") for a in _not_text(aliases, name))
+        name_class(cls, type_name, aliases)
         return cls
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class EventMeta(NamedStructMeta):
-    """The class statement of an event, with the option ``strict_priority``."""
+    """The class statement of an event, with the options ``strict_priority`` and ``version``."""
 
     __strict_priority__: bool
 
@@ -86,9 +100,11 @@ class EventMeta(NamedStructMeta):
         namespace: dict[str, Any],
         *,
         strict_priority: bool | None = None,
+        version: int = 1,
         **options: Any,
     ) -> Any:
         cls = super().__new__(mcls, name, bases, namespace, **options)
+        make_event_class(cls, version)
         if strict_priority is not None:
             cls.__strict_priority__ = strict_priority
         return cls
@@ -116,24 +132,49 @@ class Event(Struct, frozen=True, metaclass=EventMeta):
     __strict_priority__: ClassVar[bool] = False
 
 
-def type_name(cls: type[Event]) -> str:
+def is_event_class(cls: object) -> bool:
+    """True for a subclass of :class:`Event` and for a class that was decorated with ``event``.
+
+    A subclass of a decorated class counts only if the subclass is decorated, too: it needs a name of its own.
+    """
+    return isinstance(cls, type) and "__event_version__" in cls.__dict__
+
+
+def type_name(cls: type[AnyEvent]) -> str:
     """The name under which events of this class are stored."""
-    return cls.__type_name__
+    return _names(cls).__type_name__
 
 
-def type_names(cls: type[Event]) -> frozenset[str]:
+def type_names(cls: type[Any]) -> frozenset[str]:
     """All names under which rows of this class may be stored: the type name and the aliases."""
-    return cls.__type_aliases__ | {cls.__type_name__}
+    return _names(cls).__type_aliases__ | {_names(cls).__type_name__}
 
 
-def is_strict(cls: type[Event]) -> bool:
+def is_strict(cls: type[AnyEvent]) -> bool:
     """True if the priority of this event's handlers is strict."""
-    return cls.__strict_priority__
+    return bool(getattr(cls, "__strict_priority__", False))
 
 
-def with_subclasses(cls: type[Event]) -> Iterator[type[Event]]:
-    """The class and all subclasses that are defined so far."""
-    yield cls
+def version_of(cls: type[AnyEvent]) -> int:
+    """The version of the events that this class makes."""
+    version: int = vars(cls)["__event_version__"]
+    return version
+
+
+def upcasters_of(cls: type[AnyEvent]) -> dict[int, Upcast]:
+    """The functions that lead from a version of this class to the next version."""
+    upcasters: dict[int, Upcast] = vars(cls)["__event_upcasters__"]
+    return upcasters
+
+
+def _names(cls: Any) -> type[Event]:
+    return cast("type[Event]", cls)
+
+
+def with_subclasses(cls: type[AnyEvent]) -> Iterator[type[AnyEvent]]:
+    """The class and all subclasses that are defined so far, without classes that are no event classes."""
+    if is_event_class(cls):
+        yield cls
     for subclass in cls.__subclasses__():
         yield from with_subclasses(subclass)
 
@@ -142,10 +183,10 @@ class EventTypes:
     """The classes of event type names in an outbox. Two classes with the same name are refused."""
 
     def __init__(self) -> None:
-        self._classes: dict[str, type[Event]] = {}
-        self._known: set[type[Event]] = set()
+        self._classes: dict[str, type[AnyEvent]] = {}
+        self._known: set[type[AnyEvent]] = set()
 
-    def register(self, cls: type[Event]) -> str:
+    def register(self, cls: type[AnyEvent]) -> str:
         """Add a class, and return the type name; :class:`AmbiguousTypeName` if a second class has the name."""
         if cls not in self._known:
             for name in type_names(cls):
@@ -154,9 +195,9 @@ class EventTypes:
                     raise AmbiguousTypeName(name, other, cls)
             self._classes.update(dict.fromkeys(type_names(cls), cls))
             self._known.add(cls)
-        return cls.__type_name__
+        return type_name(cls)
 
-    def find(self, name: str) -> type[Event] | None:
+    def find(self, name: str) -> type[AnyEvent] | None:
         """The class that was registered under this name or alias."""
         return self._classes.get(name)
 
@@ -165,7 +206,7 @@ class EventTypes:
         """All names and aliases of the classes."""
         return self._classes.keys()
 
-    def __iter__(self) -> Iterator[type[Event]]:
+    def __iter__(self) -> Iterator[type[AnyEvent]]:
         return iter(self._known)
 
 
@@ -184,6 +225,10 @@ class ActionRecord(Struct, frozen=True, kw_only=True):
     headers: str | None = None
     hops: int = 0
 
+    def headers_of(self, event: EventRecord) -> str | None:
+        """The headers of an event's row."""
+        return self.headers if event.headers is None else with_own(self.headers, event.headers)
+
     def completed(self, moment: datetime) -> ActionRecord:
         """The same action, completed at this moment."""
         return replace(self, completion_date=moment)
@@ -200,3 +245,5 @@ class EventRecord(Struct, frozen=True, kw_only=True):
     ordering_key: str | None = None
     topic: str | None = None
     available_at: datetime | None = None
+    headers: str | None = None
+    """Headers of this event beside the headers of the action: the version, if it is not 1."""

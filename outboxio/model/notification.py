@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
+from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import nests_deeper
 from outboxio.support.log import type_name, without_value
@@ -115,6 +116,17 @@ class Notification(Struct, gc=False):
     def known_event_id(self) -> str | None:
         """The event's id, or ``None`` if the id cannot be read."""
         return str(self.event_id) if self.has_context else None
+
+    @property
+    def may_have_version(self) -> bool:
+        """False if the row surely has version 1: then the context need not be decoded."""
+        raw = self.raw_context
+        return is_marked(raw.headers if isinstance(raw, Context) else raw)
+
+    @property
+    def version(self) -> int:
+        """The version of the event. Raises :class:`InvalidEvent` for a header that is no version."""
+        return version_in(self.context.headers) if self.may_have_version else 1
 
     @property
     def has_context(self) -> bool:
@@ -236,6 +248,22 @@ Position = tuple[datetime, int]
 """A position in the index of due rows: (next_retry_at, sequence)."""
 
 BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of the past
+
+
+FIRST_REST = datetime(9999, 12, 30)
+"""The earliest ``next_retry_at`` of a resting row (``invocation/resting.py``). No other row has so late a moment."""
+
+
+class RestQuery(Struct, frozen=True):
+    """The resting rows of a slot that become due: up to the moment ``until``, and those that are past the retention.
+
+    ``before``: the retention of a row is over if it began earlier.
+    """
+
+    handler_name: str
+    partition: int
+    until: datetime
+    before: datetime
 
 
 class DueQuery(Struct, frozen=True):

@@ -18,7 +18,7 @@ from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHo
 from outboxio.model.error_description import Description
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import SUCCEEDED, Notification, State
+from outboxio.model.notification import FIRST_REST, SUCCEEDED, Notification, State
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import EPOCH, as_micros, naive_utc
@@ -68,6 +68,11 @@ class Outcome(Struct, gc=False):
     error: str | None = None
     emitted: Emitted | None = None
 
+    @property
+    def rests(self) -> bool:
+        """True if the row is put to rest (``invocation/resting.py``), which is no result of a run."""
+        return self.next_retry_at is not None and self.next_retry_at >= FIRST_REST
+
     def without_error_text(self) -> Outcome:
         """This outcome with a substitute for the error's text, which the database has refused."""
         refused = Description("Unstorable", "the database refused this error's text")
@@ -90,6 +95,11 @@ class Bucket(Struct, frozen=True):
         """The leases that the statement must find unchanged, in the order in which every process locks them."""
         distinct = {id(outcome.lease): outcome.lease for outcome in self.outcomes}
         return sorted(distinct.values(), key=lambda lease: lease.name)
+
+    @property
+    def is_rest(self) -> bool:
+        """True if the rows were put to rest, which is no result of a run."""
+        return self.outcomes[0].rests
 
     @property
     def has_details(self) -> bool:
@@ -118,10 +128,10 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     """
     some = list(outcomes)
     over = _with_successors({id(outcome.lease): outcome.lease for outcome in some}.values())
-    buckets: dict[tuple[State, int, bool, bool, bool], list[Outcome]] = {}
+    buckets: dict[tuple[State, int, bool, bool, bool, bool], list[Outcome]] = {}
     for outcome in some:
         is_over = bool(over) and id(outcome.lease) in over
-        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over)
+        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over, outcome.rests)
         buckets.setdefault(kind, []).append(outcome)
     return [
         Bucket(kind[0], kind[1], sorted(alike, key=lambda outcome: outcome.notification_id.int))

@@ -12,7 +12,7 @@ from outboxio.actions.nesting import refuse_claimed
 from outboxio.errors import ConfigurationError
 from outboxio.fanout.newcomers import refuse_skipped
 from outboxio.handlers.handler import HandlerRegistry
-from outboxio.model.event import Event, EventTypes
+from outboxio.model.event import EventTypes
 from outboxio.model.notification import TERMINAL, NotificationRecord, State
 from outboxio.model.redaction import Redact, redacted_record
 from outboxio.operations.admin_shards import AdminShard, AdminShards
@@ -33,6 +33,7 @@ from outboxio.operations.partitions.orders import PartitionOrders
 from outboxio.operations.retention import Removed, Retention
 from outboxio.operations.stranded import Stranded, find_stranded
 from outboxio.operations.unroutable import count_unroutable
+from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database
 
@@ -191,7 +192,7 @@ class Admin(PartitionOrders):
         handler: str,
         since: datetime,
         until: datetime | None = None,
-        types: Iterable[type[Event] | str] | None = None,
+        types: Iterable[type[AnyEvent] | str] | None = None,
         states: Iterable[State | str] = (State.SUCCEEDED, State.EXPIRED, State.DEAD),
         *,
         shard: str | None = None,
@@ -269,7 +270,7 @@ class Admin(PartitionOrders):
         self,
         handler: str,
         since: datetime,
-        types: Iterable[type[Event] | str] | None = None,
+        types: Iterable[type[AnyEvent] | str] | None = None,
         *,
         shard: str | None = None,
     ) -> int:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.options import MOST_PARTITIONS
-from outboxio.model.event import Event, checked_name, checked_text, type_names
+from outboxio.model.event import checked_name, checked_text, is_event_class, type_names
 from outboxio.model.notification import State
 from outboxio.support.clock import naive_utc
 from outboxio.support.text import briefly
@@ -104,7 +104,7 @@ class GivenTypes:
         of_classes: set[str] = set()
         for given in () if types is None else _several(types, "types", "['MoneyDeposited']", str, type):
             cls: Any = given
-            if isinstance(cls, type) and issubclass(cls, Event):
+            if is_event_class(cls):
                 of_classes |= type_names(cls)
             else:
                 self.by_name.add(given_type(given))

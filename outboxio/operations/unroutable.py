@@ -1,4 +1,7 @@
-"""Unroutable notifications: no instance has had a handler of their name for ``subscription_ttl``."""
+"""Unroutable notifications: no instance has had a handler of their name for ``subscription_ttl``.
+
+Resting rows are counted as well: no instance has had a class that can read them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ async def count_unroutable(database: Database, namespace: str, clock: ShardClock
     await clock.measure(database.now)
     seen_since = clock.settled() - settings.subscription_ttl
     names = await _unroutable(database, namespace, unfinished, seen_since)
-    return await database.notifications.count_unfinished(namespace, names) if names else 0
+    count = await database.notifications.count_unfinished(namespace, names) if names else 0
+    return count + await database.resting.count(namespace, [name for name in unfinished if name not in names])
 
 
 async def _unroutable(database: Database, namespace: str, unfinished: Sequence[str], seen_since: datetime) -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from datetime import datetime
 
 from outboxio.handlers.options import Delivery
-from outboxio.model.event import Event
+from outboxio.payloads.classes import Decoder
 from outboxio.runs.handler_spec import HOOKS_AHEAD, HandlerSpec
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.runs.transaction_shares import Claim
@@ -74,7 +73,7 @@ class HandlerQueue:
         self.claim: Claim | None = None
         """The share of the transactions, if the handler is transactional."""
         self.hook_lane = HookLane(spec.limit)
-        self.decoders: dict[str, Callable[[str], Event]] = {}
+        self.decoders: dict[str, Decoder] = {}
         self.ahead = ReadAhead(spec)
         self.ready: deque[Run] = deque()
         self.batch_buffer: list[Run] = []

@@ -34,8 +34,13 @@ class OwnConnections:
 
 async def _unwrap_sqlalchemy(connection: Any) -> Any:
     """The driver's connection inside a SQLAlchemy session or connection; any other object unchanged."""
-    if type(connection).__module__.startswith("sqlalchemy.") or hasattr(connection, "sync_session"):
+    if is_of_sqlalchemy(connection):
         from outboxio.integrations.sqlalchemy import driver_connection
 
         return await driver_connection(connection)
     return connection
+
+
+def is_of_sqlalchemy(given: Any) -> bool:
+    """True for an object of SQLAlchemy, which need not be installed."""
+    return type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "sync_session")

@@ -51,7 +51,9 @@ class SeenCluster:
         }
         self._know_partitions &= owners
         self._know_partitions |= self._instances.keys()
-        self._know_partitions |= {lease.owner for slot, lease in leases.items() if slot.partition > 0}
+        self._know_partitions |= {
+            lease.owner for slot, lease in leases.items() if slot.partition > 0 or lease.is_of_instance
+        }
         free = dict[Slot, tuple[int, float]]()
         for slot in slots:
             lease = self.leases.get(slot)

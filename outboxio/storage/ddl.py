@@ -55,6 +55,11 @@ class Change(Struct, frozen=True):
     drops: bool
 
 
+def statements_in(text: str) -> list[str]:
+    """The statements of a file, with their comments and without the semicolon at the end of the line."""
+    return [statement for statement in _STATEMENT_END.split(text) if _COMMENT.sub("", statement).strip()]
+
+
 def parts_of(text: str) -> list[Part]:
     """All parts that a file creates or adds, tables before their parts."""
     statements = _statements(text)
@@ -94,6 +99,7 @@ def changes_of(text: str) -> list[Change]:
 
 
 _COMMENT = re.compile(r"--[^\n]*")
+_STATEMENT_END = re.compile(r";[ \t]*(?:\n|\Z)")
 _FULL = r"(?P<full>eventlog[._](?P<table>\w+))"
 _TABLE = re.compile(rf"CREATE TABLE (?:IF NOT EXISTS )?{_FULL} \((?P<body>.*)\)[^)]*")
 _INDEX = re.compile(rf"CREATE INDEX (?:IF NOT EXISTS )?(?:eventlog_)?(?P<name>\w+) ON {_FULL} \((?P<columns>[^)]*)\).*")
@@ -109,7 +115,7 @@ _NEEDS_VALUES = re.compile(r"(?!.*\b(?:DEFAULT|GENERATED)\b).* NOT NULL")
 
 
 def _statements(text: str) -> list[str]:
-    return [_compact(statement) for statement in re.split(r";[ \t]*(?:\n|$)", _COMMENT.sub("", text))]
+    return [_compact(statement) for statement in _STATEMENT_END.split(_COMMENT.sub("", text))]
 
 
 def _parts_in(table: str, full: str, body: str) -> Iterator[Part]:

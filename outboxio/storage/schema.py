@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import RightsMissing, SchemaInUse, SchemaMissing, SchemaNewer, SchemaOccupied
-from outboxio.storage.ddl import Change, Part, changes_of, parts_of
+from outboxio.storage.ddl import Change, Part, change_of, changes_of, parts_of
 
 Rights = Mapping[str, Collection[str]]
 """The rights on each table, held or needed: SELECT, INSERT, UPDATE, DELETE."""
@@ -116,6 +116,29 @@ def has_part(change: Change, found: Found) -> bool:
     if change.kind == "column":
         return change.name in found.columns.get(change.table, ())
     return change.name in found.indexes or change.name in found.invalid
+
+
+def is_done(statement: str, found: Found) -> bool:
+    """True if a statement of a file has nothing to do: the part to create exists, or the part to drop does not.
+
+    ``found``: the parts before the migration. A table that is not among these parts is new, and gets all changes.
+    """
+    change = change_of(statement)
+    if change is not None:
+        return change.table in found.columns and has_part(change, found) != change.drops
+    return any(part.kind == "table" and part.table in found.columns for part in parts_of(statement))
+
+
+def refuse_foreign(shard: str, dialect: str, found: Found, indexes: Sequence[Part]) -> None:
+    """Raise :class:`SchemaOccupied` if a table is incomplete, unless an interrupted migration has left the table.
+
+    ``indexes``: the missing indexes that the migration creates. ``schema_versions`` is the first table of a migration:
+    where it exists, later files may still add columns and indexes.
+    """
+    is_ours = "schema_versions" in found.columns
+    missing = (part for _, part in missing_parts(dialect, found) if part.kind != "table" and part not in indexes)
+    if not all(part.is_added and is_ours for part in missing):
+        refuse_unadoptable(shard, dialect, found)
 
 
 def is_occupied(dialect: str, found: Found) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any, cast
 
@@ -24,27 +24,33 @@ _decode_column = msgspec.json.Decoder(dict[str, Any] | str | None).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def encode_object(value: object, subject: str, *, stores_nul: bool) -> str:
+Encode = Callable[[Any], bytes]
+
+
+def encode_object(
+    value: object, subject: str, *, stores_nul: bool, encode: Encode = _encode, nan_is_null: bool = True
+) -> str:
     """``value`` as the text of a JSON object. Raises :class:`InvalidEvent` with the place of a value that is refused.
 
-    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings.
+    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings. ``encode`` makes the JSON; ``nan_is_null``:
+    ``True`` if it writes NaN and infinities as null.
     """
     if isinstance(value, msgspec.Raw):
         value = decode_given(bytes(value), subject)  # the encoder would copy the bytes unread
     try:
-        encoded = _encode(value)
+        encoded = encode(value)
     except UnicodeEncodeError as error:
-        told = f"a string contains a lone surrogate, which is no Unicode text: {error}{_place(value)}"
+        told = f"a string contains a lone surrogate, which is no Unicode text: {error}{_place(value, encode)}"
         raise InvalidEvent(subject, told) from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}{_place(value)}") from error
+        raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}{_place(value, encode)}") from error
     if not encoded.startswith(b"{"):
         reason = f"encodes to {encoded.decode()[:40]}, which is no JSON object"
         raise InvalidEvent(subject, reason, logged="encodes to JSON that is no object")
     if len(encoded) > 2 * DEEPEST and nests_deeper(encoded, DEEPEST):  # so many brackets take so many bytes
         raise InvalidEvent(subject, _TOO_DEEP)
-    # msgspec writes NaN and infinities as null, so only a text with a null can hide NaN.
-    if b"null" in encoded:
+    # Only a text with a null can hide NaN.
+    if nan_is_null and b"null" in encoded:
         _refuse(value, subject, _is_not_finite, "is {!r}, which JSON cannot hold; use None, or a string")
     # An escaped backslash before u0000 looks the same, so the decoded strings are searched.
     if not stores_nul and b"\\u0000" in encoded:
@@ -99,22 +105,30 @@ _TOO_DEEP = (
 )
 
 
-def _place(value: object) -> str:
+def not_finite_in(value: object) -> str:
+    """The place of the first NaN or infinity, in msgspec's spelling; ``""`` without one."""
+    return _spelled(next((path for path, leaf in _leaves(value, "") if _is_not_finite(leaf)), ""))
+
+
+def _place(value: object, encode: Encode) -> str:
     """The place of the first leaf that cannot be encoded, in msgspec's spelling; ``""`` for ``value`` itself."""
     try:
-        culprit = next((path for path, leaf in _leaves(value, "") if _fails(path, leaf)), "")
+        return _spelled(next((path for path, leaf in _leaves(value, "") if _fails(path, leaf, encode)), ""))
     except RecursionError:  # the value contains itself
         return ""
-    return f" - at `{culprit.lstrip('.')}`" if culprit else ""
+
+
+def _spelled(path: str) -> str:
+    return f" - at `{path.lstrip('.')}`" if path else ""
 
 
 class _KeyPath(str):
     """The path of a mapping's key, which JSON holds as text."""
 
 
-def _fails(path: str, leaf: object) -> bool:
+def _fails(path: str, leaf: object, encode: Encode) -> bool:
     try:
-        _encode({leaf: None} if isinstance(path, _KeyPath) else leaf)
+        encode({leaf: None} if isinstance(path, _KeyPath) else leaf)
     except Exception:
         return True
     return False
@@ -151,9 +165,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
             yield from _leaves(item, f"{path}[{index}]")
     elif hasattr(value, "__dataclass_fields__"):
         for field in value.__dataclass_fields__:
-            yield from _leaves(getattr(value, field), f"{path}.{field}")
+            yield from _leaves(getattr(value, field, None), f"{path}.{field}")
     elif hasattr(value, "__attrs_attrs__"):
         for attribute in value.__attrs_attrs__:
-            yield from _leaves(getattr(value, attribute.name), f"{path}.{attribute.name}")
+            yield from _leaves(getattr(value, attribute.name, None), f"{path}.{attribute.name}")
+    elif hasattr(value, "__pydantic_extra__"):
+        items: dict[str, Any] = {**value.__dict__, **(value.__pydantic_extra__ or {})}
+        for name, item in items.items():
+            yield from _leaves(item, f"{path}.{name}")
     else:
         yield path, value.value if isinstance(value, Enum) else value

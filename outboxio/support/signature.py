@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -13,27 +13,34 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of the function itself, not of a wrapped function; ``None`` if the signature is unknown."""
+def signature_of(function: Callable[..., Any], *, unwraps: bool = False) -> inspect.Signature | None:
+    """The signature of the function itself, or of the wrapped function; ``None`` if the signature is unknown."""
     try:
-        return inspect.signature(function, follow_wrapped=False)
+        return inspect.signature(function, follow_wrapped=unwraps)
     except (ValueError, TypeError, NameError):  # a built-in function, or annotations with undefined names
         return None
 
 
-def missing_for(function: Callable[..., Any], arguments: int) -> str | None:
-    """The reason why ``arguments`` positional arguments do not fit; ``None`` if they fit, or if it is unknown."""
-    signature = signature_of(function)
+def where_defined(function: Callable[..., Any]) -> str:
+    """How an error names a function: module and qualified name."""
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def missing_for(
+    function: Callable[..., Any], arguments: int, keywords: Collection[str] = (), *, unwraps: bool = False
+) -> str | None:
+    """The reason why ``arguments`` positional arguments and ``keywords`` do not fit; ``None`` if unknown, or none."""
+    signature = signature_of(function, unwraps=unwraps)
     if signature is None:
         return None
     try:
-        signature.bind(*[object()] * arguments)
+        signature.bind(*[object()] * arguments, **dict.fromkeys(keywords))
     except TypeError:
-        return _missing(signature, arguments)
+        return _missing(signature, arguments, keywords)
     return None
 
 
-def _missing(signature: inspect.Signature, arguments: int) -> str:
+def _missing(signature: inspect.Signature, arguments: int, keywords: Collection[str]) -> str:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in POSITIONAL]
     takes_more = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
@@ -41,4 +48,5 @@ def _missing(signature: inspect.Signature, arguments: int) -> str:
         return f"takes {len(positional) or 'no'} positional argument{'s' * (len(positional) != 1)}"
     lacking = [p.name for p in positional[arguments:] if p.default is p.empty]
     lacking += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    lacking = [name for name in lacking if name not in keywords]
     return f"also requires {', '.join(map(repr, lacking))}"

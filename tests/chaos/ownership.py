@@ -19,11 +19,10 @@ OFTEN, AGAIN_AND_AGAIN = 4, 3 * SECOND
 PROOFS_COME_WITHIN = SECOND * 3 // 2
 """A process that works has two proofs of its locks within this time."""
 
-#: The faults of the database and of the network, during which no process may be able to take a lock; a blocked event
-#: loop, whose locks a thread proves without a line in the history; and an older version, beside which no process may.
-DISTURBING = frozenset(
-    {"restart", "delay", "end-sessions", "cut", "black-hole", "exhaust", "cut-at-commit", "block", "older"}
-)
+#: The faults of the database and of the network, during which no process may be able to take a lock; and an older
+#: version, beside which no process may. A blocked event loop, whose locks a thread proves without a line in the
+#: history, counts from the moment at which a handler blocks the loop.
+DISTURBING = frozenset({"restart", "delay", "end-sessions", "cut", "black-hole", "exhaust", "cut-at-commit", "older"})
 
 Span = tuple[int, int]
 
@@ -142,7 +141,8 @@ def _disturbed(case: Case) -> list[Span]:
             begun[name] = line.at
         elif name in begun:
             found.append((begun.pop(name), line.at + OWNED_AGAIN_WITHIN))
-    return _merged([*found, *((at, NEVER) for at in begun.values())])
+    blocked = [(line.at, line.until + OWNED_AGAIN_WITHIN) for line in case.lines("blocking")]
+    return _merged([*found, *blocked, *((at, NEVER) for at in begun.values())])
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:

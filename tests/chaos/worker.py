@@ -122,6 +122,7 @@ class Instance:
     async def _misbehave(self, orders: dict[str, Any]) -> None:
         match orders["do"]:
             case "block":
+                self.history.write("blocking", until=time.monotonic_ns() + int(orders["seconds"] * 1e9))
                 time.sleep(orders["seconds"])  # noqa: ASYNC251  # the event loop is what is blocked
             case "ignore":
                 self.ignoring += 1

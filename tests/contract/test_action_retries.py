@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy.orm.exc import StaleDataError
 
 from outboxio import Action, CommitUnknown, Outbox, OutboxError, Retry, SettingsError, StaleRecord, Transaction
-from tests.kit.app import Emit, Look, WalletOpened, eventually
+from tests.kit.app import Emit, Look, WalletOpened
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
@@ -441,13 +441,9 @@ async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgr
         assert runs == [caught.value.action_id]
         assert f"action_id = '{caught.value.action_id}' in events" in str(caught.value)
         assert caught.value.__cause__ is not None
-        await eventually(lambda: open_transactions_are_gone(postgres_url))
+        assert await open_transactions(postgres_url) == []
         await outbox.executor.execute(Emit((1,)))
     assert [row["action_name"] for row in await written(look)] == ["Setup", "Emit"]
-
-
-async def open_transactions_are_gone(url: str) -> bool:
-    return await open_transactions(url) == []
 
 
 async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connection(postgres_url: str) -> None:

@@ -76,7 +76,7 @@ async def _cancelled_at_every_wait(
             return cancelling.waits
         assert task.cancelled(), f"{when} it went on: {task.exception()!r}"
         assert tasks_of_ours() == tasks, f"{when} it left a task"
-        left = await transactions_left(url)
+        left = await open_transactions(url)
         assert left == [], f"{when} it left a transaction"
         rows = await look.value("SELECT count(*) FROM wallets WHERE id = $1", wallet_id)
         events = await look.value("SELECT count(*) FROM {events} WHERE model_id = $1", wallet_id)
@@ -84,16 +84,6 @@ async def _cancelled_at_every_wait(
         async with asyncio.timeout(10):
             await outbox.executor.execute(Open(str(uuid4())))
     raise AssertionError
-
-
-async def transactions_left(url: str) -> list[str]:
-    """The open transactions. The server notices a connection that was closed here only after a moment."""
-    for _ in range(100):
-        left = await open_transactions(url)
-        if not left:
-            break
-        await asyncio.sleep(0.05)
-    return left
 
 
 def tasks_of_ours() -> set[asyncio.Task[Any]]:

@@ -251,8 +251,11 @@ async def test_a_drain_that_is_cut_off_uses_up_no_attempt_and_gives_its_locks_ba
     other.handler(MoneyDeposited, name="first")(journal)
     await cut.executor.execute(Emit((1,)))
 
-    with pytest.raises(DrainTimeout):
-        await cut.drain(timeout="300ms")
+    for seconds in (0.3, 1, 3, 10):  # on a loaded machine a drain may be cut off before the handler begins
+        with pytest.raises(DrainTimeout):
+            await cut.drain(timeout=seconds)
+        if gate.most:
+            break
 
     assert gate.inside == 0
     (record,) = await other.admin.list()

@@ -633,6 +633,25 @@ async def test_the_view_has_the_leases_that_were_asked_for(store: Shared) -> Non
     assert [view.leases[name].is_given_back for name in (held.name, given_back.name)] == [False, True]
 
 
+async def test_the_view_says_which_owners_have_ever_written_a_row_and_have_not_gone(
+    store: Shared, stranger: Shared
+) -> None:
+    name = (await store.lease("ledger", 0)).name
+
+    async def is_of_instance() -> bool:
+        view = await store.partitions.view("app", LATER, [name])
+        assert view.instances == []
+        return view.leases[name].is_of_instance
+
+    assert not await is_of_instance()
+    await stranger.partitions.seen("stranger", Instance("me", ("ledger",), LONG_AGO))
+    assert not await is_of_instance()
+    await store.partitions.seen("app", Instance("me", (), LONG_AGO))
+    assert await is_of_instance()
+    await store.partitions.leave("app", "me")
+    assert not await is_of_instance()
+
+
 # --- moving a backlog ----------------------------------------------------------------------------
 
 

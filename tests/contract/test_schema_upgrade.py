@@ -15,7 +15,7 @@ from outboxio import Outbox, SchemaInUse, SchemaMissing, SchemaNewer
 from outboxio.cli.schema import check as check_command
 from outboxio.cli.schema import migrate as migrate_command
 from outboxio.storage import schema
-from outboxio.storage.ddl import Change, change_of
+from outboxio.storage.ddl import Change, change_of, statements_in
 from outboxio.storage.schema import SqlFile, sql_files
 from outboxio.support.clock import utc_now
 from tests.contract.test_schema import CONTRACT, SHARED, columns_of, files_in, run_with_the_databases_own_tool
@@ -324,11 +324,9 @@ async def test_a_restored_table_has_the_parts_that_later_files_add(server_url: s
 
 
 async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql_url: str) -> None:
-    from outboxio.storage.mysql.schema import _statements
-
     look = Look(mysql_url)
     files = sql_files(look.dialect)
-    steps = [statement for file in files[PREVIOUS:] for statement in _statements(file.text)]
+    steps = [statement for file in files[PREVIOUS:] for statement in statements_in(file.text)]
     for done in range(len(steps) + 1):
         for file in files[:PREVIOUS]:
             await run_with_the_databases_own_tool(mysql_url, file.text)
@@ -445,11 +443,9 @@ def test_the_change_of_a_statement_is_known(statement: str, change: Change | Non
 
 def test_no_statement_of_a_file_is_passed_over() -> None:
     """A statement that is not understood would have no remedy, and would fail in a migration that goes on."""
-    from outboxio.storage.mysql.schema import _statements
-
     for dialect in ("mysql", "mariadb"):
         for file in sql_files(dialect):
-            for statement in _statements(file.text):
+            for statement in statements_in(file.text):
                 text = " ".join(line for line in statement.splitlines() if not line.startswith("--"))
                 if text.split()[0] in ("ALTER", "DROP"):
                     assert change_of(statement) is not None, statement

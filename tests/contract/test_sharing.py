@@ -17,9 +17,11 @@ import pytest
 from outboxio import EventEnvelope, Outbox, Settings
 from tests.kit.app import Look, MoneyDeposited, eventually, opened
 from tests.kit.inside import database_of, locks_of, owner_of, run_of, seen_owners_of, shard_of
+from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.server_acts import acts_on
 
-QUICK = Settings(lock_heartbeat="1s", purge_enabled=False)
+UNPURGED = Settings(purge_enabled=False)
+HEARTBEAT = UNPURGED.lock_heartbeat.total_seconds()
 NAME = "score"
 
 
@@ -84,7 +86,7 @@ class Fleet:
     def shares(self) -> list[int]:
         return sorted(len(self.owned(process)) for process in self.members)
 
-    async def until_shares_are(self, *sizes: int, within: float = 5.0) -> None:
+    async def until_shares_are(self, *sizes: int, within: float = SHARED_WITHIN) -> None:
         await eventually(lambda: self.shares() == sorted(sizes), timeout=within)
 
     async def stop(self) -> None:
@@ -100,7 +102,7 @@ async def fleet(server_url: str, request: pytest.FixtureRequest) -> AsyncIterato
 
 
 @asynccontextmanager
-async def make_fleet(url: str, settings: Settings = QUICK, **options: Any) -> AsyncIterator[Fleet]:
+async def make_fleet(url: str, settings: Settings = UNPURGED, **options: Any) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         fleet = Fleet(url, stack, settings, {"partitions": 8, **options})
         try:
@@ -146,6 +148,27 @@ async def test_a_process_that_joins_moves_few_partitions_besides_its_own(fleet: 
     assert sum(map(len, kept)) >= 4, "5 or 6 is the most; the views of two processes may differ for a moment"
 
 
+async def test_a_process_that_leaves_slowly_with_partition_0_keeps_nobody_from_the_rest(
+    fleet: Fleet, server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaver = await fleet.join("a")
+    await fleet.until_shares_are(8)
+    await fleet.join("b")
+    await fleet.until_shares_are(4, 4)
+    leaving = run_of(leaver)
+    monkeypatch.setattr(type(leaving), "in_flight", lambda run, slot: int(run is leaving and slot.partition == 0))
+    await leaving.membership.begin_to_leave()
+    await fleet.until_shares_are(1, 7)
+    assert fleet.owned("a") == [0]
+
+    # The newcomer has never seen the process that leaves alive, and sees the process as the owner of partition 0 only.
+    await Look(server_url).fetch("UPDATE eventlog.instances SET last_seen_date = '2026-01-01'")
+    await fleet.die("b")
+    await fleet.join("c")
+    await eventually(lambda: fleet.owned("c") == [*range(1, 8)], timeout=10)
+    assert fleet.owned("a") == [0]
+
+
 async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
     fleet.calls.sleep = 0.005
     outbox = await fleet.join("a")
@@ -157,7 +180,7 @@ async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
             await asyncio.sleep(0.05)
         verb, process = step.split()
         await (fleet.join(process) if verb == "join" else fleet.leave(process))
-    await eventually(lambda: fleet.calls.amounts == [*range(posted)], timeout=10)
+    await eventually(lambda: fleet.calls.amounts == [*range(posted)])
     assert outbox is not None
 
 
@@ -168,7 +191,7 @@ async def test_the_partitions_of_a_dead_process_are_owned_again_at_once(fleet: F
     dead = owner_of(fleet.members["b"])
     await eventually(lambda: dead in fleet.seen_owners("a"))
     await fleet.die("b")
-    await fleet.until_shares_are(8, within=1.0)
+    await fleet.until_shares_are(8, within=1.8 * HEARTBEAT)  # a process that says nothing is dead later
 
     rows = Look(server_url)
     await eventually(lambda: _is_forgotten(rows, dead))
@@ -187,7 +210,7 @@ async def test_a_sick_process_gives_its_partitions_away_and_says_so_once(
     sick = run_of(fleet.members["a"])
     monkeypatch.setattr(type(sick), "is_sick", lambda run, now: run is sick)
 
-    await eventually(lambda: (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8), timeout=5)
+    await eventually(lambda: (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8))
     await asyncio.sleep(1.5)  # several views later the process is as sick as before
     told = [record for record in caplog.records if "gives its partitions to other processes" in record.message]
     assert len(told) == 1
@@ -217,7 +240,7 @@ async def test_a_drain_takes_what_is_free_and_is_no_member(fleet: Fleet, server_
 
 
 async def test_all_handlers_are_spread_by_choice(server_url: str) -> None:
-    settings = Settings(lock_heartbeat="1s", purge_enabled=False, balance="all")
+    settings = Settings(purge_enabled=False, balance="all")
     async with AsyncExitStack() as stack:
         outboxes: list[Outbox] = []
         for _ in range(2):
@@ -231,4 +254,4 @@ async def test_all_handlers_are_spread_by_choice(server_url: str) -> None:
         def owned() -> list[int]:
             return [sum(name.role == "dispatch" for name in locks_of(outbox).held) for outbox in outboxes]
 
-        await eventually(lambda: owned() == [3, 3], timeout=5)
+        await eventually(lambda: owned() == [3, 3], timeout=SHARED_WITHIN)

@@ -34,6 +34,7 @@ from outboxio import (
     TransactionEnded,
     Unprocessable,
 )
+from outboxio.integrations.sqlalchemy import RaisesEvents
 from tests.kit.app import Look, eventually
 from tests.kit.opened_by import engine_url
 from tests.kit.probes import doing
@@ -46,7 +47,7 @@ class Base(DeclarativeBase):
     pass
 
 
-class Account(Base):
+class Account(RaisesEvents, Base):
     __tablename__ = "accounts"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
@@ -254,6 +255,42 @@ async def test_a_savepoint_that_is_rolled_back_takes_its_rows_only(
     assert len(await look.events()) == 1
 
 
+async def test_events_of_objects_and_of_the_action_are_written_in_order_and_savepoints_take_theirs_along(
+    outbox: Outbox, look: Look
+) -> None:
+    async def raise_some(tx: Transaction) -> None:
+        account = await tx.session.get_one(Account, 1)
+        tx.emit(Paid(1))
+        savepoint = await tx.session.begin_nested()
+        account.raise_event(Paid(2))
+        account.balance = 5
+        await tx.session.flush()
+        tx.emit(Paid(3))
+        await savepoint.rollback()
+        account.raise_event(Paid(4))  # and no row of the object changes
+
+    await outbox.executor.execute(doing(raise_some))
+    assert ["1" in row["payload"] or "4" in row["payload"] for row in await look.events()] == [True, True]
+
+
+async def test_events_of_an_action_that_joins_are_its_own(outbox: Outbox, look: Look) -> None:
+    class Joins(Action):
+        async def perform(self, tx: Transaction) -> None:
+            (await tx.session.get_one(Account, 1)).raise_event(Paid(5))
+
+    @outbox.handler(Paid, name="books", delivery="transactional")
+    async def book(envelope: EventEnvelope[Paid]) -> None:
+        if envelope.event.amount == 1:
+            account = await envelope.tx.session.get_one(Account, 1)
+            await envelope.execute(Joins())
+            account.raise_event(Paid(6))
+
+    await outbox.executor.execute(Pay(1))
+    await outbox.drain()
+    names = {row["payload"].strip('{} "amount:'): row["action_name"] for row in await look.events()}
+    assert names == {"1": "Pay", "5": "Joins", "6": "books"}
+
+
 async def test_a_failed_flush_that_the_action_swallows_commits_nothing(
     outbox: Outbox, engine: AsyncEngine, look: Look
 ) -> None:
@@ -277,11 +314,11 @@ async def test_the_session_is_made_by_the_applications_sessionmaker(engine: Asyn
     async with outbox_of(maker) as outbox, outbox.transaction("Pay") as tx:
         assert isinstance(tx.session, OwnSession)
         assert tx.session is tx.session
-        assert tx.session.info == {"by": "the application"}
+        assert tx.session.info["by"] == "the application"
         tx.session.add(Entry(region="eu", number=7))
         await tx.session.flush()
         tx.emit(Paid(1), model=await tx.session.get_one(Entry, ("eu", 7)))
-    assert [row["model_id"] for row in await look.events()] == ['["eu",7]']
+    assert [row["model_id"] for row in await look.events()] == ["eu,7"]
     with pytest.raises(TransactionClosed):
         _ = tx.session
 

@@ -93,6 +93,7 @@ async def main(told: dict[str, Any]) -> None:
     async with outbox.running():
         report("running", version=str(Path(outboxio.__file__).parents[1]))
         await produce(outbox, told["name"], quiet)
+        report("quiet")
         await leave.wait()
     await outbox.close()
     report("left")

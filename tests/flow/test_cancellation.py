@@ -135,10 +135,10 @@ async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
-        await asyncio.sleep(1)
+        await asyncio.sleep(60)
 
     await outbox.executor.execute(Emit((1,)))
-    assert (await outbox.drain(timeout=1)).failed == 1
+    assert (await outbox.drain(timeout=10)).failed == 1
     assert len(journal) == 1
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("FAILED", 1)]
     await leaks.nothing_is_left(POOL)
@@ -181,7 +181,7 @@ async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_a
 
     await outbox.executor.execute(Emit((1, 2)))
     with pytest.raises(DrainTimeout):
-        await outbox.drain(timeout=0.3)
+        await outbox.drain(timeout=2)
     assert len(started) == 2
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("PENDING", 0)] * 2
     await leaks.nothing_is_left(POOL)

@@ -28,7 +28,7 @@ from outboxio import Outbox
 from tests.kit.app import Look, eventually
 
 ROOT = Path(__file__).parents[2]
-PREVIOUS = "948cab5"
+PREVIOUS = "ee733e2"
 """The commit before the tables had partitions."""
 PROCESSES = 4
 PARTITIONS = 8
@@ -95,13 +95,14 @@ class Fleet:
         """End a process as a deployment does. It leaves in good order."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert self.of(name, "left")
 
     async def quiet(self) -> None:
         """No process emits an event any more."""
         for process in self._running.values():
             process.send_signal(signal.SIGUSR1)
+        await eventually(lambda: all(self.of(name, "quiet") for name in self._running))
 
     def kill(self) -> None:
         for process in self._running.values():
@@ -153,6 +154,7 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
         await eventually(is_spread, timeout=30)
         assert await outbox.migrate(contract=True) == {"default": ["0006_partitions_contract.sql"]}
         await asyncio.sleep(2)
+        await eventually(lambda: len(fleet.all("emitted")) > 100 * PROCESSES, timeout=60)
         await fleet.quiet()
 
         async def is_done() -> bool:
@@ -164,7 +166,6 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
         await fleet.stop(f"new{number}")
 
     emitted = Counter((report["key"], report["number"]) for report in fleet.all("emitted"))
-    assert len(emitted) > 100 * PROCESSES
     for handler in HANDLERS:
         handled = Counter((report["key"], report["number"]) for report in fleet.all(handler))
         assert emitted - handled == Counter(), f"{handler}: lost"

@@ -22,11 +22,12 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.handlers.handler import HandlerRegistry, make_handler
+from outboxio.invocation.resting import NewerRows
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import Event, EventTypes
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import DYING, DueQuery, Notification, State
+from outboxio.model.notification import DYING, DueQuery, Notification, RestQuery, State
 from outboxio.model.outcome import Bucket, Lease, Outcome, success
 from outboxio.runs.cursor import Cursors, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
@@ -87,6 +88,13 @@ class Table:
         ]
 
 
+class NothingRests:
+    """No rows of newer versions."""
+
+    async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
+        return 0
+
+
 class Database:
     """As much of a database as dispatch needs here."""
 
@@ -97,6 +105,7 @@ class Database:
 
     def __init__(self) -> None:
         self.notifications = Table()
+        self.resting = NothingRests()
 
     def is_unreachable(self, error: Exception) -> bool:
         return isinstance(error, Gone)
@@ -240,8 +249,9 @@ class Parts:
             unproven=self._unproven,
         )  # fmt: skip
         self.intake = Intake(
-            queues, self.state, self.in_flight, self.settler, self.scheduler, self.workers, invoker.judge, self.stuck
-        )
+            queues, self.state, self.in_flight, self.settler, self.scheduler, self.workers, invoker.judge, self.stuck,
+            NewerRows(self.setup.handlers, self.setup.clock),
+        )  # fmt: skip
         self.partitions = Partitions(lambda: self.now)
         self.limits = TotalLimits(
             self.setup, queues, self.cursors, self.partitions, self.scheduler, rose=self.workers.call

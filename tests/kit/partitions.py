@@ -18,7 +18,7 @@ from itertools import count
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing.partition_share import PartitionShare, Plan
+from outboxio.sharing.partition_share import REST_AFTER_SURPLUS, PartitionShare, Plan
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 
 HEARTBEAT = 5.0
@@ -27,6 +27,10 @@ ROUND = 0.2
 VIEW_EVERY = 1.0  # between two views of a process that has its share, where wake-ups arrive
 QUIET = 30.0  # the seconds without a move at the end of a run
 START = datetime(2026, 1, 1)
+
+#: The seconds in which real processes share slots evenly, for ``eventually``. A process that stood still for a second,
+#: while slots were free for the process, finds the slots taken, and gets the slots only after this rest.
+SHARED_WITHIN = REST_AFTER_SURPLUS + 20
 
 
 class Conditions(Struct, frozen=True):

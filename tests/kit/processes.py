@@ -86,7 +86,7 @@ class Worker:
 
     async def until_running(self, *locks: str) -> None:
         """Wait until the worker runs, and holds the given locks."""
-        await self.until("running")
+        await self.until("running", timeout=60)
         for lock in locks:
             await self.until("taken", lock=lock)
 

@@ -525,6 +525,17 @@ def test_nobody_can_own_a_partition_while_no_process_works(left_alone: Story) ->
     assert left_alone.wrong() == set()
 
 
+@pytest.mark.parametrize(("begins", "wrong"), [(1, {9}), (4, set())])
+def test_a_blocked_event_loop_counts_from_the_moment_at_which_the_loop_is_blocked(
+    left_alone: Story, begins: int, wrong: set[int]
+) -> None:
+    left_alone.tell(4, "a", "lost", lock="app/dispatch/shared/2")
+    left_alone.tell(0.5, "arena", "fault", state="begins", how="block")
+    left_alone.tell(0.6, "arena", "fault", state="is over", how="block a for 1.0 s")
+    left_alone.tell(begins, "a", "blocking", until=(begins + 1) * SECOND)
+    assert left_alone.wrong() == wrong
+
+
 def test_a_row_that_waits_in_a_partition_that_is_owned_is_a_different_matter(left_alone: Story) -> None:
     assert left_alone.wrong() == set()
 

@@ -269,6 +269,17 @@ def test_a_holder_of_partition_0_that_shared_partitions_before_is_no_older_proce
     assert plan(made, s(1, 2), now=now).halt == ()
 
 
+def test_a_holder_of_partition_0_whose_row_is_old_is_no_older_process() -> None:
+    # A process that leaves, or whose event loop is blocked, writes no row.
+    made = share()
+    holder = {s(0)[0]: SeenLease("b", 1, 0, is_of_instance=True)}
+    made.see(rows("me"), holder | free(1, 2, 3, owner="c"), 0.0)
+    assert set(plan(made).wanted) == set(s(1, 2, 3))
+
+    made.see(rows("me"), holder | held_by("me", 1, 2, 3), 1.0)
+    assert plan(made, s(1, 2, 3), now=1.0).halt == ()
+
+
 def test_slots_beyond_a_smaller_number_are_given_back_when_idle() -> None:
     made = share(4)
     made.see(rows("me"), held_by("me", 0, 1, 2, 3), 0.0)

@@ -18,7 +18,7 @@ from outboxio.support.log import log_of
 logger = log_of(__name__)
 
 REFUSED = ("commit", "rollback", "close", "reset", "invalidate", "prepare")
-"""The methods of a session that would end the transaction. The asynchronous session calls the same methods."""
+"""The methods of a session that would end the transaction, of the session below the asynchronous session."""
 
 
 class StaleObject(StaleRecord, StaleDataError):
@@ -42,7 +42,7 @@ class Unit:
         """The driver's connection."""
 
     async def begin(self, send: Callable[[Any], Awaitable[object]] | None = None) -> None:
-        """Begin a transaction. SQLAlchemy sends BEGIN with its first statement; ``send`` begins at once.
+        """Begin a transaction. SQLAlchemy sends BEGIN with the first statement; ``send`` begins at once.
 
         ``send`` is called with SQLAlchemy's connection, in a greenlet of SQLAlchemy.
         """
@@ -55,7 +55,7 @@ class Unit:
         await self._connection.run_sync(begin)
 
     def session(self, action_name: str) -> AsyncSession:
-        """The session of the transaction. ``commit`` and its like are refused in the name of the action."""
+        """The session of the transaction. The methods in ``REFUSED`` raise in the name of the action."""
         if self._session is None:
             # control_fully: the commit of the session is the commit of the connection, at the moment of its events.
             self._session = self._maker(bind=self._connection, join_transaction_mode="control_fully")

@@ -18,15 +18,14 @@ _OF_EVENT = (
 _OF_ACTION = {
     "namespace": "namespace", "action_id": "action_id", "action_name": "action_name", "action_params": "action_params",
     "started_date": "started_date", "completion_date": "completion_date", "event_date": "completion_date",
-    "source": "source", "correlation_id": "correlation_id", "causation_id": "causation_id", "headers": "headers",
-    "hops": "hops",
+    "source": "source", "correlation_id": "correlation_id", "causation_id": "causation_id", "hops": "hops",
 }  # fmt: skip
 """The columns that all events of one action share, and the attributes of :class:`ActionRecord` that they have."""
 
 values_of_event = attrgetter(*_OF_EVENT)
 values_of_action = attrgetter(*_OF_ACTION.values())
 
-INSERT_EVENTS = f"INSERT INTO eventlog.events ({', '.join((*_OF_EVENT, *_OF_ACTION, 'delivered'))})\nVALUES "
+INSERT_EVENTS = f"INSERT INTO eventlog.events ({', '.join((*_OF_EVENT, 'headers', *_OF_ACTION, 'delivered'))})\nVALUES "
 
 assert set(_OF_EVENT) <= set(EventRecord.__struct_fields__)
 assert set(_OF_ACTION.values()) <= set(ActionRecord.__struct_fields__)

@@ -39,6 +39,7 @@ from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
+from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
@@ -84,6 +85,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.ordering = MysqlOrdering(self._find)
         self.starts = MysqlStarts(self._find, self._settle, self._admin)
+        self.resting = MysqlResting(self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)

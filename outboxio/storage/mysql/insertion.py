@@ -26,7 +26,8 @@ def insertions(
     statement = INSERT_EVENTS.encode()
     begun, most = statement, largest_packet - AROUND
     for event in events:
-        row = f"({_literals(escape, values_of_event(event))}, {shared}, FALSE)".encode()
+        own = (*values_of_event(event), action.headers_of(event))
+        row = f"({_literals(escape, own)}, {shared}, FALSE)".encode()
         if len(INSERT_EVENTS) + len(row) >= most:
             raise InvalidEvent(
                 f"event {event.event_type or 'of ' + action.action_name}",

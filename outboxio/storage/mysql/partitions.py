@@ -76,11 +76,12 @@ DELETE FROM eventlog.instances WHERE namespace = %(namespace)s AND instance = %(
 
 # A lease has no last_seen_date.
 VIEW = for_flavours("""
-SELECT instance, CAST(names AS CHAR) {collate}, NULL, NULL, last_seen_date FROM eventlog.instances
+SELECT instance, CAST(names AS CHAR) {collate}, NULL, NULL, NULL, last_seen_date FROM eventlog.instances
 WHERE namespace = %(namespace)s AND last_seen_date > %(seen_since)s
 UNION ALL
-SELECT l.name, l.owner, l.term, l.released_term, NULL
+SELECT l.name, l.owner, l.term, l.released_term, i.instance IS NOT NULL, NULL
 FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w STRAIGHT_JOIN eventlog.leases l ON l.name = w.name
+LEFT JOIN eventlog.instances i ON i.namespace = %(namespace)s AND i.instance = l.owner
 """)
 
 # The position is written with OR, as in the statement that finds due rows.
@@ -140,8 +141,12 @@ class MysqlPartitions:
         scope = {"namespace": namespace, "seen_since": seen_since, "leases": as_json(leases)}
         rows = await self._admin.fetch(VIEW, scope)
         return ClusterView(
-            [Instance(name, _names(names), seen) for name, names, _, _, seen in rows if seen is not None],
-            {name: SeenLease(owner, term, released) for name, owner, term, released, seen in rows if seen is None},
+            [Instance(name, _names(names), seen) for name, names, *_, seen in rows if seen is not None],
+            {
+                name: SeenLease(owner, term, released, bool(is_of_instance))
+                for name, owner, term, released, is_of_instance, seen in rows
+                if seen is None
+            },
         )
 
     async def rehome(

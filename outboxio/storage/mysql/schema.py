@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
-from outboxio.storage.ddl import change_of
+from outboxio.storage.catalog import MYSQL
+from outboxio.storage.ddl import change_of, statements_in
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import LoopConnection, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
@@ -18,47 +18,28 @@ from outboxio.storage.schema import (
     Rights,
     drops_parts,
     files_to_apply,
-    has_part,
     indexes_to_make,
+    is_done,
     missing_parts,
     pending_files,
     reading,
+    refuse_foreign,
     refuse_incomplete,
     refuse_lacking,
     refuse_newer,
     refuse_older,
-    refuse_unadoptable,
     tables_of,
     tells_older,
     useless_indexes,
 )
 
-# Instances that start together take turns.
-TAKE_TURNS = "SELECT GET_LOCK('outboxio migrate', 60)"
-END_TURN = "SELECT RELEASE_LOCK('outboxio migrate')"
 TURN_TIMEOUT = 90.0
 INDEX_TIMEOUT = 86_400.0  # an index of a large table can take hours
 
-COLUMNS = "SELECT TABLE_NAME, COLUMN_NAME, PRIVILEGES FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = 'eventlog'"
-INDEXES = """
-SELECT TABLE_NAME, INDEX_NAME, NON_UNIQUE, COLUMN_NAME FROM information_schema.STATISTICS
-WHERE TABLE_SCHEMA = 'eventlog' ORDER BY TABLE_NAME, INDEX_NAME, SEQ_IN_INDEX
-"""
 # information_schema leaves out tables on which the user has no rights. A read of such a table is denied; a read of a
 # table that does not exist fails with a different error.
 PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_of("mysql")}
 USER = "SELECT CURRENT_USER()"
-VERSION = "SELECT COALESCE(MAX(version), 0) FROM eventlog.schema_versions"
-
-# A process announces its handlers every minute. older_seen_date is the evidence of a process of an older version.
-_WHILE_AGO = "UTC_TIMESTAMP(6) - INTERVAL 2 MINUTE"
-ANNOUNCED = f"SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE last_seen_date > {_WHILE_AGO}"
-ANNOUNCED_BY_OLDER = f"""
-SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE older_seen_date > {_WHILE_AGO}
-  OR last_seen_date > {_WHILE_AGO} AND NOT last_seen_date <=> partitioned_seen_date
-"""
-
-_STATEMENT_END = re.compile(r";[ \t]*\n")
 
 
 class MysqlSchema:
@@ -93,7 +74,7 @@ class MysqlSchema:
         return found
 
     async def _migrate_in_turn(self, connection: Any, *, contract: bool) -> list[str]:
-        if (await fetch(connection, TAKE_TURNS, timeout=TURN_TIMEOUT))[0][0] != 1:
+        if (await fetch(connection, MYSQL.take_turns, timeout=TURN_TIMEOUT))[0][0] != 1:
             raise DatabaseError(
                 f"shard {self._shard!r}: another process has been migrating for a minute; try again when it is done"
             )
@@ -102,7 +83,7 @@ class MysqlSchema:
         except BaseException:
             drop(connection)  # ends the turn too
             raise
-        await fetch(connection, END_TURN)
+        await fetch(connection, MYSQL.end_turn)
         return applied
 
     async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
@@ -114,19 +95,16 @@ class MysqlSchema:
         found = await self._look(connection, reading(self._dialect))
         files = files_to_apply(self._shard, self._dialect, found, contract=contract)
         indexes = indexes_to_make(self._shard, self._dialect, found)
-        missing = [part for _, part in missing_parts(self._dialect, found)]
-        is_ours = "schema_versions" in found.columns  # the first table that migrate() creates
-        if any(p.kind != "table" and p not in indexes and not (p.is_added and is_ours) for p in missing):
-            refuse_unadoptable(self._shard, self._dialect, found)
+        refuse_foreign(self._shard, self._dialect, found, indexes)
         if contract and (dropping := drops_parts(files, found)):
-            announced = ANNOUNCED_BY_OLDER if tells_older(found) else ANNOUNCED
+            announced = MYSQL.announced_by_older if tells_older(found) else MYSQL.announced
             refuse_older(self._shard, dropping, await fetch(connection, announced))
         for file in files:
-            for statement in _statements(file.text):
+            for statement in statements_in(file.text):
                 await _run(connection, statement, found)
         for index in indexes:
             await execute(connection, index.statements[0], timeout=INDEX_TIMEOUT)
-        if all(part.words == "table schema_versions" for part in missing):
+        if all(part.words == "table schema_versions" for _, part in missing_parts(self._dialect, found)):
             return [file.name for file in files if contract and file.is_contract]
         return [*(file.name for file in files), *(index.words for index in indexes)]
 
@@ -138,19 +116,19 @@ class MysqlSchema:
         self._refuse_old(connection)
         columns: dict[str, set[str]] = defaultdict(set)
         held: dict[str, set[str]] = defaultdict(set)
-        for table, column, privileges in await fetch(connection, COLUMNS):
+        for table, column, privileges in await fetch(connection, MYSQL.columns):
             columns[table].add(column)
             held[table] |= set(privileges.upper().split(","))
         if probes:
             held |= {table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, table)}
         [(user,)] = await fetch(connection, USER)
         refuse_lacking(self._shard, user, _quoted(user), needed, held)
-        version = (await fetch(connection, VERSION))[0][0] if "version" in columns["schema_versions"] else 0
+        version = (await fetch(connection, MYSQL.version))[0][0] if "version" in columns["schema_versions"] else 0
         return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), version))
 
     async def _with_indexes(self, connection: Any, found: Found) -> Found:
         listed: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-        for table, index, is_no_key, column in await fetch(connection, INDEXES):
+        for table, index, is_no_key, column in await fetch(connection, MYSQL.indexes):
             listed[table, index, is_no_key].append(column or "")
         columns = {index: ", ".join(names) for (_, index, _), names in listed.items() if index != "PRIMARY"}
         keys: dict[str, set[str]] = defaultdict(set)
@@ -178,14 +156,12 @@ class MysqlSchema:
 
 
 async def _run(connection: Any, statement: str, found: Found) -> None:
-    """Run a statement of a file, unless an interrupted migration has run the statement already.
-
-    ``found``: the tables before the migration. A table that is not among these tables is new, and gets all changes.
-    """
-    change = change_of(statement)
-    if change is None:
+    """Run a statement of a file, unless an interrupted migration has run the statement already."""
+    if is_done(statement, found):
+        return
+    if change_of(statement) is None:
         await execute(connection, statement)
-    elif change.table not in found.columns or has_part(change, found) == change.drops:
+    else:
         await execute(connection, statement, timeout=INDEX_TIMEOUT)
 
 
@@ -204,10 +180,3 @@ def _quoted(user: str) -> str:
     """``name@host`` in the spelling of a GRANT."""
     name, _, host = user.rpartition("@")
     return f"'{name}'@'{host}'"
-
-
-def _statements(text: str) -> Iterator[str]:
-    """The statements of a file; each statement ends with a semicolon at the end of a line."""
-    for statement in _STATEMENT_END.split(text):
-        if re.sub(r"--[^\n]*", "", statement).strip():
-            yield statement

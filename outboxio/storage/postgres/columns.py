@@ -10,7 +10,7 @@ from outboxio.model.notification import Context, NotificationRecord
 JSON = {"action_params", "payload", "headers", "errors"}
 
 #: The columns of ``events`` that all events of an action share.
-OF_ACTION = ActionRecord.__struct_fields__
+OF_ACTION = tuple(field for field in ActionRecord.__struct_fields__ if field != "headers")
 
 #: The columns of ``events`` that differ between the events of an action, each with the cast of its array of texts.
 OF_EVENT = {
@@ -22,6 +22,7 @@ OF_EVENT = {
     "ordering_key": "",
     "topic": "",
     "available_at": "::timestamp[]",
+    "headers": "",
 }
 
 #: The columns that a notification copies from the event.

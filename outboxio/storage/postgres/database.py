@@ -42,6 +42,7 @@ from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
+from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.server_info import (
@@ -112,6 +113,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
         self.ordering = PostgresOrdering(self._find)
         self.starts = PostgresStarts(self._find, self._settle, self._admin)
+        self.resting = PostgresResting(self._admin)
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)

@@ -64,10 +64,13 @@ ON CONFLICT (namespace, instance) DO UPDATE SET names = excluded.names, last_see
 LEAVE = "DELETE FROM eventlog.instances WHERE namespace = $1 AND instance = $2"
 
 VIEW = """
-SELECT instance AS name, names::text, last_seen_date, NULL AS owner, NULL::bigint AS term, NULL::bigint AS released_term
+SELECT instance AS name, names::text, last_seen_date, NULL AS owner,
+  NULL::bigint AS term, NULL::bigint AS released_term, NULL::boolean AS is_of_instance
 FROM eventlog.instances WHERE namespace = $1 AND last_seen_date > $2
 UNION ALL
-SELECT name, NULL, NULL, owner, term, released_term FROM eventlog.leases WHERE name = ANY ($3::text[])
+SELECT l.name, NULL, NULL, l.owner, l.term, l.released_term, i.instance IS NOT NULL
+FROM eventlog.leases l LEFT JOIN eventlog.instances i ON i.namespace = $1 AND i.instance = l.owner
+WHERE l.name = ANY ($3::text[])
 """
 
 # The same statement locks the lease row FOR SHARE and moves rows (decision 3): a process that froze must not move a row
@@ -124,11 +127,11 @@ class PostgresPartitions:
     async def view(self, namespace: str, seen_since: datetime, leases: Sequence[str]) -> ClusterView:
         instances, seen = list[Instance](), dict[str, SeenLease]()
         rows = await self._admin.fetch(VIEW, namespace, seen_since, list(leases))
-        for name, names, last_seen_date, owner, term, released_term in rows:
+        for name, names, last_seen_date, owner, term, released_term, is_of_instance in rows:
             if owner is None:
                 instances.append(Instance(name, msgspec.json.decode(names, type=tuple[str, ...]), last_seen_date))
             else:
-                seen[name] = SeenLease(owner, term, released_term)
+                seen[name] = SeenLease(owner, term, released_term, is_of_instance)
         return ClusterView(instances, seen)
 
     async def rehome(

@@ -10,6 +10,7 @@ import asyncpg
 from msgspec import Struct
 
 from outboxio.errors import RightsMissing
+from outboxio.storage.catalog import IN_EVENTLOG, POSTGRES, POSTGRES_TABLES
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.schema import (
     Found,
@@ -28,34 +29,13 @@ from outboxio.storage.schema import (
     tells_older,
 )
 
-# Processes that start together take turns. The lock ends with the transaction.
-TAKE_TURNS = "SELECT pg_advisory_xact_lock(hashtextextended('outboxio migrate', 0))"
-
-# The system catalogues show all tables to all users. information_schema hides tables from a user without rights, so
-# that missing rights would look like missing tables.
-_OURS = "pg_catalog.pg_namespace n JOIN pg_catalog.pg_class t ON t.relnamespace = n.oid"
-_TABLES = "n.nspname = 'eventlog' AND t.relkind IN ('r', 'p', 'v', 'f')"
-COLUMNS = f"""
-SELECT t.relname, a.attname FROM {_OURS} JOIN pg_catalog.pg_attribute a ON a.attrelid = t.oid
-WHERE {_TABLES} AND a.attnum > 0 AND NOT a.attisdropped
-"""
-# An index whose build failed exists and is of no use (indisvalid is false).
-INDEXES = f"""
-SELECT t.relname, c.relname, i.indisvalid, i.indisunique AND i.indpred IS NULL AND i.indexprs IS NULL,
-  array_to_string(ARRAY(
-    SELECT a.attname FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
-    JOIN pg_catalog.pg_attribute a ON a.attrelid = t.oid AND a.attnum = k.attnum
-    WHERE k.place <= i.indnkeyatts ORDER BY k.place), ', ')
-FROM {_OURS} JOIN pg_catalog.pg_index i ON i.indrelid = t.oid JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
-WHERE {_TABLES}
-"""
 # A right on any column is enough here. A right on a wrong column fails when the statement runs.
 RIGHTS = f"""
 SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_any_column_privilege(t.oid, 'SELECT') THEN 'SELECT' END,
   CASE WHEN has_any_column_privilege(t.oid, 'INSERT') THEN 'INSERT' END,
   CASE WHEN has_any_column_privilege(t.oid, 'UPDATE') THEN 'UPDATE' END], NULL)
-FROM {_OURS} WHERE {_TABLES}
+FROM {POSTGRES_TABLES} WHERE {IN_EVENTLOG}
 """
 USER = """
 SELECT current_user::text, quote_ident(current_user), quote_ident(current_database()),
@@ -65,19 +45,11 @@ SELECT current_user::text, quote_ident(current_user), quote_ident(current_databa
    WHERE t.relnamespace = n.oid AND t.relname = 'events')
 FROM (SELECT 1) AS one LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = 'eventlog'
 """
-VERSION = "SELECT coalesce(max(version), 0) FROM eventlog.schema_versions"
 ADOPT = """
 CREATE TABLE IF NOT EXISTS eventlog.schema_versions
   (version INT PRIMARY KEY, file VARCHAR(255) NOT NULL, applied_date TIMESTAMP NOT NULL)
 """
 ADOPTED = "INSERT INTO eventlog.schema_versions VALUES ($1, $2, now() AT TIME ZONE 'UTC')"
-# A process announces its handlers every minute. ``older_seen_date`` is the evidence of a process of an older version.
-_WHILE_AGO = "clock_timestamp() AT TIME ZONE 'UTC' - INTERVAL '2 minutes'"
-ANNOUNCED = f"SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE last_seen_date > {_WHILE_AGO}"
-ANNOUNCED_BY_OLDER = f"""
-SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE older_seen_date > {_WHILE_AGO}
-  OR (last_seen_date > {_WHILE_AGO} AND last_seen_date IS DISTINCT FROM partitioned_seen_date)
-"""
 # Needs a right on the whole database, even if the schema exists.
 MAKE_SCHEMA = "CREATE SCHEMA IF NOT EXISTS eventlog;"
 
@@ -117,14 +89,14 @@ class PostgresSchema:
         refuse_incomplete(self._shard, "postgres", found)
 
     async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
-        await connection.execute(TAKE_TURNS)
+        await connection.execute(POSTGRES.take_turns)
         found = await self._look(connection)
         if is_occupied("postgres", found):
             return await self._adopt(connection, found)
         files = files_to_apply(self._shard, "postgres", found, contract=contract)
         indexes = indexes_to_make(self._shard, "postgres", found)
         if contract and (dropping := drops_parts(files, found)):
-            announced = ANNOUNCED_BY_OLDER if tells_older(found) else ANNOUNCED
+            announced = POSTGRES.announced_by_older if tells_older(found) else POSTGRES.announced
             refuse_older(self._shard, dropping, await connection.fetch(announced))
         has_schema = bool(files) and (await _user(connection)).has_schema
         for file in files:
@@ -144,15 +116,15 @@ class PostgresSchema:
     async def _look(self, connection: Any, needed: Rights | None = None) -> Found:
         """The existing tables. Raises :class:`RightsMissing` without the rights ``needed``, by default SELECT."""
         columns: dict[str, set[str]] = defaultdict(set)
-        for table, column in await connection.fetch(COLUMNS):
+        for table, column in await connection.fetch(POSTGRES.columns):
             columns[table].add(column)
         await self._refuse_lacking(connection, needed or reading("postgres"))
         indexes, invalid, keys = set[str](), set[str](), defaultdict[str, set[str]](set)
-        for table, index, is_valid, is_key, of_columns in await connection.fetch(INDEXES):
+        for table, index, is_valid, is_key, of_columns in await connection.fetch(POSTGRES.indexes):
             (indexes if is_valid else invalid).add(index)
             if is_key and is_valid:
                 keys[table].add(of_columns)
-        version = await connection.fetchval(VERSION) if "version" in columns["schema_versions"] else 0
+        version = await connection.fetchval(POSTGRES.version) if "version" in columns["schema_versions"] else 0
         return Found({t: c for t, c in columns.items() if c}, indexes, version, invalid, keys)
 
     async def _refuse_lacking(self, connection: Any, needed: Rights) -> None:

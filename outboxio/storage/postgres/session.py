@@ -129,6 +129,7 @@ def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
         _unless_null([e.ordering_key for e in events]),
         _unless_null([e.topic for e in events]),
         _unless_null(as_texts(e.available_at for e in events)),
+        _unless_null([action.headers_of(e) for e in events]),
     ]
 
 

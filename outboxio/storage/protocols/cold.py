@@ -9,7 +9,7 @@ from uuid import UUID
 
 from outboxio.handlers.subscription import Subscription
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import NotificationRecord, Position
+from outboxio.model.notification import NotificationRecord, Position, RestQuery
 from outboxio.model.outcome import Lease
 from outboxio.storage.protocols.values import (
     Announced,
@@ -105,6 +105,18 @@ class OperatorStore(Protocol):
         ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
         transaction. Returns the number of rows.
         """
+        ...
+
+
+class RestingRepository(Protocol):
+    """Resting rows of ``event_notifications``, which only newer code can read (``invocation/resting.py``)."""
+
+    async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
+        """Make resting rows due, up to ``limit`` rows of each slot, in order of the sequence; the number of rows."""
+        ...
+
+    async def count(self, namespace: str, names: Sequence[str]) -> int:
+        """The number of resting rows of the handler names."""
         ...
 
 

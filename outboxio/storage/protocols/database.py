@@ -10,6 +10,7 @@ from outboxio.storage.protocols.cold import (
     EventStore,
     OperatorStore,
     PartitionRepository,
+    RestingRepository,
     RetentionRepository,
     Schema,
     SubscriptionRepository,
@@ -74,6 +75,9 @@ class Database(Protocol):
 
     @property
     def starts(self) -> StartRepository: ...
+
+    @property
+    def resting(self) -> RestingRepository: ...
 
     @property
     def retention(self) -> RetentionRepository: ...

@@ -216,6 +216,8 @@ class SeenLease(Struct, frozen=True):
     owner: str
     term: int
     released_term: int
+    is_of_instance: bool = False
+    """True if the owner has a row in ``instances``, however old: an owner of a version without partitions has none."""
 
     @property
     def is_given_back(self) -> bool:

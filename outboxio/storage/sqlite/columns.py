@@ -11,7 +11,7 @@ from outboxio.model.notification import Context, NotificationRecord
 
 EVENT_FIELDS = EventRecord.__struct_fields__
 """The columns in which the events of an action differ, in the order of the values in the list ``:events``."""
-ACTION_FIELDS = ActionRecord.__struct_fields__
+ACTION_FIELDS = tuple(field for field in ActionRecord.__struct_fields__ if field != "headers")
 """The columns that all events of an action share, and the names of the parameters."""
 
 EVENT = {

@@ -20,6 +20,7 @@ from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
+from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
@@ -64,6 +65,7 @@ class SqliteDatabase:
         self.notifications = SqliteNotifications(self._connections, name)
         self.ordering = SqliteOrdering(self._connections)
         self.starts = SqliteStarts(self._connections)
+        self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)

@@ -51,7 +51,6 @@ def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dic
         "source": action.source,
         "correlation_id": action.correlation_id,
         "causation_id": None if action.causation_id is None else str(action.causation_id),
-        "headers": action.headers,
         "hops": action.hops,
         "events": as_json(  # in the order of EVENT_FIELDS
             (
@@ -63,6 +62,7 @@ def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dic
                 event.ordering_key,
                 event.topic,
                 None if event.available_at is None else as_text(event.available_at),
+                action.headers_of(event),
             )
             for event in events
         ),

@@ -11,6 +11,8 @@ from functools import partial
 import msgspec
 
 from outboxio.errors import SchemaMissing
+from outboxio.storage.catalog import SQLITE
+from outboxio.storage.ddl import statements_in
 from outboxio.storage.schema import (
     Found,
     Rights,
@@ -27,12 +29,8 @@ from outboxio.storage.sqlite.connections import Connections
 
 PREFIX = "eventlog_"
 
-COLUMNS = """
-SELECT json_group_array(json_array(m.name, c.name)) FROM sqlite_schema m JOIN pragma_table_info(m.name) c
-WHERE m.type = 'table' AND m.name GLOB 'eventlog_*'
-"""
-INDEXES = "SELECT json_group_array(name) FROM sqlite_schema WHERE type = 'index' AND name GLOB 'eventlog_*'"
-VERSION = "SELECT coalesce(max(version), 0) FROM eventlog_schema_versions"
+COLUMNS = f"SELECT json_group_array(json_array(of_table, of_column)) FROM ({SQLITE.columns})"
+INDEXES = f"SELECT json_group_array(of_index) FROM ({SQLITE.indexes})"
 ADOPT = """
 CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
   version INTEGER NOT NULL PRIMARY KEY, file TEXT NOT NULL, applied_date TEXT NOT NULL)
@@ -108,7 +106,7 @@ class SqliteSchema:
         if not files:
             self._refuse_without_keys(list(_missing_keys(connection)))
         for file in files:
-            for statement in _statements(file.text):
+            for statement in statements_in(file.text):
                 connection.execute(statement)
         for index in indexes:
             connection.execute(index.statements[0])
@@ -128,7 +126,7 @@ def _found_in(connection: sqlite3.Connection) -> Found:
     for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
         columns[table.removeprefix(PREFIX)].add(column)
     indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
-    version = fetch_value(connection, VERSION, ()) if "version" in columns["schema_versions"] else 0
+    version = fetch_value(connection, SQLITE.version, ()) if "version" in columns["schema_versions"] else 0
     indexes = [index.removeprefix(PREFIX) for index in indexes]
     return Found({table: names for table, names in columns.items() if names}, indexes, version)
 
@@ -138,13 +136,3 @@ def _missing_keys(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
     for question, key, file in KEYS:
         if not fetch_value(connection, question, ()):
             yield key, file
-
-
-def _statements(text: str) -> Iterator[str]:
-    """The statements of a file. ``executescript`` is no choice, because it commits before the first statement."""
-    statement = ""
-    for line in text.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""

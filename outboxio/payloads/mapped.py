@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from outboxio.errors import InvalidEvent
 from outboxio.support.text import briefly
 
@@ -13,8 +11,8 @@ from outboxio.support.text import briefly
 def named_by(model: object, model_id: object, model_type: str | None) -> tuple[object, str | None]:
     """The ``model_id`` and ``model_type`` of a mapped object. A given value goes before the value of the object.
 
-    The id is the primary key, and the type is the name of the class. A primary key of several columns becomes a JSON
-    array, such as ``["eu", 7]``. Raises :class:`InvalidEvent` for an object that is not mapped, and for an object
+    The id is the primary key, and the type is the name of the class. A primary key of several columns is joined by
+    commas, as in ``"eu,7"``. Raises :class:`InvalidEvent` for an object that is not mapped, and for an object
     without a primary key yet.
     """
     return (_key_of(model) if model_id is None else model_id), model_type or type(model).__name__
@@ -30,7 +28,7 @@ def _key_of(model: object) -> object:
             "model of emit",
             f"a {type(model).__name__} has no primary key yet: await tx.session.flush() before emit, or give model_id",
         )
-    return key[0] if len(key) == 1 else msgspec.json.encode(list(key)).decode()
+    return key[0] if len(key) == 1 else ",".join(map(str, key))
 
 
 def _state_of(model: object) -> Any:

@@ -1,4 +1,4 @@
-"""For the tests of applications: an outbox in memory, a clock that a test moves, and the events that were emitted.
+"""An outbox in memory, a clock that a test moves, and the events that were committed.
 
 The outbox in memory is a normal outbox on SQLite: same statements, same semantics, no server.
 """
@@ -10,19 +10,21 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
+from outboxio.handlers.wiring import Around
 from outboxio.invocation.failures import joined, listening
-from outboxio.model.event import Event, type_names
+from outboxio.model.event import type_names
 from outboxio.operations.orders import given_moment
 from outboxio.outbox import Drained, Outbox
+from outboxio.payloads.classes import AnyEvent, decoder_of
+from outboxio.payloads.fields import field_names
 from outboxio.settings import Settings
 from outboxio.support.clock import utc_now
 from outboxio.support.duration import parse_duration
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AnyEvent)
 
 
 class MovableClock:
@@ -70,6 +72,7 @@ async def memory_outbox(
     settings: Settings | None = None,
     clock: MovableClock | None = None,
     resources: Any = None,
+    around: Around | None = None,
 ) -> AsyncGenerator[Outbox]:
     """An outbox in memory with all tables, closed at the end of the block. Handlers run when you call ``drain()``.
 
@@ -78,13 +81,15 @@ async def memory_outbox(
     Example::
 
         async with memory_outbox(clock=clock) as outbox:
-            outbox.add_handler(SendReceipt(mailer))
+            outbox.include(handlers)
             await outbox.executor.execute(DepositMoney(wallet_id, Decimal(10)))
             await outbox.drain()
             assert mailer.sent == [wallet_id]
     """
     checking = replace(settings or Settings(), validate_events=True)
-    async with Outbox("sqlite://", namespace=namespace, settings=checking, clock=clock, resources=resources) as outbox:
+    async with Outbox(
+        "sqlite://", namespace=namespace, settings=checking, clock=clock, resources=resources, around=around
+    ) as outbox:
         await outbox.migrate()
         yield outbox
 
@@ -97,7 +102,7 @@ async def emitted(outbox: Outbox, event_type: type[E]) -> Sequence[E]:
         assert await emitted(outbox, MoneyDeposited) == [MoneyDeposited(wallet_id, Decimal(10))]
     """
     payloads = await outbox.admin.payloads(sorted(type_names(event_type)))
-    return [msgspec.json.decode(payload, type=event_type) for payload in payloads]
+    return list(map(decoder_of(event_type), payloads))
 
 
 async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
@@ -108,7 +113,7 @@ async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
         event = await expect_event(outbox, MoneyDeposited, wallet_id=wallet_id)
         assert event.amount == Decimal(10)
     """
-    unknown = fields.keys() - set(event_type.__struct_fields__)
+    unknown = fields.keys() - field_names(event_type)
     if unknown:
         raise InvalidEvent(f"expect_event({event_type.__name__})", f"has no field {sorted(unknown)[0]!r}")
     there = await emitted(outbox, event_type)

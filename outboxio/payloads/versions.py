@@ -1,0 +1,112 @@
+"""Versions of events: which version a row has, and how a payload of an older version is read.
+
+The version of a row is a key of its ``headers``. A row without the key has version 1, so events of version 1 are
+stored as before. The functions that lead from one version to the next (upcasters) get and return the JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+
+from outboxio.errors import InvalidEvent
+from outboxio.support.codec import decode_object
+from outboxio.support.log import type_name
+from outboxio.support.text import briefly
+
+VERSION_HEADER = "outboxio-event-version"
+LARGEST_VERSION = 100_000
+
+
+class NewerVersion(InvalidEvent):
+    """A row has a version that the code here does not know."""
+
+
+Upcast = Callable[[dict[str, Any]], dict[str, Any]]
+
+_MARK = VERSION_HEADER.encode()
+
+
+def header_of(version: int) -> str | None:
+    """The own headers of a row of this version: a JSON object, or ``None`` for version 1."""
+    return None if version == 1 else f'{{"{VERSION_HEADER}":{version}}}'
+
+
+def with_own(shared: str | None, own: str | None) -> str | None:
+    """The headers of a row: the headers of the action, which are an object with keys, and the row's own."""
+    if own is None or shared is None:
+        return shared or own
+    return f"{shared[:-1]},{own[1:]}"
+
+
+def refuse_reserved(headers: Mapping[str, Any], subject: str) -> None:
+    """Raise :class:`InvalidEvent` if an application gives the key that holds the version."""
+    if VERSION_HEADER in headers:
+        reason = f"the key {VERSION_HEADER!r} is reserved for the version of the event's class; leave the key out"
+        raise InvalidEvent(subject, reason)
+
+
+def is_marked(raw_context: Any) -> bool:
+    """False if the text of a row's context surely holds no version. Nearly all rows are told apart in this way."""
+    return VERSION_HEADER in raw_context if isinstance(raw_context, str) else _MARK in bytes(raw_context)
+
+
+def version_in(headers: msgspec.Raw) -> int:
+    """The version in the headers of a row. Raises :class:`InvalidEvent` for a value that is no version."""
+    return checked_version(decode_object(headers).get(VERSION_HEADER, 1), f"header {VERSION_HEADER!r} of a row")
+
+
+def checked_version(version: Any, subject: str) -> int:
+    """``version``; :class:`InvalidEvent`, naming ``subject``, for a value that is no version."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= LARGEST_VERSION:
+        raise InvalidEvent(subject, f"it is {briefly(version)}, and no whole number from 1 to {LARGEST_VERSION}")
+    return version
+
+
+def missing_step(version: int, upcasters: Mapping[int, Upcast]) -> int | None:
+    """The first version that no upcaster leads on from, although an upcaster leads to it; ``None`` without a gap."""
+    return next((step for step in range(min(upcasters, default=version), version) if step not in upcasters), None)
+
+
+def upcasting(
+    name: str, decode: Callable[[Any], Any], stored: int, version: int, upcasters: Mapping[int, Upcast]
+) -> Callable[[Any], Any]:
+    """The decoder of rows of the version ``stored``, for a class of the version ``version``."""
+    if stored == version:
+        return decode
+    subject = f"event {name} of version {stored}"
+    if stored > version:
+        raise NewerVersion(subject, f"the class here has version {version}; deploy the code of version {stored}")
+    missing = next((step for step in range(stored, version) if step not in upcasters), None)
+    if missing is not None:
+        raise InvalidEvent(
+            subject, f"no upcaster leads on from version {missing}; write one with from_version={missing}"
+        )
+
+    def decode_older(payload: Any) -> Any:
+        document = msgspec.json.decode(payload)
+        for step in range(stored, version):
+            document = _one_on(upcasters[step], document, step, subject)
+        try:
+            return decode(msgspec.json.encode(document))
+        except msgspec.ValidationError as error:
+            told = f"the upcasters have made no event of version {version}: {error}"
+            raise InvalidEvent(
+                subject, told, logged="the upcasters have made no event of the present version"
+            ) from error
+
+    return decode_older
+
+
+def _one_on(upcast: Upcast, document: dict[str, Any], step: int, subject: str) -> dict[str, Any]:
+    who = f"the upcaster {getattr(upcast, '__qualname__', '')!r} from version {step}"
+    try:
+        made: Any = upcast(document)
+    except Exception as error:
+        told = f"{who} raised {type_name(error)}"
+        raise InvalidEvent(subject, f"{told}: {error}", logged=told) from error
+    if not isinstance(made, dict):
+        raise InvalidEvent(subject, f"{who} returned a {type(made).__name__}, and no dict: return the changed dict")
+    return cast("dict[str, Any]", made)

@@ -1,0 +1,74 @@
+"""The lifespan of a web application: the outbox runs for as long as the application runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.support.aio import to_the_end
+
+OuterLifespan = Callable[[Any], AbstractAsyncContextManager[Mapping[str, Any] | None]]
+
+
+class Runs(Protocol):
+    """The outbox, for a lifespan."""
+
+    def running(self) -> AbstractAsyncContextManager[object]: ...
+
+    async def close(self) -> None: ...
+
+
+class Lifespan:
+    """``FastAPI(lifespan=outbox.lifespan)``, or ``Starlette(...)``: ``running()`` from the start of the application to
+    its end.
+
+    The lifespan sets ``app.state.outbox``. At the end the lifespan also closes the outbox, unless the outbox was in
+    use before the application started. The lifespan does not migrate: call ``await outbox.migrate()`` at a
+    deployment, or in a lifespan of your own.
+    """
+
+    def __init__(self, outbox: Runs, guard: EventLoopGuard, outer: OuterLifespan | None = None) -> None:
+        self._outbox = outbox
+        self._guard = guard
+        self._outer = outer
+
+    def within(self, outer: OuterLifespan) -> Lifespan:
+        """The outbox runs inside a lifespan of the application, of which the state is passed on.
+
+        ``outer`` is entered first and left last. So handlers have the objects that ``outer`` opens, until the last
+        handler has ended.
+
+        Example::
+
+            @asynccontextmanager
+            async def mine(app: FastAPI) -> AsyncGenerator[None]:
+                await outbox.migrate()
+                async with mailer:
+                    yield
+
+            app = FastAPI(lifespan=outbox.lifespan.within(mine))
+        """
+        return Lifespan(self._outbox, self._guard, outer)
+
+    def __call__(self, app: Any) -> AbstractAsyncContextManager[Any]:
+        """The context of an application: yields the state of the outer lifespan, or ``None``.
+
+        Entering and leaving raise the errors of ``running()``.
+        """
+        return self._lifespan(app)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Any) -> AsyncGenerator[Mapping[str, Any] | None]:
+        is_ours = not self._guard.is_bound
+        async with AsyncExitStack() as stack:
+            state = None if self._outer is None else await stack.enter_async_context(self._outer(app))
+            try:
+                if hasattr(app, "state"):
+                    app.state.outbox = self._outbox
+                async with self._outbox.running():
+                    yield state
+            finally:
+                if is_ours:
+                    await to_the_end(self._outbox.close())

@@ -1,0 +1,1 @@
+"""Events in transactions that the application opens and commits."""

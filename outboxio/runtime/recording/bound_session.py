@@ -1,0 +1,186 @@
+"""``Outbox.bind``: events of a SQLAlchemy session that the application commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
+from outboxio.errors import ConfigurationError
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
+from outboxio.runtime.own_connection import OwnConnections, is_of_sqlalchemy
+from outboxio.support.ids import uuid7
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from outboxio.integrations.sessions import SessionEvents
+
+UNNAMED = "session.commit"
+"""The action of events of a session without a named action. No class has this name."""
+
+
+class ActionOfSession:
+    """An action as described by ``Outbox.bind``."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        params: object = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.says_nothing = all(each is None for each in (name, params, correlation_id, headers))
+        self.name = UNNAMED if name is None else name
+        self.params = params
+        self.correlation_id = correlation_id
+        self.headers = headers
+
+
+class _Emitted(NamedTuple):
+    action: ActionRecord
+    event: EventRecord
+
+
+class SessionBuffer:
+    """The events of a session for a shard, until the session commits."""
+
+    def __init__(self, executor: ActionExecutor, target: WritableShard, own: OwnConnections) -> None:
+        self._executor = executor
+        self.target = target
+        self._own = own
+        self.named = ActionOfSession()
+        """The action of events without an action of their own."""
+        self.events: list[_Emitted] = []
+        self._written: list[EventRecord] = []
+        self._actions: dict[ActionOfSession, ActionRecord] = {}
+
+    def emit(self, event: AnyEvent, action: ActionOfSession | None = None, **options: Any) -> None:
+        record = self.target.emitter.record(event, current_cause(), **options)
+        self.events.append(_Emitted(self._record_of(action or self.named), record))
+
+    async def write(self, driver: Any) -> None:
+        session = await self._own.session_on(self.target, driver)
+        for action, emitted in groupby(self.events, key=lambda emitted: emitted.action):
+            await self._executor.write(self.target, session, action, [each.event for each in emitted])
+        self._written += (each.event for each in self.events)
+        self.events.clear()
+
+    def committed(self) -> None:
+        if self._written:
+            self.target.committed(self._written)
+
+    def ended(self) -> None:
+        self.events.clear()
+        self._written = []
+        self._actions.clear()
+
+    def _record_of(self, action: ActionOfSession) -> ActionRecord:
+        """The columns of an action, which begins with its first event in the transaction."""
+        if (record := self._actions.get(action)) is None:
+            record = self._actions[action] = self._executor.action_record(
+                self.target, action.name, action.params, action.headers, uuid7(), action.correlation_id, current_cause()
+            )
+        return record
+
+
+class BoundSession:
+    """The events of a SQLAlchemy session, from ``Outbox.bind``."""
+
+    def __init__(
+        self, session: AsyncSession, events: SessionEvents, buffer: SessionBuffer, action: ActionOfSession
+    ) -> None:
+        self._session = session
+        self._events = events
+        self._buffer = buffer
+        self._action = action
+
+    def emit(
+        self,
+        event: AnyEvent,
+        *,
+        model: object = None,
+        model_id: object = None,
+        model_type: str | None = None,
+        ordering_key: object = None,
+        topic: str | None = None,
+        available_at: datetime | None = None,
+    ) -> None:
+        """Record an event, which is committed with the session, or not at all. The parameters are those of ``tx.emit``.
+
+        Outside of a transaction the call begins the transaction of the session, as ``session.add`` does. Raises
+        :class:`InvalidEvent` if the event cannot be stored, and :class:`TransactionError` if the transaction of the
+        session has failed, or has just committed.
+
+        Example::
+
+            outbox.bind(session).emit(OrderPaid(order.id), model_id=order.id, model_type="Order")
+        """
+        from outboxio.integrations.sessions import require_open
+
+        session = self._session.sync_session
+        require_open(session, "emit()")
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
+        self._buffer.emit(
+            event,
+            self._action,
+            model_id=model_id,
+            model_type=model_type,
+            ordering_key=ordering_key,
+            topic=topic,
+            available_at=available_at,
+        )
+        self._events.emitted(session)
+
+
+class BoundSessions:
+    """Makes the buffers of sessions. A buffer lives in its session."""
+
+    def __init__(self, executor: ActionExecutor, own: OwnConnections) -> None:
+        self._executor = executor
+        self._own = own
+
+    def bind(self, session: Any, target: WritableShard, action: ActionOfSession) -> BoundSession:
+        """The events of a session. See ``Outbox.bind`` for the errors."""
+        if not is_of_sqlalchemy(session):
+            raise ConfigurationError(f"bind() was given {_class_of(session)}; give an AsyncSession of SQLAlchemy")
+        from sqlalchemy.ext.asyncio import AsyncSession
+
+        from outboxio.integrations.sessions import events_of
+        from outboxio.integrations.sqlalchemy import asynchronous
+
+        given = asynchronous(session, "bind()")
+        if not isinstance(given, AsyncSession):
+            raise ConfigurationError(
+                "bind() was given an AsyncConnection, which does not say when it commits: give an AsyncSession, or use "
+                "outbox.record(connection, ...) and outbox.wake()"
+            )
+        if given.sync_session.twophase:
+            raise ConfigurationError(
+                "bind() was given a session with twophase=True: the events of a transaction that was prepared and not "
+                "committed would wait unseen. Use a session without two-phase commit, or outbox.record"
+            )
+        events = events_of(given.sync_session)
+        buffer = self._buffer_of(events, target)
+        if not action.says_nothing:
+            buffer.named = action
+        return BoundSession(given, events, buffer, buffer.named)
+
+    def _buffer_of(self, events: SessionEvents, target: WritableShard) -> SessionBuffer:
+        if events.sink is None:
+            events.sink = SessionBuffer(self._executor, target, self._own)
+        if not isinstance(events.sink, SessionBuffer) or events.sink.target is not target:
+            raise ConfigurationError(
+                "the session is bound to a different outbox or shard: use a session for each, or outbox.record for the "
+                "events of the second"
+            )
+        return events.sink
+
+
+def _class_of(given: object) -> str:
+    return f"{type(given).__module__}.{type(given).__qualname__}"

@@ -1,0 +1,166 @@
+"""The parts of the Alembic integration that need no database: names, numbers, and revisions that are written."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from typer.testing import CliRunner
+
+from outboxio import ConfigurationError
+from outboxio.cli.app import app
+from outboxio.integrations.alembic import downgrade_refused, include_name, include_name_with, upgrade, write_revision
+from tests.kit.alembic_project import add_revision, project
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return project(tmp_path, "sqlite:///never-opened.db", template="generic")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "schema", "is_included"),
+    [
+        ("eventlog", "schema", None, False),
+        (None, "schema", None, True),
+        ("billing", "schema", None, True),
+        ("events", "table", "eventlog", False),
+        ("events", "table", "billing", True),
+        ("eventlog_events", "table", None, False),
+        ("eventlog_of_mine", "table", None, True),
+        ("eventlog_events", "table", "billing", True),
+        ("state", "column", None, True),
+    ],
+)
+def test_names_of_outboxio_are_left_out_and_no_others(
+    name: str | None, kind: Any, schema: str | None, is_included: bool
+) -> None:
+    parents: Any = {} if kind == "schema" else {"schema_name": schema}
+
+    assert include_name(name, kind, parents) is is_included
+
+
+def test_a_filter_of_the_application_decides_as_well() -> None:
+    both = include_name_with(lambda name, kind, parents: name != "legacy")
+
+    assert [both(name, "table", {"schema_name": None}) for name in ("orders", "legacy", "eventlog_events")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_filter_that_is_no_function_is_refused() -> None:
+    given: Any = "orders"
+    with pytest.raises(ConfigurationError, match="expected a function"):
+        include_name_with(given)
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["to=99", "to=0", "to='5'", "to=True", "to=5, since=-1"])
+def test_a_version_that_does_not_exist_is_refused(config: Config, call: str) -> None:
+    add_revision(config, "wrong", f"outboxio.upgrade(op, {call})")
+
+    with pytest.raises(ConfigurationError, match="this outboxio has the versions"):
+        command.upgrade(config, "head", sql=True)
+
+
+def test_a_dialect_without_tables_is_refused() -> None:
+    class Oracle:
+        dialect = type("Dialect", (), {"name": "oracle"})()
+
+        def get_context(self) -> Any:
+            return self
+
+        def get_bind(self) -> Any: ...
+
+    with pytest.raises(ConfigurationError, match="no tables for oracle"):
+        upgrade(Oracle())
+
+
+def test_a_downgrade_is_refused_with_the_reason_and_the_ways_out(config: Config) -> None:
+    write_revision(config, revision="first")
+
+    with pytest.raises(ConfigurationError, match=r"not handled yet.*pass.*DROP SCHEMA"):
+        command.downgrade(config, "first:base", sql=True)
+    with pytest.raises(ConfigurationError):
+        downgrade_refused()
+
+
+# --- what is printed, and what is written -----------------------------------------------------------------
+
+
+def printed(config: Config) -> str:
+    command.upgrade(config, "head", sql=True)
+    assert isinstance(config.output_buffer, io.StringIO)
+    return config.output_buffer.getvalue()
+
+
+def test_a_printed_revision_has_the_files_behind_the_former_version_only(config: Config) -> None:
+    config.set_main_option("sqlalchemy.url", "postgresql://")
+    add_revision(config, "later", "outboxio.upgrade(op, since=4)")
+
+    text = printed(config)
+
+    assert "0005_partitions.sql" in text
+    assert "0004_" not in text
+    assert "0006_" not in text, "a file that drops a part waits until a revision asks for it"
+
+
+def written(path: Path | None) -> str:
+    assert path is not None
+    [call] = [line.strip() for line in path.read_text().splitlines() if "outboxio.upgrade" in line]
+    return call
+
+
+def test_a_written_revision_continues_where_the_revisions_before_it_end(config: Config) -> None:
+    assert written(write_revision(config)) == "outboxio.upgrade(op, to=6)"
+    assert write_revision(config) is None, "the newest version is reached"
+
+
+def test_behind_an_older_revision_the_contract_file_waits_for_a_revision_of_its_own(config: Config) -> None:
+    add_revision(config, "first", "outboxio.upgrade(op, to=4)")
+
+    assert written(write_revision(config)) == "outboxio.upgrade(op, to=5, since=4)"
+    assert write_revision(config) is None
+    assert written(write_revision(config, contract=True)) == "outboxio.upgrade(op, to=6, since=5)"
+
+
+def test_a_written_revision_is_one_of_alembic(config: Config) -> None:
+    command.revision(config, rev_id="before", message="orders")
+
+    path = write_revision(config, revision="ours", message="event tables")
+
+    assert path is not None
+    assert path.name == "ours_event_tables.py"
+    assert "Revises: before" in path.read_text()
+    assert "outboxio.downgrade_refused(op)" in path.read_text()
+
+
+def test_the_reason_of_alembic_is_told(config: Config) -> None:
+    command.revision(config, rev_id="one", message="one")
+    command.revision(config, rev_id="two", message="two", head="base", splice=True)
+
+    with pytest.raises(ConfigurationError, match="Multiple heads"):
+        write_revision(config)
+
+
+def test_the_command_writes_a_revision_and_says_where(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    first = CliRunner().invoke(app, ["alembic-revision", "--rev-id", "ours", "--json"])
+    again = CliRunner().invoke(app, ["alembic-revision", "--json"])
+    nowhere = CliRunner().invoke(app, ["alembic-revision", "--config", "nowhere.ini"])
+
+    assert json.loads(first.stdout)["written"].endswith("ours_outboxio_tables.py")
+    assert json.loads(again.stdout) == {"written": None}
+    assert nowhere.exit_code == 2
