@@ -35,6 +35,7 @@ from outboxio import (
     Transaction,
 )
 from outboxio.integrations.fastapi import OriginMiddleware, OutboxDep, add_exception_handlers
+from outboxio.testing import EmittedEvents, perform
 
 
 class Placed(Event):
@@ -204,6 +205,21 @@ async def shared(envelope: EventEnvelope[Placed]) -> None: ...
 
 
 Settings(balance="all")
+
+
+class Pay(Action):
+    order_id: int
+
+    async def perform(self, tx: Transaction) -> int:
+        return await tx.execute("UPDATE orders SET paid = 1")
+
+
+async def tested(outbox_events: EmittedEvents) -> None:
+    paid: Paid = outbox_events.of(Paid).one(order_id=1)
+    number: int = (await perform(Pay(1), given=[paid.order_id])).result
+    placed: Placed = outbox_events.of(Paid)[number]  # wrong: it is a Paid
+    text: str = (await perform(Pay(1), given={"UPDATE": 1})).result  # wrong: it is a number
+    print(placed, text)
 
 
 class Misled(EventHandler[Placed]):
