@@ -7,20 +7,14 @@ the package, and imports the package inside of fixtures only. docs/testing.md de
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from outboxio import Handlers, Outbox
     from outboxio.outbox import Drained
-    from outboxio.testing import EmittedEvents, MovableClock
-
-
-class Drain(Protocol):
-    """The type of ``outbox_drain``."""
-
-    async def __call__(self, timeout: float | str | None = "10s") -> Drained: ...
+    from outboxio.testing import Drain, EmittedEvents, MovableClock
 
 
 @pytest.fixture

@@ -231,6 +231,100 @@ class Misled(EventHandler[Placed]):
     async def handle(self, envelope: EventEnvelope[Placed]) -> None: ...
 """
 
+# The same file: events and actions of any kind of class, and versions.
+APPLICATION += """
+
+from dataclasses import dataclass
+from decimal import Decimal
+
+import attrs
+import msgspec
+import outboxio
+from outboxio import AnyEvent, Transaction
+from outboxio.testing import emitted
+from pydantic import BaseModel
+
+
+@outboxio.event("order-paid", aliases={"paid"}, version=2)
+class OrderPaid(BaseModel):
+    order_id: int
+    amount: Decimal
+
+
+@outboxio.event
+@dataclass(frozen=True, slots=True)
+class OrderSent:
+    order_id: int
+
+
+@outboxio.event()
+@attrs.frozen
+class OrderLost:
+    order_id: int
+
+
+@outboxio.event
+class OrderKept(msgspec.Struct):
+    order_id: int
+
+
+class OrderMoved(Event, version=2):
+    order_id: int
+
+
+@outboxio.upcaster(OrderPaid, from_version=1)
+def with_amount(stored: dict[str, Any]) -> dict[str, Any]:
+    return {**stored, "amount": "0"}
+
+
+@outboxio.action(retry=outboxio.Retry(on=KeyError))
+class SendOrder(BaseModel):
+    order_id: int
+
+    async def perform(self, tx: Transaction) -> int:
+        for event in (OrderSent(self.order_id), OrderLost(self.order_id), OrderKept(self.order_id)):
+            tx.emit(event)
+        tx.emit(OrderPaid(order_id=self.order_id, amount=Decimal(1)), model_id=self.order_id)
+        tx.emit("sent")  # wrong: it is no event
+        tx.emit(OrderSent)  # wrong: it is a class
+        return self.order_id
+
+
+@outbox.handler(OrderPaid, OrderSent, name="m1")
+async def of_two_kinds(envelope: EventEnvelope[OrderPaid | OrderSent]) -> None:
+    number: int = envelope.event.order_id
+    text: str = envelope.event.order_id  # wrong: it is a number
+    number = await envelope.execute(SendOrder(order_id=number))
+    text = await outbox.executor.execute(SendOrder(order_id=number))  # wrong: perform returns a number
+    envelope.emit(OrderLost(number))
+    any_event: EventEnvelope[AnyEvent] = envelope
+    print(any_event, text, envelope.event.amuont)  # wrong: there is no such field
+
+
+class OfModels(EventHandler[OrderPaid]):
+    name = "m2"
+
+    async def handle(self, envelope: EventEnvelope[OrderPaid]) -> None:
+        lost: list[OrderLost] = list(await emitted(outbox, OrderLost))
+        paid: list[OrderLost] = list(await emitted(outbox, OrderPaid))  # wrong: these are other events
+        print(lost, paid, envelope.event.amount)
+
+
+def of_text(envelope: EventEnvelope[str]) -> None: ...  # wrong: a str is no event
+
+
+outbox.register(OrderPaid, OrderSent, OrderLost, OrderKept)
+outbox.register(str)  # wrong: it is no class of events
+outboxio.event("name", aliases=5)  # wrong: it is no set of names
+outboxio.event("name", version="2")  # wrong: it is a number
+outboxio.upcaster(OrderPaid, from_version="1")  # wrong: it is a number
+
+
+@outboxio.upcaster(OrderPaid, from_version=1)  # wrong: it takes a dict, and returns one
+def without_dict(stored: str) -> str:
+    return stored
+"""
+
 SHOP = ("shop", "story", "migrations", "tests")
 PYRIGHT = {"include": ["application.py", "shop_mistakes.py", *SHOP], "typeCheckingMode": "strict"}
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
+from msgspec.structs import replace
+
 from outboxio.errors import (
     CommitUnknown,
     ConfigurationError,
@@ -26,9 +28,9 @@ from outboxio.model.action import (
     cause_chain,
     name_and_retries,
 )
-from outboxio.model.emitter import Cause, Emitter, Origin, current_origin, encode_headers, encode_params
+from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.envelope import current_envelope
-from outboxio.model.event import ActionRecord, EventRecord, checked_name, checked_text
+from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
@@ -169,6 +171,7 @@ class ActionExecutor:
                 token = work_in(tx, self._owner)
                 try:
                     yield tx
+                    await tx.flush()
                     tx.close()
                     tx.require_open("a statement on tx.connection")
                 except BaseException:
@@ -195,6 +198,7 @@ class ActionExecutor:
         token = work_in(joined, self._owner)
         try:
             result: Result_co = await _awaitable(action.perform(joined), name)
+            await joined.flush()
             joined.close()
             await self._write(target, joined, record)
             return result
@@ -203,6 +207,7 @@ class ActionExecutor:
             raise
         finally:
             work_outside(token)
+            tx.resume()
 
     async def record(
         self,
@@ -259,28 +264,11 @@ class ActionExecutor:
         source: str | None = None,
     ) -> ActionRecord:
         """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
-        checked_name(action_name, "action_name")
-        if cause is None and (origin := current_origin.get()) is not None:
-            correlation_id = origin.correlation_id if correlation_id is None else correlation_id
-            headers = _with_origin(headers, origin)
-        if correlation_id is not None:
-            checked_text(correlation_id, f"correlation_id of {action_name}")
-        elif cause is not None:
-            correlation_id = cause.correlation_id
-        begun, stores_nul = target.clock(), target.emitter.stores_nul
-        return ActionRecord(
-            namespace=self._namespace,
-            action_id=action_id,
-            action_name=action_name,
-            action_params=encode_params(params, action_name, stores_nul=stores_nul),
-            started_date=begun,
-            completion_date=begun,
-            source=source,
-            correlation_id=correlation_id,
-            causation_id=None if cause is None else cause.event_id,
-            headers=encode_headers(headers, action_name, stores_nul=stores_nul),
-            hops=0 if cause is None else cause.hops + 1,
-        )
+        record = target.emitter.action(
+            self._namespace, target.clock(), action_name, params, action_id=action_id, cause=cause,
+            correlation_id=correlation_id, headers=headers,
+        )  # fmt: skip
+        return record if source is None else replace(record, source=source)
 
     async def _write(self, target: WritableShard, tx: Transaction, record: ActionRecord) -> None:
         """Write the rows of an action that does not end the transaction."""
@@ -297,13 +285,6 @@ class ActionExecutor:
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
         return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
-
-
-def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[str, Any] | None:
-    """The headers of an execution over the headers of its origin."""
-    if headers is None:
-        return origin.headers
-    return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
 async def _explain(target: WritableShard, error: Exception) -> None:

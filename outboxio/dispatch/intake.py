@@ -27,6 +27,7 @@ from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import NewerRows
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import Outcome
+from outboxio.payloads.versions import VERSION_HEADER
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ports import StuckRows
@@ -80,6 +81,7 @@ class Intake:
         in_flight, cursors, stuck = self._in_flight.rows, self._cursors.by_slot, self._stuck_ids
         remembered = self._settler.refused if self._settler.refused else None
         for row in rows:
+            raw = row.raw_context
             cursor = cursors.get((row.handler_name, row.partition_number))
             if cursor is None or row.id in in_flight or row.id in settled or row.id in stuck:
                 continue
@@ -103,7 +105,7 @@ class Intake:
             elif queue.beginning is not None and run.precedes(queue.beginning):
                 self._skip(run)
                 taken += 1
-            elif row.may_have_version and self._rest(run):
+            elif (VERSION_HEADER in raw if type(raw) is str else row.may_have_version) and self._rest(run):
                 taken += 1
             elif spec.needs_admission or cursor.is_paused:
                 undecided.setdefault(queue, []).append(run)

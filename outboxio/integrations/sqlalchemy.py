@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.integrations.raises_events import RaisesEvents
 from outboxio.integrations.sessions import begun
 
-__all__ = ["RaisesEvents", "asynchronous", "driver_connection"]
+__all__ = ["RaisesEvents", "asynchronous", "blocking_driver_connection", "driver_connection"]
 
 
 async def driver_connection(given: Any) -> Any:
@@ -37,3 +39,23 @@ def asynchronous(given: Any, call: str) -> AsyncSession | AsyncConnection:
             "or an AsyncSession or AsyncConnection"
         )
     return given
+
+
+def blocking_driver_connection(given: Any) -> Any:
+    """The driver's own connection inside a synchronous session or connection; any other object unchanged.
+
+    Raises :class:`NoTransaction` if no transaction is open.
+    """
+    if isinstance(given, scoped_session):
+        given = cast("scoped_session[Session]", given)()
+    if not isinstance(given, Session | Connection):
+        return given
+    if not given.in_transaction():
+        raise NoTransaction(given)
+    connection = given.connection() if isinstance(given, Session) else given
+    if connection.dialect.is_async:
+        raise ConfigurationError(
+            f"Producer.record() was given a {type(given).__name__} over the asynchronous driver "
+            f"{connection.dialect.driver!r}: use `await outbox.record(session, ...)`, or outbox.bind(session)"
+        )
+    return connection.connection.driver_connection

@@ -21,8 +21,8 @@ from outboxio.payloads.fields import unfit_field
 from outboxio.payloads.versions import Upcast
 from outboxio.support.text import briefly
 
-C = TypeVar("C", bound=type[AnyEvent])
-A = TypeVar("A", bound=type[AnyEvent])
+# pyright applies decorators before it knows that the class is a dataclass, so the classes are any classes here.
+C = TypeVar("C", bound=type[Any])
 U = TypeVar("U", bound=Upcast)
 
 
@@ -72,11 +72,11 @@ def _decorated(cls: C, name: str | None, aliases: Iterable[str], version: int) -
 
 
 @overload
-def action(cls: A, /) -> A: ...
+def action(cls: C, /) -> C: ...
 
 
 @overload
-def action(type_name: str | None = None, *, retry: Retries = ()) -> Callable[[A], A]: ...
+def action(type_name: str | None = None, *, retry: Retries = ()) -> Callable[[C], C]: ...
 
 
 def action(type_name: Any = None, *, retry: Retries = ()) -> Any:
@@ -99,13 +99,13 @@ def action(type_name: Any = None, *, retry: Retries = ()) -> Any:
     if isinstance(type_name, type):
         return _decorated_action(type_name, None, retry)
 
-    def decorate(cls: A) -> A:
+    def decorate(cls: C) -> C:
         return _decorated_action(cls, type_name, retry)
 
     return decorate
 
 
-def _decorated_action(cls: A, name: str | None, retry: Retries) -> A:
+def _decorated_action(cls: C, name: str | None, retry: Retries) -> C:
     _refuse_class(cls, "action", is_action)
     if not inspect.iscoroutinefunction(getattr(cls, "perform", None)):
         raise RegistrationError(f"{_where(cls)} has no method `async def perform(self, tx)`")

@@ -138,6 +138,40 @@ class Emitter:
             record, **self.routing(subject, ordering_key=ordering_key, topic=topic, available_at=available_at)
         )
 
+    def action(
+        self,
+        namespace: str,
+        begun: datetime,
+        action_name: str,
+        params: object,
+        *,
+        action_id: UUID,
+        cause: Cause | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> ActionRecord:
+        """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
+        checked_name(action_name, "action_name")
+        if cause is None and (origin := current_origin.get()) is not None:
+            correlation_id = origin.correlation_id if correlation_id is None else correlation_id
+            headers = _with_origin(headers, origin)
+        if correlation_id is not None:
+            checked_text(correlation_id, f"correlation_id of {action_name}")
+        elif cause is not None:
+            correlation_id = cause.correlation_id
+        return ActionRecord(
+            namespace=namespace,
+            action_id=action_id,
+            action_name=action_name,
+            action_params=encode_params(params, action_name, stores_nul=self.stores_nul),
+            started_date=begun,
+            completion_date=begun,
+            correlation_id=correlation_id,
+            causation_id=None if cause is None else cause.event_id,
+            headers=encode_headers(headers, action_name, stores_nul=self.stores_nul),
+            hops=0 if cause is None else cause.hops + 1,
+        )
+
     def _learn(self, event: AnyEvent) -> Emission:
         """Register the class of an event. :class:`InvalidEvent` if no event of the class can be stored and read."""
         cls = type(event)
@@ -188,6 +222,13 @@ def unreadable(error: Exception, subject: str) -> InvalidEvent:
     text = str(error) or type(error).__name__
     told = text.replace("`null`", "`None`") if isinstance(error, ValidationError) else text
     return InvalidEvent(subject, f"its fields are not of their types: {told}")
+
+
+def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[str, Any] | None:
+    """The headers of an execution over the headers of its origin."""
+    if headers is None:
+        return origin.headers
+    return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
 def encode_params(params: object, action_name: str, *, stores_nul: bool) -> str:

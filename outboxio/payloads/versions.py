@@ -6,6 +6,7 @@ stored as before. The functions that lead from one version to the next (upcaster
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ class NewerVersion(InvalidEvent):
 
 Upcast = Callable[[dict[str, Any]], dict[str, Any]]
 
-_MARK = VERSION_HEADER.encode()
+_search = re.compile(VERSION_HEADER.encode()).search  # without a copy of the text; ``in`` takes three times as long
 
 
 def header_of(version: int) -> str | None:
@@ -50,7 +51,7 @@ def refuse_reserved(headers: Mapping[str, Any], subject: str) -> None:
 
 def is_marked(raw_context: Any) -> bool:
     """False if the text of a row's context surely holds no version. Nearly all rows are told apart in this way."""
-    return VERSION_HEADER in raw_context if isinstance(raw_context, str) else _MARK in bytes(raw_context)
+    return VERSION_HEADER in raw_context if isinstance(raw_context, str) else _search(raw_context) is not None
 
 
 def version_in(headers: msgspec.Raw) -> int:

@@ -5,9 +5,10 @@ The fixtures of the pytest plugin (``outboxio_pytest``) are made of these parts.
 
 from outboxio.testing.actions import Performed, Statement, perform
 from outboxio.testing.emitted import EmittedEvent, EmittedEvents, EventsOf, watch_events
-from outboxio.testing.memory import MovableClock, drain, emitted, expect_event, memory_outbox
+from outboxio.testing.memory import Drain, MovableClock, drain, emitted, expect_event, memory_outbox
 
 __all__ = [
+    "Drain",
     "EmittedEvent",
     "EmittedEvents",
     "EventsOf",

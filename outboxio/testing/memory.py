@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -125,6 +125,18 @@ async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
             f"expected one {event_type.__name__}({wanted}), found {len(matching)}; committed were:\n  {listed}"
         )
     return matching[0]
+
+
+class Drain(Protocol):
+    """The type of the fixture ``outbox_drain``, for annotations: :func:`drain` of the outbox of the test.
+
+    Example::
+
+        async def test_a_payment_is_receipted(outbox_drain: Drain) -> None:
+            await outbox_drain()
+    """
+
+    async def __call__(self, timeout: float | str | None = "10s") -> Drained: ...
 
 
 async def drain(outbox: Outbox, timeout: timedelta | float | str | None = "10s") -> Drained:

@@ -27,8 +27,8 @@ from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT, UNLESS_MADE, id_head
+from outboxio.storage.postgres.insertion import INSERT_EVENTS
 from outboxio.storage.postgres.notifications import SETTLE
-from outboxio.storage.postgres.session import INSERT_EVENTS
 from outboxio.storage.protocols import FanoutRequest
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
@@ -274,9 +274,9 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
     connection = await asyncpg.connect(postgres_url)
     await connection.execute(applying(LOOP_SETTINGS))
     ids, nothing = [str(uuid4()) for _ in range(BATCH)], [None] * BATCH
-    shared = ("app", uuid4(), "Deposit", "{}", NOW, NOW, None, None, None, None, 0)
+    shared = ("app", uuid4(), "Deposit", "{}", NOW, NOW, None, None, None, 0)
     models, payloads = [str(i) for i in range(BATCH)], ['{"amount": 1}'] * BATCH
-    each = (ids, models, ["Wallet"] * BATCH, ["MoneyDeposited"] * BATCH, payloads, nothing, nothing, nothing)
+    each = (ids, models, ["Wallet"] * BATCH, ["MoneyDeposited"] * BATCH, payloads, nothing, nothing, nothing, nothing)
     try:
         found = {"an event": await wal_records(connection, INSERT_EVENTS, *shared, *each) / BATCH}
         fan_out = ("app", NOW, LONG_AGO, [], [], BATCH, id_head(), [], None, None)

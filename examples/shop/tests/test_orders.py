@@ -6,8 +6,7 @@ import httpx
 import pytest
 
 from outboxio import Outbox, Unprocessable
-from outboxio.testing import EmittedEvents, MovableClock
-from outboxio_pytest import Drain
+from outboxio.testing import Drain, EmittedEvents, MovableClock
 from shop.events import OrderPlaced, PaymentRefused
 from tests.conftest import RememberingMailer
 

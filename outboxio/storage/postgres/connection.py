@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -192,15 +192,6 @@ def applying(settings: Mapping[str, str]) -> str:
 def quoted(text: str) -> str:
     """A text as a literal that does not depend on the session setting ``standard_conforming_strings``."""
     return "E'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
-
-
-def as_texts(values: Iterable[Any]) -> list[str | None]:
-    """Values for a parameter such as ``$1::text[]::bigint[]``.
-
-    For each other array type the driver asks the server once per connection, which takes 20 ms. The driver also turns
-    the first and the last moment of Python's calendar into infinity, which is before or after every moment.
-    """
-    return [None if value is None else str(value) for value in values]
 
 
 def row_count(status: str) -> int:

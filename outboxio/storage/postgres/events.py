@@ -9,7 +9,8 @@ from datetime import datetime
 import asyncpg
 
 from outboxio.storage.postgres.columns import COPIED, DUE_COLUMNS, partition_of
-from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.postgres.notifications import as_notifications
 from outboxio.storage.protocols import FanoutRequest, FanoutResult, Waiting
 from outboxio.support.ids import uuid7

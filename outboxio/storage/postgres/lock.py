@@ -16,7 +16,8 @@ from typing import Any
 
 from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.proof import Proof, measured
-from outboxio.storage.postgres.connection import LoopConnection, as_texts, quoted
+from outboxio.storage.postgres.connection import LoopConnection, quoted
+from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import LockGrant
 from outboxio.support.log import log_of
 

@@ -11,8 +11,8 @@ from outboxio.model.lock_name import Slot
 from outboxio.model.notification import DueQuery, Notification, NotificationRecord, checked, record_of
 from outboxio.model.outcome import Bucket
 from outboxio.storage.postgres.columns import DUE_COLUMNS, OF_NOTIFICATION, PARTITION_NOW, RECORD_COLUMNS
-from outboxio.storage.postgres.connection import LoopConnection, as_texts, row_count
-from outboxio.storage.postgres.session import insertion
+from outboxio.storage.postgres.connection import LoopConnection, row_count
+from outboxio.storage.postgres.insertion import as_texts, insertion
 
 # The statement walks the index once for each partition of a handler name, from the partition's own scan position. So
 # finished rows are not read, and neither is the backlog of a handler without free slots. No row is claimed, because

@@ -11,7 +11,8 @@ import msgspec
 from outboxio.model.notification import Position
 from outboxio.model.outcome import Lease
 from outboxio.storage.postgres.columns import PARTITION_NOW
-from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import ClusterView, Instance, Rehomed, SeenLease
 
 # The greater of the two numbers: code that declares a number for the first time must not lower an operator's number.

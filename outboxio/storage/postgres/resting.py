@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outboxio.model.notification import FIRST_REST, RestQuery
-from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.insertion import as_texts
 
 # Resting rows are the last rows of each partition in the index of due rows. The partition is in both bounds and in the
-# order, as in FIND_DUE.
+# order, as in FIND_DUE. Most searches find no row, and write nothing.
+FIND = """
+SELECT rest.id FROM unnest($2::text[], $3::text[]::smallint[], $4::text[]::timestamp[], $5::text[]::timestamp[])
+  AS w(handler_name, partition_number, until, before)
+CROSS JOIN LATERAL (
+  SELECT n.id FROM eventlog.event_notifications n
+  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
+    AND (n.partition_number, n.next_retry_at) >= (w.partition_number, $6)
+    AND (n.partition_number, n.next_retry_at) <= (w.partition_number, 'infinity')
+    AND (n.next_retry_at <= w.until OR n.retention_from < w.before)
+  ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT $7) rest
+"""
 WAKE = """
 UPDATE eventlog.event_notifications SET next_retry_at = $2, updated_date = $2
-WHERE id = ANY (ARRAY(
-  SELECT rest.id FROM unnest($3::text[], $4::text[]::smallint[], $5::text[]::timestamp[], $6::text[]::timestamp[])
-    AS w(handler_name, partition_number, until, before)
-  CROSS JOIN LATERAL (
-    SELECT n.id FROM eventlog.event_notifications n
-    WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
-      AND (n.partition_number, n.next_retry_at) >= (w.partition_number, $7)
-      AND (n.partition_number, n.next_retry_at) <= (w.partition_number, 'infinity')
-      AND (n.next_retry_at <= w.until OR n.retention_from < w.before)
-    ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT $8) rest))
-  AND state <> ALL ('{SUCCEEDED,EXPIRED,DEAD,SKIPPED}') AND next_retry_at >= $7
+WHERE id = ANY ($1::uuid[]) AND state <> ALL ('{SUCCEEDED,EXPIRED,DEAD,SKIPPED}') AND next_retry_at >= $3
 """
 
 COUNT = """
@@ -39,10 +41,9 @@ class PostgresResting:
         self._admin = admin
 
     async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
-        return await self._admin.execute(
-            WAKE,
+        rows = await self._admin.fetch(
+            FIND,
             namespace,
-            now,
             [slot.handler_name for slot in slots],
             as_texts(slot.partition for slot in slots),
             as_texts(slot.until for slot in slots),
@@ -50,6 +51,7 @@ class PostgresResting:
             FIRST_REST,
             limit,
         )
+        return await self._admin.execute(WAKE, sorted(row[0] for row in rows), now, FIRST_REST) if rows else 0
 
     async def count(self, namespace: str, names: Sequence[str]) -> int:
         return int((await self._admin.fetch(COUNT, namespace, list(names), FIRST_REST))[0][0])

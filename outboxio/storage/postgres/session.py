@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from operator import attrgetter
 from types import TracebackType
 from typing import Any
 from uuid import UUID
@@ -16,11 +15,12 @@ from outboxio.errors import TransactionEnded
 from outboxio.model.action import cause_chain
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.storage.connections.pool import GiveBack
-from outboxio.storage.postgres.columns import COPIED, JSON, OF_ACTION, OF_EVENT, partition_of
-from outboxio.storage.postgres.connection import OurConnection, as_texts, row_count
+from outboxio.storage.postgres.columns import COPIED, partition_of
+from outboxio.storage.postgres.connection import OurConnection, row_count
 from outboxio.storage.postgres.errors import is_unreachable
+from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
-from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, UnitOfWork
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
@@ -32,24 +32,6 @@ ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for resetting a connection, b
 # These statements run on the application's connections, with the application's search_path. So every function, operator
 # and type in them has its schema, or is a word of the grammar (timestamp, int, greatest): a function of the same name
 # in a schema of that path is never called in place of PostgreSQL's own.
-
-_VALUES = {
-    **{c: f"${n}::pg_catalog.text::pg_catalog.jsonb" if c in JSON else f"${n}" for n, c in enumerate(OF_ACTION, 1)},
-    **{column: f"e.{column}::pg_catalog.jsonb" if column in JSON else f"e.{column}" for column in OF_EVENT},
-    "event_date": f"${OF_ACTION.index('completion_date') + 1}",
-    "delivered": "FALSE",
-}
-_ARRAYS = ", ".join(
-    f"pg_catalog.unnest(${number}::pg_catalog.text[]{cast})"
-    for number, cast in enumerate(OF_EVENT.values(), len(OF_ACTION) + 1)
-)
-
-# The columns of the action are parameters, the columns of each event are arrays: a single round trip for all events.
-INSERT_EVENTS = f"""
-INSERT INTO eventlog.events ({", ".join(_VALUES)})
-SELECT {", ".join(_VALUES.values())}
-FROM ROWS FROM ({_ARRAYS}) AS e({", ".join(OF_EVENT)})
-"""
 
 # Rows with the lock of a different process are skipped, so that two processes together have one effect. The form of the
 # condition on the states keeps every planner on the index of the ids.
@@ -113,31 +95,6 @@ WHERE source OPERATOR(pg_catalog.=) $1 AND external_id OPERATOR(pg_catalog.=) $2
 """
 
 
-_of_action = attrgetter(*OF_ACTION)
-
-
-def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
-    """The statement that inserts the rows of an action, and the arguments."""
-    return [
-        INSERT_EVENTS,
-        *_of_action(action),
-        as_texts(e.id for e in events),
-        _unless_null([e.model_id for e in events]),
-        _unless_null([e.model_type for e in events]),
-        _unless_null([e.event_type for e in events]),
-        _unless_null([e.payload for e in events]),
-        _unless_null([e.ordering_key for e in events]),
-        _unless_null([e.topic for e in events]),
-        _unless_null(as_texts(e.available_at for e in events)),
-        _unless_null([action.headers_of(e) for e in events]),
-    ]
-
-
-def _unless_null(column: list[str | None]) -> list[str | None]:
-    """The column, or an empty list if all values are ``None``: the driver is slow at ``None``, ``unnest`` adds NULL."""
-    return [] if column.count(None) == len(column) else column
-
-
 def ending_in(sql: str, connection: Any) -> str | None:
     """The words with which ``sql`` ends the transaction, with literals read as this server session reads them."""
     if (words := POSTGRES.ending_in(sql)) is None and "\\" not in sql:
@@ -167,6 +124,10 @@ class PostgresSession:
         self._is_untouched = False
         self._wrote = False
         self._reads = False
+
+    @property
+    def unit(self) -> UnitOfWork | None:
+        return None
 
     @property
     def connection(self) -> Any:

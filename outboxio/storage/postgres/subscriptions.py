@@ -9,7 +9,8 @@ import msgspec
 
 from outboxio.handlers.subscription import Subscription
 from outboxio.model.lock_name import LockName
-from outboxio.storage.postgres.connection import LoopConnection, as_texts
+from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import Announced, Holder, Orders, PartitionCount, Pause
 
 # A process without partitions (an older version) writes last_seen_date only, so the two dates differ afterwards.

@@ -1,0 +1,130 @@
+"""Synchronous connections of the application, on which ``outboxio.sync.Producer`` writes rows of ``events``.
+
+The statements and columns are those of the asynchronous sessions. No driver is imported here but the standard
+library's: the application has imported the driver of its connection.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
+from outboxio.storage.mysql.values import as_value
+from outboxio.storage.postgres.insertion import blocking_insertion
+from outboxio.storage.sqlite import inserts
+
+Insertion = Callable[[ActionRecord, Sequence[EventRecord]], tuple[str, Any]]
+"""Makes the INSERT of the rows of an action, and the parameters."""
+
+
+class SyncDialect(Struct, frozen=True):
+    """A dialect, for connections that block."""
+
+    stores_nul: bool
+    insertion: Insertion
+
+
+def _mysql_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, list[Any]]:
+    shared = [as_value(value) for value in values_of_action(action)]
+    own = ((*values_of_event(event), action.headers_of(event)) for event in events)
+    values = [value for each in own for value in (*map(as_value, each), *shared)]
+    row = f"({', '.join(['%s'] * (len(values) // len(events)))}, FALSE)"
+    return INSERT_EVENTS + ",\n".join([row] * len(events)), values
+
+
+def _sqlite_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, dict[str, Any]]:
+    return inserts.INSERT_EVENTS, inserts.event_parameters(action, events)
+
+
+POSTGRES = SyncDialect(stores_nul=False, insertion=blocking_insertion)
+MYSQL = SyncDialect(stores_nul=True, insertion=_mysql_insertion)
+SQLITE = SyncDialect(stores_nul=True, insertion=_sqlite_insertion)
+
+
+class SyncConnection(Protocol):
+    """A synchronous connection of the application."""
+
+    @property
+    def dialect(self) -> SyncDialect: ...
+
+    def in_transaction(self) -> bool:
+        """True if a transaction is open, or begins with the next statement."""
+        ...
+
+    def execute(self, sql: str, parameters: Any) -> None: ...
+
+
+class _Psycopg:
+    dialect = POSTGRES
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def in_transaction(self) -> bool:
+        return not self._connection.autocommit or self._connection.info.transaction_status != 0  # IDLE
+
+    def execute(self, sql: str, parameters: Any) -> None:
+        from psycopg import Cursor
+
+        # connection.cursor() may be of a class with other placeholders.
+        with Cursor[Any](self._connection) as cursor:
+            cursor.execute(sql.encode(), parameters)
+
+
+class _Pymysql:
+    dialect = MYSQL
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def in_transaction(self) -> bool:
+        in_transaction = 1  # SERVER_STATUS_IN_TRANS of the protocol
+        return not self._connection.get_autocommit() or bool(self._connection.server_status & in_transaction)
+
+    def execute(self, sql: str, parameters: Any) -> None:
+        with self._connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+
+
+class _Sqlite:
+    dialect = SQLITE
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def in_transaction(self) -> bool:
+        return self._connection.in_transaction or self._connection.isolation_level is not None
+
+    def execute(self, sql: str, parameters: Any) -> None:
+        self._connection.execute(sql, parameters).close()
+
+
+_DRIVERS: dict[str, Callable[[Any], SyncConnection]] = {
+    "psycopg.Connection": _Psycopg,
+    "pymysql.connections.Connection": _Pymysql,
+    "sqlite3.Connection": _Sqlite,
+}
+_ASYNCHRONOUS = ("asyncpg.", "aiomysql.", "aiosqlite.", "psycopg.AsyncConnection", "sqlalchemy.ext.asyncio.")
+
+
+def synchronous(connection: object) -> SyncConnection:
+    """The connection of a driver. Raises :class:`ConfigurationError` with the remedy for any other object."""
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(connection).__mro__]
+    for name in names:
+        if (driver := _DRIVERS.get(name)) is not None:
+            return driver(connection)
+    if any(name.startswith(_ASYNCHRONOUS) for name in names):
+        raise ConfigurationError(
+            f"Producer.record() was given {names[0]}, which is asynchronous: use `await outbox.record(...)`, or "
+            "outbox.bind(session) for an AsyncSession"
+        )
+    raise ConfigurationError(
+        f"Producer.record() was given {names[0]}; give a connection of psycopg 3, PyMySQL or sqlite3, a connection of "
+        "Django, or a Session or Connection of SQLAlchemy over one of these drivers"
+    )

@@ -1,0 +1,124 @@
+"""Synchronous producers: Django, Flask and scripts record events, and the worker of an outbox handles the events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from outboxio.actions.executor import current_cause
+from outboxio.errors import ConfigurationError, NoTransaction
+from outboxio.integrations.django import connection_of, is_of_django
+from outboxio.model.emitter import Emitter
+from outboxio.model.event import EventRecord, EventTypes, checked_name
+from outboxio.payloads.classes import AnyEvent
+from outboxio.settings import Settings
+from outboxio.storage.synchronous import SyncConnection, synchronous
+from outboxio.support.clock import Clock, naive_utc, utc_now
+from outboxio.support.ids import uuid7
+from outboxio.support.text import briefly
+
+__all__ = ["Producer"]
+
+
+class Producer:
+    """Writes rows of ``events`` in open transactions of synchronous code. Threads may share a producer.
+
+    ``namespace`` is the namespace of the outbox whose worker handles the events. Of ``settings``, a producer goes by
+    ``validate_events``, ``record_empty_actions`` and ``max_hops``. ``clock`` is a callable that returns the present
+    moment; the default is the clock of this machine. A producer opens no connection and starts no thread.
+
+    Raises :class:`InvalidEvent` for a namespace that cannot be stored.
+
+    Example::
+
+        producer = Producer("shop")
+
+        def pay(request, order_id):                    # a view of Django
+            with transaction.atomic():
+                Order.objects.filter(id=order_id).update(state="paid")
+                producer.record(connection, OrderPaid(order_id), action="PayOrder")
+    """
+
+    def __init__(self, namespace: str, *, settings: Settings | None = None, clock: Clock | None = None) -> None:
+        self.namespace = checked_name(namespace, "namespace")
+        if not isinstance(settings, Settings | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise ConfigurationError(f"settings is {briefly(settings)}; expected Settings(...)")
+        self._settings = settings or Settings()
+        self._clock = clock or utc_now
+        self._types = EventTypes()
+        self._emitters = {stores_nul: self._emitter(stores_nul) for stores_nul in (True, False)}
+
+    def record(
+        self,
+        connection: Any,
+        *events: AnyEvent,
+        action: str,
+        params: Any = None,
+        model_id: object = None,
+        model_type: str | None = None,
+        ordering_key: object = None,
+        topic: str | None = None,
+        available_at: datetime | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> UUID:
+        """Write the rows of an action inside a transaction that the application has open. Returns the action's id.
+
+        ``connection``: a ``Session``, ``scoped_session`` or ``Connection`` of SQLAlchemy; a connection of psycopg 3,
+        PyMySQL or ``sqlite3``; ``django.db.connection`` or ``connections[alias]`` inside ``transaction.atomic()``. The
+        rows are those of ``outbox.record``, and the other parameters too. The application commits, and the loops of the
+        workers find the events by polling, within ``fanout_poll_delay``.
+
+        Raises :class:`NoTransaction` if the connection commits each statement by itself, :class:`ConfigurationError`
+        for an asynchronous connection or an unknown driver, :class:`InvalidEvent` if an event cannot be stored, and the
+        error of the driver if the INSERT fails.
+
+        Example::
+
+            with Session(engine) as session, session.begin():
+                session.add(order)
+                producer.record(session, OrderPlaced(order.number), action="PlaceOrder", correlation_id=request_id)
+        """
+        target = _connection_of(connection)
+        emitter, cause = self._emitters[target.dialect.stores_nul], current_cause()
+        records = [
+            emitter.record(
+                event,
+                cause,
+                model_id=model_id,
+                model_type=model_type,
+                ordering_key=ordering_key,
+                topic=topic,
+                available_at=available_at,
+            )
+            for event in events
+        ]
+        row = emitter.action(
+            self.namespace, naive_utc(self._clock()), action, params, action_id=uuid7(), cause=cause,
+            correlation_id=correlation_id, headers=headers,
+        )  # fmt: skip
+        if not target.in_transaction():
+            raise NoTransaction(connection)
+        if not records and self._settings.record_empty_actions:
+            records = [EventRecord(id=uuid7())]
+        if records:
+            target.execute(*target.dialect.insertion(row, records))
+        return row.action_id
+
+    def _emitter(self, stores_nul: bool) -> Emitter:
+        settings = self._settings
+        return Emitter(
+            self._types, stores_nul=stores_nul, max_hops=settings.max_hops, validates=settings.validate_events
+        )
+
+
+def _connection_of(given: Any) -> SyncConnection:
+    if is_of_django(given):
+        return connection_of(given)
+    if type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "get_bind"):
+        from outboxio.integrations.sqlalchemy import blocking_driver_connection
+
+        given = blocking_driver_connection(given)
+    return synchronous(given)
