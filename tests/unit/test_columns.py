@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outboxio.storage.ddl import parts_of
-from outboxio.storage.postgres import columns, events, session
+from outboxio.storage.postgres import columns, events, insertion, session
 from outboxio.storage.schema import sql_files
 
 #: Columns with a value of the database's own: a default, or an identity.
@@ -16,7 +16,7 @@ def columns_of(table: str) -> set[str]:
 
 
 def test_an_event_is_inserted_with_all_columns() -> None:
-    assert set(session._VALUES) == columns_of("events") - MADE_BY_THE_DATABASE["events"]
+    assert set(insertion._VALUES) == columns_of("events") - MADE_BY_THE_DATABASE["events"]
 
 
 def test_fan_out_and_the_inbox_make_notifications_with_all_columns() -> None:
