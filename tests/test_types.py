@@ -20,7 +20,22 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
-from outboxio import Batch, Delivery, Event, EventEnvelope, EventHandler, Handlers, Outbox, Settings
+from fastapi import FastAPI
+
+from outboxio import (
+    Action,
+    Batch,
+    Delivery,
+    Event,
+    EventEnvelope,
+    EventHandler,
+    Handlers,
+    Outbox,
+    Settings,
+    Transaction,
+)
+from outboxio.integrations.fastapi import OriginMiddleware, OutboxDep, add_exception_handlers
+from outboxio.testing import EmittedEvents, perform
 
 
 class Placed(Event):
@@ -143,6 +158,37 @@ async def no_context(envelope: EventEnvelope[Any]) -> None: ...
 
 
 Outbox("sqlite://", namespace="app", around=tenant, resources={Mailer: Mailer})
+
+
+class Count(Action):
+    async def perform(self, tx: Transaction) -> int:
+        return 1
+
+
+async def counts() -> int:
+    text: str = await outbox.execute(Count())  # wrong: it is a number
+    return await outbox.execute(Count(), correlation_id=text)
+
+
+@asynccontextmanager
+async def mine(app: FastAPI) -> AsyncGenerator[dict[str, int]]:
+    yield {"shop": 1}
+
+
+app = FastAPI(lifespan=outbox.lifespan)
+FastAPI(lifespan=outbox.lifespan.within(mine))
+FastAPI(lifespan=outbox.lifespan.within(counts))  # wrong: it is no lifespan
+app.add_middleware(OriginMiddleware, generate=True)
+app.add_middleware(OriginMiddleware, generates=True)  # wrong: there is no such option
+add_exception_handlers(app)
+
+
+@app.get("/")
+async def index(outbox: OutboxDep) -> int:
+    wrong: str = await outbox.execute(Count())  # wrong: it is a number
+    return len(wrong)
+
+
 Outbox("sqlite://", namespace="app", around=no_context)  # wrong: it is no context manager
 
 
@@ -161,6 +207,21 @@ async def shared(envelope: EventEnvelope[Placed]) -> None: ...
 Settings(balance="all")
 
 
+class Pay(Action):
+    order_id: int
+
+    async def perform(self, tx: Transaction) -> int:
+        return await tx.execute("UPDATE orders SET paid = 1")
+
+
+async def tested(outbox_events: EmittedEvents) -> None:
+    paid: Paid = outbox_events.of(Paid).one(order_id=1)
+    number: int = (await perform(Pay(1), given=[paid.order_id])).result
+    placed: Placed = outbox_events.of(Paid)[number]  # wrong: it is a Paid
+    text: str = (await perform(Pay(1), given={"UPDATE": 1})).result  # wrong: it is a number
+    print(placed, text)
+
+
 class Misled(EventHandler[Placed]):
     name = "k"
     delivery = "twice"  # wrong: there is no such delivery
@@ -175,7 +236,7 @@ PYRIGHT = '{"include": ["application.py"], "typeCheckingMode": "strict", "extraP
     "checker",
     [
         ("mypy", "--strict", "--config-file=", "--cache-dir=cache", "application.py"),
-        ("pyright", "--project", "pyrightconfig.json"),
+        ("pyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable),
     ],
     ids=lambda checker: str(checker[0]),
 )

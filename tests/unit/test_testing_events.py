@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
+import outboxio
 from outboxio import Action, Event, EventEnvelope, InvalidEvent, Outbox, Retry, Transaction
 from outboxio.testing import EmittedEvents, drain, memory_outbox, watch_events
 
@@ -110,6 +112,23 @@ async def test_a_message_of_the_inbox_is_shown_as_an_object_of_the_class_asked_f
             await outbox.inbox.receive(source="bank", external_id="1", type="Paid", payload={"number": 3})
 
     assert events.of(Paid) == [Paid(3)]
+
+
+@outboxio.event(version=2)
+@dataclasses.dataclass
+class Refunded:
+    number: int
+
+
+async def test_events_of_any_class_are_shown() -> None:
+    async with memory_outbox() as outbox:
+        with watch_events() as events:
+            async with outbox.transaction("Refund", headers={"user": "ada"}) as tx:
+                tx.emit(Refunded(3))
+            await outbox.inbox.receive(source="bank", external_id="1", type="Refunded", payload={"number": 4})
+
+    assert events.of(Refunded) == [Refunded(3), Refunded(4)]
+    assert events.of(Refunded).one_row(number=3).headers == {"user": "ada", "outboxio-event-version": 2}
 
 
 # --- every test in a transaction that is rolled back ------------------------------------------------------
