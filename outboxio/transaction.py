@@ -6,16 +6,29 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
-from outboxio.errors import CommitUnknown, ConcurrentUse, StaleRecord, TransactionClosed, TransactionEnded
+from outboxio.errors import (
+    CommitUnknown,
+    ConcurrentUse,
+    ConfigurationError,
+    StaleRecord,
+    TransactionClosed,
+    TransactionEnded,
+)
 from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from outboxio.integrations.sessions import SessionEvents
 
 T = TypeVar("T")
 
@@ -80,6 +93,8 @@ class Transaction:
         """True if actions have joined the transaction. They may have written events."""
         self.owner: object = None
         """The outbox of the transaction, from :func:`work_in` on."""
+        self._raised: SessionEvents | None = None
+        """The events that objects of the session raise, from the first use of the session on."""
         self.claimed: frozenset[UUID] = frozenset()
         """The notifications that a handler's transaction has locked."""
         self.is_committed = False
@@ -100,10 +115,54 @@ class Transaction:
             raise ConcurrentUse(self.action_name)
         return self._session.connection
 
+    @property
+    def session(self) -> AsyncSession:
+        """The SQLAlchemy session of the transaction, if the outbox was made from an engine or a sessionmaker.
+
+        The session is made by the sessionmaker of the application, at the first use. The end of the action writes the
+        changes, then the events, and commits. If the version of an object has changed meanwhile, the action fails with
+        a :class:`StaleRecord` and is retried, with a new session. ``commit``, ``rollback`` and ``close`` raise
+        :class:`TransactionEnded`; ``begin_nested`` works. Raises :class:`ConfigurationError` for an outbox without an
+        engine.
+
+        Example::
+
+            order = await tx.session.get_one(Order, self.order_id)
+            order.state = "paid"
+            tx.emit(OrderPaid(order.id, order.total), model=order)
+        """
+        if (unit := self._session.unit) is None:
+            raise ConfigurationError(
+                f"shard {self.shard!r} was not given as an engine, so that {self.action_name} has no tx.session: make "
+                "the outbox with an engine, as in Outbox(create_async_engine(url), ...)"
+            )
+        _ = self.connection  # the transaction begins, and the statements of the session follow on the same connection
+        session = unit.session(self.action_name)
+        if self._raised is None:
+            from outboxio.integrations.sessions import ActionSink, events_of
+
+            self._raised = events_of(session.sync_session)
+            self._raised.sink = ActionSink(self)
+        return session
+
+    async def flush(self) -> None:
+        """Write the changes of the session, and take the events that its objects have raised, if there is a session."""
+        if self._raised is not None and (unit := self._session.unit) is not None:
+            await unit.flush()
+            self._raised.collect(unit.session(self.action_name).sync_session)
+
+    def resume(self) -> None:
+        """Take the events of the session again: an action that had joined has ended."""
+        if self._raised is not None:
+            from outboxio.integrations.sessions import ActionSink
+
+            self._raised.sink = ActionSink(self)
+
     def emit(
         self,
         event: AnyEvent,
         *,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -112,13 +171,16 @@ class Transaction:
     ) -> None:
         """Record an event. The event is committed with the action, or not at all.
 
-        ``model_id`` and ``model_type`` name the changed object. ``ordering_key`` (default: ``model_id``) is the key
+        ``model_id`` and ``model_type`` name the changed object; ``model``, an object that SQLAlchemy has mapped, gives
+        both: the primary key, and the name of the class. ``ordering_key`` (default: ``model_id``) is the key
         within which ordered handlers keep the order. ``topic`` reaches the handlers of that topic as well.
         ``available_at`` (naive UTC, or aware) delays the handlers until then. Raises :class:`InvalidEvent` if the event
         cannot be stored.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         self.events.append(
             self._emitter.record(
                 event,

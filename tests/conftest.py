@@ -18,6 +18,7 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.testing import MovableClock
+from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
 from tests.kit.properties import use_profile
 from tests.kit.servers import DIALECTS, Servers, Slot
@@ -98,6 +99,7 @@ def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    opened_by.use()
     use_profile()
     servers = config.stash[SERVERS] = Servers.find(os.environ)
     config.add_cleanup(servers.close)

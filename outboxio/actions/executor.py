@@ -171,6 +171,7 @@ class ActionExecutor:
                 token = work_in(tx, self._owner)
                 try:
                     yield tx
+                    await tx.flush()
                     tx.close()
                     tx.require_open("a statement on tx.connection")
                 except BaseException:
@@ -197,6 +198,7 @@ class ActionExecutor:
         token = work_in(joined, self._owner)
         try:
             result: Result_co = await _awaitable(action.perform(joined), name)
+            await joined.flush()
             joined.close()
             await self._write(target, joined, record)
             return result
@@ -205,6 +207,7 @@ class ActionExecutor:
             raise
         finally:
             work_outside(token)
+            tx.resume()
 
     async def record(
         self,

@@ -7,13 +7,12 @@ outbox knows no session, so a session is garbage as soon as the application forg
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import msgspec
 from sqlalchemy import Connection, event, inspect, text
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 from sqlalchemy.util import await_only
@@ -21,6 +20,7 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from outboxio.errors import ConfigurationError, NoTransaction, TransactionError
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 
 _KEY = "outboxio"  # in Session.info
 
@@ -46,6 +46,19 @@ class Sink(Protocol):
     def ended(self) -> None:
         """The transaction of the session has ended: no event of the transaction is left to write."""
         ...
+
+
+class Emits(Protocol):
+    """The transaction of an action."""
+
+    @property
+    def events(self) -> list[Any]: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    @property
+    def emit(self) -> Callable[..., None]: ...
 
 
 class Raised:
@@ -174,14 +187,9 @@ def require_open(session: Session, call: str) -> None:
 
 
 def identity_of(instance: object) -> dict[str, object]:
-    """``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class.
-
-    A primary key of several columns is a JSON array.
-    """
-    mapper = inspect(instance).mapper
-    key = mapper.primary_key_from_instance(instance)
-    model_id = key[0] if len(key) == 1 else msgspec.json.encode(key).decode()
-    return {"model_id": model_id, "model_type": mapper.class_.__name__}
+    """``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class."""
+    model_id, model_type = named_by(instance, None, None)
+    return {"model_id": model_id, "model_type": model_type}
 
 
 def begun(connection: Connection) -> Any:
@@ -218,6 +226,29 @@ def _savepoints_of(session: Session) -> list[SessionTransaction]:
             transaction = transaction.parent
 
     return list(from_the_innermost())[::-1]
+
+
+class ActionSink:
+    """The transaction of an action as a sink: its events are written with the end of the action."""
+
+    def __init__(self, tx: Emits) -> None:
+        self._tx = tx
+
+    @property
+    def events(self) -> list[Any]:
+        return [] if self._tx.is_closed else self._tx.events
+
+    def emit(self, event: AnyEvent, **options: Any) -> None:
+        self._tx.emit(event, **options)
+
+    async def write(self, driver: Any) -> None:
+        """The end of the action writes the events."""
+
+    def committed(self) -> None:
+        """The action itself wakes the loops."""
+
+    def ended(self) -> None:
+        """The events of the action end with the action."""
 
 
 # --- objects that raise events -----------------------------------------------------------------------------

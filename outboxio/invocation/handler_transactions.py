@@ -92,6 +92,7 @@ class HandlerTransactions:
         token = work_in(tx, self._context.outbox)
         try:
             ended = await work(run, envelopes)
+            await tx.flush()
             tx.close()
         finally:
             work_outside(token)

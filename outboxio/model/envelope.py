@@ -17,6 +17,7 @@ from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
 
@@ -202,6 +203,7 @@ class EventEnvelope(Generic[E_co]):
         self,
         event: AnyEvent,
         *,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -214,6 +216,8 @@ class EventEnvelope(Generic[E_co]):
         The parameters are those of ``tx.emit``. Raises :class:`InvalidEvent` if the event cannot be stored, and
         :class:`TooManyHops` if a chain of events becomes longer than ``max_hops``.
         """
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         record = self._context.emitter.record(
             event,
             self.cause,

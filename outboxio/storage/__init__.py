@@ -5,27 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack, cast
 from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.limits import Limits
+from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
 from outboxio.support.text import without_passwords
 
 if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+
     from outboxio.storage.protocols import Database
 
 _EXPECTED = (
     "a URL (postgresql://host/database, mysql://host/database, mariadb://host/database, sqlite:///file.db, sqlite:// "
-    "for memory), an asyncpg.Pool, an aiomysql.Pool, or Shard(url, ...)"
+    "for memory), an AsyncEngine or an async_sessionmaker of SQLAlchemy, an asyncpg.Pool, an aiomysql.Pool, or "
+    "Shard(url, ...)"
 )
 
 _MYSQL_SCHEMES = ("mysql", "mariadb")
 # A URL may name its driver, as SQLAlchemy's do.
-_SAME_SCHEMES = {"postgres": "postgresql", "mysql+aiomysql": "mysql", "mariadb+aiomysql": "mariadb"}
+_SAME_SCHEMES = {
+    "postgres": "postgresql",
+    "postgresql+asyncpg": "postgresql",
+    "mysql+aiomysql": "mysql",
+    "mariadb+aiomysql": "mariadb",
+    "sqlite+aiosqlite": "sqlite",
+}
 
 # A single host or several hosts, each with a port: postgresql://first:5432,second:5432/app.
 _HOST = r"(?:\[[^\[\]]*\]|[^\[\]:,]*)(?::\d{0,5})?"
@@ -33,22 +42,24 @@ _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 
 class Shard(Struct, frozen=True):
-    """A shard with two URLs: ``url`` for actions, ``direct_url`` for the loops, with cluster locks and LISTEN.
+    """A shard with two sources: ``url`` for actions, ``direct_url`` for the loops, with cluster locks and LISTEN.
 
     Needed if ``url`` leads through a proxy that shares server sessions between transactions, such as PgBouncer in
-    transaction mode.
+    transaction mode. ``url`` may also be an engine or a sessionmaker of SQLAlchemy.
 
     Example::
 
         Outbox({"main": Shard("postgresql://pgbouncer:6432/app", direct_url="postgresql://db:5432/app")}, ...)
     """
 
-    url: str
+    url: str | AsyncEngine | async_sessionmaker[Any]
     direct_url: str | None = None
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {"url": self.url, "direct_url": self.direct_url}  # an application without types
         for name, url in given.items():
+            if name == "url" and _is_of_sqlalchemy(url):
+                continue
             if not isinstance(url, str) and (name, url) != ("direct_url", None):
                 raise ConfigurationError(
                     f"Shard({name}=...) is of type {type(url).__name__}; expected a URL as text. A pool is given as it "
@@ -57,7 +68,8 @@ class Shard(Struct, frozen=True):
 
     def __repr__(self) -> str:
         direct = "" if self.direct_url is None else f", direct_url={without_passwords(self.direct_url)!r}"
-        return f"Shard({without_passwords(self.url)!r}{direct})"
+        url = repr(without_passwords(self.url)) if isinstance(self.url, str) else type(self.url).__name__
+        return f"Shard({url}{direct})"
 
 
 class ConnectionPool(Protocol):
@@ -70,7 +82,7 @@ class ConnectionPool(Protocol):
     def release(self) -> Callable[..., Any]: ...
 
 
-DatabaseSource = str | Shard | ConnectionPool
+DatabaseSource: TypeAlias = "str | Shard | ConnectionPool | AsyncEngine | async_sessionmaker[Any]"
 """The forms in which an application gives the database of a shard."""
 
 
@@ -85,10 +97,11 @@ class Access(TypedDict, total=False):
 
 def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -> Database:
     """The database of a shard, without I/O. Raises :class:`ConfigurationError` with the forms that are accepted."""
-    if isinstance(source, Shard):
-        return _from_url(name, source.url, source.direct_url, access)
-    if isinstance(source, str):
-        return _from_url(name, source, None, access)
+    given, direct_url = (source.url, source.direct_url) if isinstance(source, Shard) else (source, None)
+    if isinstance(given, str):
+        return _from_url(name, given, direct_url, access)
+    if _is_of_sqlalchemy(given):
+        return _from_engine(name, given, direct_url, access)
     driver = type(source).__module__.partition(".")[0]
     if driver == "asyncpg":
         from outboxio.storage.postgres.database import PostgresDatabase
@@ -101,10 +114,55 @@ def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 
+def _is_of_sqlalchemy(source: object) -> bool:
+    return any(cls.__module__.startswith("sqlalchemy.") for cls in type(source).__mro__)
+
+
+def _from_engine(name: str, source: object, direct_url: str | None, access: Access) -> Database:
+    from outboxio.storage.engines.given_engine import given_engine
+
+    access = {"guard": EventLoopGuard.of_shard(name), "limits": DEFAULT_LIMITS, **access}
+    engine = given_engine(name, source, access["guard"], access["limits"])
+    if direct_url is not None:
+        direct_url = _plain(name, direct_url)
+    match engine.dialect, engine.driver:
+        case "postgresql", "asyncpg":
+            from outboxio.storage.postgres.database import PostgresDatabase
+
+            return PostgresDatabase(name, engine, direct_url, **access)
+        case (("mysql" | "mariadb"), "aiomysql"):
+            from outboxio.storage.mysql.database import MysqlDatabase
+
+            return MysqlDatabase(name, engine, direct_url, **access)
+        case "sqlite", "aiosqlite":
+            from outboxio.storage.sqlite.database import SqliteDatabase
+
+            if (file := engine.file) is None:
+                raise ConfigurationError(
+                    f"shard {name!r} is an engine on a SQLite database in memory, which the loops could not share; "
+                    "give an engine on a file (sqlite+aiosqlite:///file.db), or the URL sqlite:// without an engine"
+                )
+            return SqliteDatabase(name, file, engine, **access)
+        case _:
+            pass
+    raise ConfigurationError(
+        f"shard {name!r} is an engine of {engine.dialect}+{engine.driver}; outboxio works with engines of "
+        "postgresql+asyncpg, mysql+aiomysql, mariadb+aiomysql and sqlite+aiosqlite"
+    )
+
+
+def _plain(name: str, url: str) -> str:
+    """The URL without the driver that the scheme may name."""
+    return f"{_scheme(name, url)}:{url.partition(':')[2]}"
+
+
 def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Database:
     scheme = _scheme(name, url)
     if direct_url is not None and _scheme(name, direct_url) != scheme:
         raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
+    url = _plain(name, url)
+    if direct_url is not None:
+        direct_url = _plain(name, direct_url)
     if scheme == "postgresql":
         with _driver_of(name, "postgres"):
             from outboxio.storage.postgres.database import PostgresDatabase

@@ -16,6 +16,7 @@ import pytest
 
 from outboxio import Action, Outbox, Settings, Transaction
 from tests.kit.app import WALLETS, Look, WalletOpened
+from tests.kit.opened_by import needs_own_pool
 from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
@@ -86,8 +87,9 @@ async def _cancelled_at_every_wait(
 
 
 def tasks_of_ours() -> set[asyncio.Task[Any]]:
-    """Every task except that of an asyncpg pool that replaces a discarded connection."""
-    return {task for task in asyncio.all_tasks() if "Pool._maintain_min_size" not in repr(task.get_coro())}
+    """Every task except those of the pools of asyncpg and SQLAlchemy, which replace or close a discarded connection."""
+    others = ("Pool._maintain_min_size", "_terminate_graceful_close")
+    return {task for task in asyncio.all_tasks() if not any(other in repr(task.get_coro()) for other in others)}
 
 
 async def _await(cancelling: Cancelling) -> None:
@@ -109,6 +111,7 @@ async def test_a_transaction_block(outbox: Outbox, look: Look, database_url: str
     await cancelled_at_every_wait(work, look, database_url, outbox)
 
 
+@needs_own_pool
 async def test_the_first_execution_which_opens_the_database(outbox: Outbox, look: Look, database_url: str) -> None:
     async def work(wallet_id: str) -> None:
         async with Outbox(database_url, namespace="app", settings=Settings(notify=False)) as fresh:

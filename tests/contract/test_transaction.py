@@ -13,6 +13,7 @@ import pytest
 
 from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
 from tests.kit.app import Look, WalletOpened
+from tests.kit.opened_by import needs_own_pool
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
@@ -341,6 +342,7 @@ async def test_an_action_cannot_end_while_a_statement_is_under_way(
     assert await balances(look) == [0]
 
 
+@needs_own_pool
 async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_url: str) -> None:
     """COMMIT carries the pool's own reset of the connection; ROLLBACK leaves the reset to the pool."""
 

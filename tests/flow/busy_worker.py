@@ -20,6 +20,7 @@ from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings
 from tests.flow.worker import report, stop_when_told
+from tests.kit import opened_by
 from tests.kit.app import Emit, MoneyDeposited
 
 STATM = Path("/proc/self/statm")
@@ -75,4 +76,5 @@ async def main(told: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     logging.getLogger().addHandler(logging.NullHandler())  # that the database is down is no news here
+    opened_by.use()
     asyncio.run(main(json.loads(sys.argv[1])))

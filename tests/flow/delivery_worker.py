@@ -18,6 +18,7 @@ from typing import Any
 from outboxio import Action, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.runtime.lock_manager import LockManager
 from tests.flow.worker import report, stop_when_told
+from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited
 from tests.kit.sql import sql
 
@@ -129,4 +130,5 @@ async def main(told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    opened_by.use()
     asyncio.run(main(json.loads(sys.argv[1])))

@@ -19,6 +19,7 @@ from typing import Any
 
 from outboxio import Batch, EventEnvelope, Outbox, Settings, Unprocessable
 from tests.flow.worker import Reporting, report, stop_when_told
+from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited
 from tests.kit.inside import database_of
 from tests.kit.sql import sql
@@ -109,4 +110,5 @@ async def main(told: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("outboxio").addHandler(Reporting(logging.WARNING))
+    opened_by.use()
     asyncio.run(main(json.loads(sys.argv[1])))

@@ -23,6 +23,7 @@ import aiomysql
 
 from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
 from outboxio.model.outcome import Outcome
+from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited, WalletOpened
 from tests.kit.inside import tell_lock_changes, tell_outcomes
 from tests.kit.mysql import SCHEMES, scheme_of
@@ -173,4 +174,5 @@ if __name__ == "__main__":
         freeze_in_settlement(arguments["database"])
     if arguments["dies_with_outcome"]:
         die_with_outcome(arguments["dies_with_outcome"])
+    opened_by.use()
     asyncio.run(main(arguments))

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 import aiomysql
+import aiosqlite
 import asyncpg
 from pymysql.constants import COMMAND
 
@@ -85,6 +86,10 @@ def statements_on(connection: Any) -> list[str]:
 
     if isinstance(connection, sqlite3.Connection):
         connection.set_trace_callback(note)
+    elif isinstance(connection, aiosqlite.Connection):  # in its thread, ahead of the next statement
+        set_up: Any = connection
+        told = asyncio.get_running_loop().create_future()
+        set_up._tx.put_nowait((told, partial(set_up._conn.set_trace_callback, note)))
     elif isinstance(connection, aiomysql.Connection):
         _tap(connection, note)
     else:

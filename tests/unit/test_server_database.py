@@ -80,6 +80,10 @@ class Database(ServerDatabase[LoopConnection]):
             has_idle=lambda: True, occupancy=lambda: Occupancy(0, 1),
         )  # fmt: skip
 
+    @staticmethod
+    def _size_of_given(pool: Any) -> int:
+        return 1
+
     async def _connect(self) -> Wire:
         return await self._connect_to_ask(self._direct_url or "")
 

@@ -11,6 +11,7 @@ from outboxio.actions.executor import ActionExecutor, WritableShard, current_cau
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 from outboxio.runtime.own_connection import OwnConnections, is_of_sqlalchemy
 from outboxio.support.ids import uuid7
 
@@ -102,6 +103,7 @@ class BoundSession:
         self,
         event: AnyEvent,
         *,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -122,6 +124,8 @@ class BoundSession:
 
         session = self._session.sync_session
         require_open(session, "emit()")
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         self._buffer.emit(
             event,
             self._action,

@@ -10,6 +10,7 @@ from uuid import UUID
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.mapped import named_by
 from outboxio.runtime.own_connection import OwnConnections
 from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 
@@ -39,6 +40,7 @@ class Recording:
         *events: AnyEvent,
         action: str,
         params: Any = None,
+        model: object = None,
         model_id: object = None,
         model_type: str | None = None,
         ordering_key: object = None,
@@ -67,6 +69,8 @@ class Recording:
             outbox.wake()
         """
         target = self._executor.shard(shard)
+        if model is not None:
+            model_id, model_type = named_by(model, model_id, model_type)
         records = [
             target.emitter.record(
                 event,

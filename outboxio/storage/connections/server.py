@@ -19,8 +19,9 @@ from outboxio.storage.connections.health import Connections
 from outboxio.storage.connections.identity import Identity, Kin, OwnDatabase
 from outboxio.storage.connections.limits import Limits
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
-from outboxio.storage.connections.pool import Pool
+from outboxio.storage.connections.pool import LARGEST_POOL, Pool
 from outboxio.storage.connections.watch import Sessions, Watch
+from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.support.aio import to_the_end
 
 Loop = TypeVar("Loop", bound=BaseLoopConnection)
@@ -34,14 +35,14 @@ class ServerDatabase(ABC, Generic[Loop]):
     def __init__(
         self,
         name: str,
-        source: str | Any,
+        source: str | GivenEngine | Any,
         direct_url: str | None,
         driver: ServerCalls,
         *,
         guard: EventLoopGuard | None,
         limits: Limits,
     ) -> None:
-        """``source``: a URL, or a pool that the application made.
+        """``source``: a URL, an engine of SQLAlchemy, or a pool that the application made.
 
         ``direct_url``: the URL of the loops, if ``source`` leads through a proxy that shares server sessions.
         """
@@ -50,11 +51,12 @@ class ServerDatabase(ABC, Generic[Loop]):
         self._limits = limits
         self._driver = driver
         self._url = source if isinstance(source, str) else None
+        self._engine = source if isinstance(source, GivenEngine) else None
         self._direct_url = direct_url or self._url
         self._behind_proxy = direct_url is not None
-        self._pool: Any = None if isinstance(source, str) else source
-        self._given = None if isinstance(source, str) else self._take_from(source)
-        place = self._place_of(self._url)
+        self._pool: Any = None if isinstance(source, str | GivenEngine) else source
+        self._given = None if self._pool is None else self._take_from(self._pool)
+        place = self._where(self._url)
         self._ours = Pool(
             self._connect_for_actions, driver, guard=self._guard, shard=name, where=place, timeout=limits.pool_timeout
         )
@@ -64,7 +66,7 @@ class ServerDatabase(ABC, Generic[Loop]):
         self._watch = self._watch_over(self._url, used if self._behind_proxy else self._connections.all)
         self._loop_watch = self._watch_over(direct_url, used_by_loops) if self._behind_proxy else self._watch
         # Rare statements keep no connection of a given pool from the application, and may run on a standby.
-        self._admin = self._loop_connection(keeps=self._url is not None, writes=False)
+        self._admin = self._loop_connection(keeps=self._given is None, writes=False)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
 
     async def release_loops(self) -> None:
@@ -87,6 +89,11 @@ class ServerDatabase(ABC, Generic[Loop]):
     @abstractmethod
     def _take_from(self, pool: Any) -> GivenPool:
         """Access to a pool that the application made."""
+
+    @staticmethod
+    @abstractmethod
+    def _size_of_given(pool: Any) -> int:
+        """The largest number of connections of a given pool; 0 without a limit."""
 
     @abstractmethod
     async def _connect_for_actions(self) -> Any:
@@ -117,9 +124,28 @@ class ServerDatabase(ABC, Generic[Loop]):
 
     # --- the same for every dialect ------------------------------------------------------------
 
+    def _where(self, url: str | None) -> str:
+        return self._engine.place if url is None and self._engine is not None else self._place_of(url)
+
+    @property
+    def _opens_for_loops(self) -> bool:
+        """True if loops open connections of their own, and take no connection out of a given pool."""
+        return self._direct_url is not None or self._engine is not None
+
+    @property
+    def _largest_pool(self) -> int:
+        """The largest number of connections for actions."""
+        if self._engine is not None:
+            return self._engine.size or LARGEST_POOL
+        return LARGEST_POOL if self._pool is None else self._size_of_given(self._pool) or LARGEST_POOL
+
+    @property
+    def handler_transactions(self) -> int:
+        return max(1, self._largest_pool // 2)
+
     async def _release(self, connection: Any) -> None:
         """Give back a loop's connection: to the given pool, or to the server."""
-        if self._given is not None and self._direct_url is None:
+        if self._given is not None and not self._opens_for_loops:
             await self._given.release(connection)
         else:
             await self._driver.hang_up(connection)
@@ -134,7 +160,7 @@ class ServerDatabase(ABC, Generic[Loop]):
         if url is None:
             return None
         watch = Watch(
-            f"shard {self.name} at {self._place_of(url)}",
+            f"shard {self.name} at {self._where(url)}",
             used=used,
             waits_for=self._driver.waits_for,
             ask=partial(self._ask, url),

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
+from outboxio.model.action import cause_chain
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits, keep_alive
 from outboxio.storage.connections.loop_connection import Troubles
-from outboxio.storage.connections.pool import LARGEST_POOL, GiveBack
+from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.connections.server import ServerDatabase, together
 from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
 from outboxio.storage.connections.watch import Watch
+from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.connection import (
     LoopConnection,
@@ -48,6 +51,10 @@ from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
 from outboxio.storage.protocols import ClusterLock
 from outboxio.support.aio import heeding_cancellation, to_the_end
 
+if TYPE_CHECKING:
+    from outboxio.storage.engines.unit import Unit
+    from outboxio.storage.mysql.engine_session import UnitSession
+
 NOW = for_flavours("SELECT CAST(UTC_TIMESTAMP(6) AS DATETIME(6))")
 CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
 
@@ -60,7 +67,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
     def __init__(
         self,
         name: str,
-        source: str | Any,
+        source: str | GivenEngine | Any,
         direct_url: str | None = None,
         *,
         guard: EventLoopGuard | None = None,
@@ -69,7 +76,9 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         urls = {url for url in (source, direct_url) if isinstance(url, str)}
         self._arguments = {url: connect_arguments(name, url) for url in urls}
         """The arguments of the driver's ``connect``, by URL."""
-        flavour = FLAVOURS[dialect_of(source)] if isinstance(source, str) else MYSQL
+        flavour = MYSQL  # until the server of a given pool has greeted
+        if isinstance(source, str | GivenEngine):
+            flavour = FLAVOURS[source.dialect if isinstance(source, GivenEngine) else dialect_of(source)]
         self._server = Server(flavour, limits, self._give_up)
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
@@ -88,7 +97,9 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         """The dialect of the URL, and after the first connection the dialect of the server."""
         return self._server.flavour.name
 
-    def session(self) -> PooledSession:
+    def session(self) -> AbstractAsyncContextManager[MysqlSession]:
+        if self._engine is not None:
+            return self._unit_of(self._engine)
         restore = None if self._given else self._restore_and_give_back
         return PooledSession(self._check_out, self._explain, self._server, restore)
 
@@ -124,7 +135,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         # the settlement, and makes the rows of the fan-out, where locked rows of ordered handlers cannot be skipped.
         for loop in (self._settle, self._fanout):
             loop.end_silent_transactions(longest_silence(heartbeat))
-        if self._direct_url is None:  # the connections of a given pool belong to the application's event loop
+        if not self._opens_for_loops:  # the connections of a given pool belong to the application's event loop
             session = self._dedicated()
             self._connections.locks.add(session)
             return MysqlClusterLock(session, self._server, owner, heartbeat)
@@ -160,15 +171,10 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
             await to_the_end(together(map(self._release, opened)))
 
     def require_room(self, loops: int) -> None:
-        if self._url is None and self._pool.maxsize:
+        if self._given is not None and not self._opens_for_loops and self._pool.maxsize:
             size, needed = self._pool.maxsize, loops + 1
             if size < needed:
                 raise PoolTooSmall(self.name, size, needed, "maxsize")
-
-    @property
-    def handler_transactions(self) -> int:
-        largest = LARGEST_POOL if self._url is not None else self._pool.maxsize or LARGEST_POOL
-        return max(1, largest // 2)
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -199,6 +205,27 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
             release=release, has_idle=lambda: pool.freesize > 0 and not pool._cond.locked(),
             occupancy=lambda: Occupancy(pool.size - pool.freesize, pool.maxsize or 0),
         )  # fmt: skip
+
+    @staticmethod
+    def _size_of_given(pool: Any) -> int:
+        return int(pool.maxsize or 0)
+
+    def _unit_of(self, engine: GivenEngine) -> AbstractAsyncContextManager[MysqlSession]:
+        from outboxio.storage.engines.checkout import CheckedOutUnit
+        from outboxio.storage.mysql import engine_session
+
+        def make(unit: Unit) -> UnitSession:
+            self._greet(unit.driver)
+            return engine_session.UnitSession(unit, self._server)
+
+        async def explain(session: UnitSession, error: Exception) -> Exception | None:
+            for cause in cause_chain(error):
+                if isinstance(cause, Exception) and (found := await self._explain(session.unit.driver, cause)):
+                    session.discard()
+                    return found
+            return None
+
+        return CheckedOutUnit(engine, make, explain)
 
     def _answer_time(self, url: str) -> float:
         seconds: float = self._arguments[url].get("connect_timeout", self._limits.connect_timeout)
@@ -253,7 +280,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
     async def _connect(self) -> Any:
         """A connection for a loop: of our own if there is a URL, otherwise a connection of the given pool."""
         url = self._direct_url
-        if self._given is not None or url is None:
+        if url is None and self._engine is not None:
+            connection = await self._reaching(None, self._engine.open)
+            self._greet(connection)
+            return connection
+        if url is None:
             return await self._take_given()
         connection = await self._reaching(url, lambda: self._open(self._arguments[url]))
         await self._reaching(url, lambda: self._get_to_know(connection, self._loop_watch))
@@ -263,9 +294,12 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         """A connection of the given pool."""
         assert self._given is not None
         connection = await self._reaching(None, self._given.acquire)
+        self._greet(connection)
+        return connection
+
+    def _greet(self, connection: Any) -> None:
         self._server.greeted_by(connection)
         limit(connection, self._limits.statement_timeout)
-        return connection
 
     async def _open(self, arguments: Mapping[str, Any], **more: Any) -> Any:
         told: dict[str, Any] = {
@@ -296,7 +330,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         try:
             return await reach()
         except (OSError, OverflowError, RuntimeError, driver.MySQLError) as error:
-            raise DatabaseUnavailable(self.name, where(url), _reason(error)) from error
+            raise DatabaseUnavailable(self.name, self._where(url), _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

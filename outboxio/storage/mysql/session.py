@@ -18,7 +18,7 @@ from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.mysql.insertion import insertions, refusal_of
 from outboxio.storage.mysql.restoring import may_leave_something
 from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
-from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, TransactionLost
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, TransactionLost, UnitOfWork
 from outboxio.storage.statements import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
 from outboxio.support.aio import to_the_end
 
@@ -96,6 +96,9 @@ class MysqlSession:
     On a connection of ours, BEGIN may travel together with the first statement of the application (decision 13).
     """
 
+    _last_words: Sequence[str] = ("COMMIT",)
+    """The statements that end the transaction, in a message with our last statements."""
+
     def __init__(self, connection: Any, server: Server, *, is_given: bool = False) -> None:
         """``is_given``: the application gave the connection, with a transaction that is not ours to begin or end."""
         self._connection = connection
@@ -111,6 +114,10 @@ class MysqlSession:
         self._is_running = self._is_too_long = False
         self.may_have_left_something = False
         """True if a statement of the action may have changed the session of the connection."""
+
+    @property
+    def unit(self) -> UnitOfWork | None:
+        return None
 
     @property
     def connection(self) -> Any:
@@ -138,15 +145,19 @@ class MysqlSession:
             self._is_to_begin = False
             return  # the action ran no statement
         else:
-            messages = [_joined(*self._opening(ends=True), "COMMIT")]
+            messages = [_joined(*self._opening(ends=True), *self._last_words)]
         try:
-            await send(self._connection, self._server, *messages)
+            await send(self._connection, self._server, *filter(None, messages))
+            await self._end()
         except Exception as error:
             if (refusal := self._refusal_of(error, action)) is not None:
                 raise refusal from error
             if errors.is_unreachable(error) and not errors.is_read_only(error):  # read only: the server rolled back
                 raise CommitLost from error
             raise
+
+    async def _end(self) -> None:
+        """End a transaction that :attr:`_last_words` do not end."""
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         try:
@@ -249,7 +260,7 @@ class MysqlSession:
             if ends and len(messages) > 1:
                 messages[-1] = _joined(*self._opening(ends=True), messages[-1])
             if ends:
-                messages[-1] = _joined(messages[-1], "COMMIT")
+                messages[-1] = _joined(messages[-1], *self._last_words)
         return messages
 
     def _refusal_of(self, error: Exception, action: ActionRecord | None) -> Exception | None:

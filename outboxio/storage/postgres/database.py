@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import asyncpg
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
+from outboxio.model.action import cause_chain
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, keep_alive
 from outboxio.storage.connections.loop_connection import OnlyReads, Troubles
-from outboxio.storage.connections.pool import LARGEST_POOL, GiveBack
+from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.connections.server import ServerDatabase, together
 from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
 from outboxio.storage.connections.watch import Watch
+from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import (
     LOOP_SETTINGS,
@@ -60,6 +62,9 @@ from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
 
+if TYPE_CHECKING:
+    from outboxio.storage.postgres.engine_session import UnitSession
+
 logger = log_of(__name__)
 
 NOTIFY_TIMEOUT = 2.0  # seconds: NOTIFY shares its session with the heartbeat and must not delay it, nor the shutdown
@@ -93,7 +98,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
     def __init__(
         self,
         name: str,
-        source: str | asyncpg.Pool[Any],
+        source: str | GivenEngine | asyncpg.Pool[Any],
         direct_url: str | None = None,
         *,
         guard: EventLoopGuard | None = None,
@@ -114,7 +119,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.partitions = PostgresPartitions(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
-    def session(self) -> PooledSession:
+    def session(self) -> AbstractAsyncContextManager[PostgresSession]:
+        if self._engine is not None:
+            return self._unit_of(self._engine)
         return PooledSession(
             self._check_out, self._explain, self._answer_limit, is_ours=self._url is not None, plans=self._plans
         )
@@ -153,7 +160,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         # A settlement with events is a transaction of several statements. A process that freezes between two statements
         # must not keep lease rows locked, because a new holder raises the terms of these rows.
         self._settle.set("idle_in_transaction_session_timeout", silence)
-        in_thread = self._direct_url is not None  # the connections of a given pool belong to the application's loop
+        in_thread = self._opens_for_loops  # the connections of a given pool belong to the application's loop
         session = self._dedicated(
             guard=EventLoopGuard.of_shard(self.name) if in_thread else self._guard,
             troubles=TroublesOfThread(self._connections, self._guard) if in_thread else self._connections,
@@ -171,6 +178,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
             with suppress(asyncpg.InterfaceError):  # the session is being closed, or has just ended
                 await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
                 return
+        if self._engine is not None:
+            await self._admin.execute(notify, timeout=NOTIFY_TIMEOUT)
+            return
         async with asyncio.timeout(NOTIFY_TIMEOUT):
             connection, give_back = await self._check_out()
         try:
@@ -204,15 +214,10 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
             await to_the_end(together(map(self._release, opened)))
 
     def require_room(self, loops: int) -> None:
-        if self._url is None and self._pool is not None:
+        if self._given is not None and not self._opens_for_loops:
             size, needed = self._pool.get_max_size(), loops + 1
             if size < needed:
                 raise PoolTooSmall(self.name, size, needed, "max_size")
-
-    @property
-    def handler_transactions(self) -> int:
-        largest = LARGEST_POOL if self._url is not None or self._pool is None else self._pool.get_max_size()
-        return max(1, largest // 2)
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -242,6 +247,24 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
             pool, guard=self._guard, shard=self.name, timeout=self._limits.pool_timeout, acquire=identities.acquire,
             release=identities.release, has_idle=lambda: pool.get_idle_size() > 0, occupancy=occupancy,
         )  # fmt: skip
+
+    @staticmethod
+    def _size_of_given(pool: asyncpg.Pool[Any]) -> int:
+        return pool.get_max_size()
+
+    def _unit_of(self, engine: GivenEngine) -> AbstractAsyncContextManager[PostgresSession]:
+        from outboxio.storage.engines.checkout import CheckedOutUnit
+        from outboxio.storage.postgres import engine_session
+
+        async def explain(session: UnitSession, error: Exception) -> Exception | None:
+            causes = list(cause_chain(error))
+            self._plans.heed(causes)
+            explained = (self._explain(session, cause) for cause in causes if isinstance(cause, Exception))
+            return next(filter(None, explained), None)
+
+        return CheckedOutUnit(
+            engine, lambda unit: engine_session.UnitSession(unit, self._answer_limit, self._plans), explain
+        )
 
     def _explain(self, session: PostgresSession, error: Exception) -> Exception | None:
         """An error of outboxio to raise in place of the driver's error; ``None`` to keep the driver's error."""
@@ -306,6 +329,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
     async def _connect(self) -> Any:
         """A connection for a loop: a new connection if a URL is known, otherwise a connection of the given pool."""
         if self._direct_url is None:
+            if self._engine is not None:
+                return await self._reaching(None, self._engine.open)
             assert self._given is not None
             return await self._reaching(None, self._given.acquire)
         url = self._direct_url
@@ -332,7 +357,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         try:
             return await connect()
         except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            raise DatabaseUnavailable(self.name, where(url), str(error) or type(error).__name__) from error
+            raise DatabaseUnavailable(self.name, self._where(url), str(error) or type(error).__name__) from error
 
 
 class LockSession:

@@ -20,7 +20,7 @@ from outboxio.storage.postgres.connection import OurConnection, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
-from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, UnitOfWork
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
@@ -124,6 +124,10 @@ class PostgresSession:
         self._is_untouched = False
         self._wrote = False
         self._reads = False
+
+    @property
+    def unit(self) -> UnitOfWork | None:
+        return None
 
     @property
     def connection(self) -> Any:

@@ -28,6 +28,7 @@ from outboxio.storage.protocols.hot import (
     OrderingRepository,
     Session,
     StartRepository,
+    UnitOfWork,
 )
 from outboxio.storage.protocols.values import (
     LONGEST_SILENCE,
@@ -92,5 +93,6 @@ __all__ = [
     "StartedRun",
     "SubscriptionRepository",
     "TransactionLost",
+    "UnitOfWork",
     "Waiting",
 ]

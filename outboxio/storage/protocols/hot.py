@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import UUID
 
 from outboxio.model.event import ActionRecord, EventRecord
@@ -22,9 +22,29 @@ from outboxio.storage.protocols.values import (
     StartedRun,
 )
 
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+
+class UnitOfWork(Protocol):
+    """The SQLAlchemy session of a transaction, for a database that was given as an engine."""
+
+    def session(self, action_name: str) -> AsyncSession:
+        """The session, made at the first call. The session refuses to commit in the name of the action."""
+        ...
+
+    async def flush(self) -> None:
+        """Write the changes of the session, if there is a session."""
+        ...
+
 
 class Session(Protocol):
     """A connection, checked out for a single transaction of the application."""
+
+    @property
+    def unit(self) -> UnitOfWork | None:
+        """The unit of work of SQLAlchemy; ``None`` unless the database was given as an engine."""
+        ...
 
     @property
     def connection(self) -> Any:

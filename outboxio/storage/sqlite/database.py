@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any
 
 from outboxio.errors import ConfigurationError, OtherDatabase
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
+from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.protocols import PartitionRepository
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
@@ -21,7 +23,7 @@ from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
-from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession
+from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
 from outboxio.support.clock import utc_now
@@ -40,6 +42,7 @@ class SqliteDatabase:
         self,
         name: str,
         path: str | None,
+        engine: GivenEngine | None = None,
         *,
         guard: EventLoopGuard | None = None,
         limits: Limits = DEFAULT_LIMITS,
@@ -50,6 +53,7 @@ class SqliteDatabase:
             )
         self.name = name
         self._path: str | None
+        self._engine = engine
         # A relative path starts in the current directory of now, not of the moment at which the database is opened.
         path = self._path = None if path is None else os.path.abspath(path)
         self._in_memory = path is None
@@ -66,10 +70,14 @@ class SqliteDatabase:
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
-    def session(self) -> CheckedOutSession:
+    def session(self) -> AbstractAsyncContextManager[SqliteSession]:
+        if self._engine is not None:
+            from outboxio.storage.sqlite import engine_session
+
+            return engine_session.CheckedOutSession(self._engine, self._connections)
         return CheckedOutSession(self._connections)
 
-    def reading(self) -> CheckedOutSession | ReadingSession:
+    def reading(self) -> AbstractAsyncContextManager[SqliteSession]:
         """In a file, a connection beside the writer; in memory, the writer itself."""
         return CheckedOutSession(self._connections) if self._in_memory else ReadingSession(self._connections)
 

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.storage.protocols import ConsumeResult, NewNotification
+from outboxio.storage.protocols import ConsumeResult, NewNotification, UnitOfWork
 from outboxio.storage.sqlite.connection import (
     Parameters,
     Work,
@@ -82,6 +82,10 @@ class SqliteSession:
         """Undoes an open transaction."""
         self.is_open = False
         """True while a transaction is open, or may be."""
+
+    @property
+    def unit(self) -> UnitOfWork | None:
+        return None
 
     @property
     def connection(self) -> Any:

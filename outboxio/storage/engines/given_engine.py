@@ -1,0 +1,148 @@
+"""A given engine: a SQLAlchemy ``AsyncEngine`` that the application made. outboxio never disposes of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, PoolExhausted
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.storage.connections.given_pool import Occupancy
+from outboxio.storage.connections.limits import Limits
+from outboxio.support.aio import heeding_cancellation
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+
+    from outboxio.storage.engines.unit import Unit
+
+UNLIMITED = 0
+
+
+class GivenEngine:
+    """Opens the connections of a shard through an engine, so that the options and events of the engine apply.
+
+    - Actions check connections out of the engine's pool.
+    - Loops and locks open connections of their own: the pool of the application loses none.
+    """
+
+    def __init__(
+        self,
+        shard: str,
+        engine: AsyncEngine,
+        maker: async_sessionmaker[AsyncSession],
+        guard: EventLoopGuard,
+        limits: Limits,
+    ) -> None:
+        self._shard = shard
+        self._engine = engine
+        self._maker = maker
+        self._guard = guard
+        self._limits = limits
+        self.dialect = engine.dialect.name
+        """The name of SQLAlchemy's dialect."""
+        self.driver = engine.dialect.driver
+
+    @property
+    def place(self) -> str:
+        """The address for errors and logs, without user and password."""
+        url = self._engine.url
+        named = getattr(self._engine.pool, "_orig_logging_name", None)
+        port = f":{url.port}" if url.port else ""
+        pool = f"the pool {named!r} of the engine" if named else "the pool of the engine"
+        return f"{pool} {url.drivername}://{url.host or ''}{port}/{url.database or ''}"
+
+    @property
+    def file(self) -> str | None:
+        """The file of an engine on SQLite; ``None`` for a database in memory."""
+        url = self._engine.url
+        path = url.database or ""
+        if "uri" in url.query:
+            path = path.removeprefix("file:").partition("?")[0]
+        if not path or ":memory:" in path or url.query.get("mode") == "memory":
+            return None
+        return path
+
+    @property
+    def size(self) -> int:
+        """The largest number of connections of the pool; 0 without a limit."""
+        pool: Any = self._engine.pool
+        if not hasattr(pool, "checkedout"):
+            return UNLIMITED
+        overflow: int = pool._max_overflow
+        return UNLIMITED if overflow < 0 else int(pool.size()) + overflow
+
+    async def check_out(self) -> Unit:
+        """A connection of the engine's pool, for a single transaction.
+
+        Raises :class:`PoolExhausted` if no connection comes back within the time of the engine's pool, or of the
+        setting ``pool_timeout``. Raises :class:`DatabaseUnavailable` if the engine cannot connect.
+        """
+        from outboxio.storage.engines.unit import Unit
+
+        self._guard.enter()
+        connection = self._engine.connect()
+        with self._reaching():
+            async with asyncio.timeout(self._limits.pool_timeout):
+                await heeding_cancellation(connection.start(), _close)
+        return Unit(connection, self._maker)
+
+    async def open(self) -> Any:
+        """Open a connection of the driver, in any event loop, as the engine opens the connections of its pool."""
+        from sqlalchemy.util import greenlet_spawn
+
+        # A new pool with the same way to connect and the same event listeners: a loop needs no connection that the
+        # application has in use, and the thread of the locks has an event loop of its own.
+        pool = self._engine.sync_engine.pool.recreate()
+        with self._reaching():
+            async with asyncio.timeout(self._limits.connect_timeout):
+                connection = await greenlet_spawn(pool.connect)
+        opened = connection.driver_connection
+        connection.detach()
+        return opened
+
+    @contextmanager
+    def _reaching(self) -> Generator[None]:
+        from sqlalchemy import exc
+
+        try:
+            yield
+        except (TimeoutError, exc.TimeoutError) as error:
+            found = self._occupancy()
+            if isinstance(error, TimeoutError) and (not found.size or found.in_use < found.size):
+                raise DatabaseUnavailable(self._shard, self.place, "it opened no connection in time") from error
+            raise PoolExhausted(
+                self._shard, self.place, size=found.size, in_use=found.in_use, held=None,
+                timeout=self._limits.pool_timeout,
+            ) from error  # fmt: skip
+        except (exc.DBAPIError, OSError) as error:
+            reason = error.orig if isinstance(error, exc.DBAPIError) else error
+            raise DatabaseUnavailable(self._shard, self.place, str(reason) or type(reason).__name__) from error
+
+    def _occupancy(self) -> Occupancy:
+        pool: Any = self._engine.pool
+        return Occupancy(pool.checkedout() if self.size else 0, self.size)
+
+
+def given_engine(shard: str, source: Any, guard: EventLoopGuard, limits: Limits) -> GivenEngine:
+    """The engine of a shard. Raises :class:`ConfigurationError` for other objects of SQLAlchemy."""
+    from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+
+    maker: async_sessionmaker[AsyncSession]
+    if isinstance(source, async_sessionmaker):
+        maker, engine = source, source.kw.get("bind")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    else:
+        maker, engine = async_sessionmaker(expire_on_commit=False), source
+    if not isinstance(engine, AsyncEngine):
+        found = "an async_sessionmaker without an engine" if engine is None else f"a {type(engine).__qualname__}"
+        raise ConfigurationError(
+            f"shard {shard!r} is {found}; expected an AsyncEngine from create_async_engine(...), or "
+            "async_sessionmaker(engine)"
+        )
+    return GivenEngine(shard, engine, maker, guard, limits)
+
+
+async def _close(connection: AsyncConnection) -> None:
+    await connection.close()

@@ -1,0 +1,136 @@
+"""A unit of work: one connection of a given engine with one transaction, and the application's session on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from outboxio.errors import StaleRecord, TransactionEnded
+from outboxio.model.action import cause_chain
+from outboxio.storage.protocols import CommitLost
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+REFUSED = ("commit", "rollback", "close", "reset", "invalidate", "prepare")
+"""The methods of a session that would end the transaction, of the session below the asynchronous session."""
+
+
+class StaleObject(StaleRecord, StaleDataError):
+    """A concurrent transaction has changed the row of a mapped object. The cause is the error of SQLAlchemy."""
+
+
+class Unit:
+    """A transaction on a connection of a given engine. SQLAlchemy begins and ends the transaction.
+
+    The session is made when the application asks for it: a transaction without a session costs its connection.
+    """
+
+    def __init__(self, connection: AsyncConnection, maker: async_sessionmaker[AsyncSession]) -> None:
+        self._connection = connection
+        self._maker = maker
+        self._session: AsyncSession | None = None
+        self.is_broken = False
+        """True if the connection must not go back to the pool."""
+        pooled: Any = connection.sync_connection.connection  # type: ignore[union-attr]
+        self.driver: Any = pooled.driver_connection
+        """The driver's connection."""
+
+    async def begin(self, send: Callable[[Any], Awaitable[object]] | None = None) -> None:
+        """Begin a transaction. SQLAlchemy sends BEGIN with the first statement; ``send`` begins at once.
+
+        ``send`` is called with SQLAlchemy's connection, in a greenlet of SQLAlchemy.
+        """
+
+        def begin(connection: Any) -> None:
+            connection.begin()
+            if send is not None:
+                await_only(send(connection))
+
+        await self._connection.run_sync(begin)
+
+    def session(self, action_name: str) -> AsyncSession:
+        """The session of the transaction. The methods in ``REFUSED`` raise in the name of the action."""
+        if self._session is None:
+            # control_fully: the commit of the session is the commit of the connection, at the moment of its events.
+            self._session = self._maker(bind=self._connection, join_transaction_mode="control_fully")
+            own = self._session.sync_session
+            for name in REFUSED:
+                setattr(own, name, _refusal(action_name, f"session.{name}()"))
+            own.begin()  # from here on SQLAlchemy itself refuses session.begin(), whose end would commit
+        return self._session
+
+    async def flush(self) -> None:
+        """Write the changes of the session. Raises :class:`StaleObject` if a version has changed."""
+        if self._session is not None:
+            await self._session.flush()
+
+    async def commit(self) -> None:
+        """Commit. Raises :class:`CommitLost` if the connection was lost meanwhile."""
+        try:
+            await greenlet_spawn(self._commit)
+        except Exception as error:
+            if any(isinstance(e, OSError) or getattr(e, "connection_invalidated", False) for e in cause_chain(error)):
+                raise CommitLost from error
+            raise
+
+    async def rollback(self) -> None:
+        await greenlet_spawn(self._roll_back)
+
+    async def close(self) -> None:
+        """Give the connection back to the engine's pool, without a transaction; a broken connection is invalidated."""
+        try:
+            await greenlet_spawn(self._close)
+        except Exception as error:
+            # The action has already ended: an error of the pool must not change the result.
+            logger.warning("a connection could not be reset, the engine's pool opens another in its place: %s", error)
+
+    @staticmethod
+    def explained(error: Exception) -> Exception | None:
+        """The :class:`StaleObject` for a version conflict that SQLAlchemy has found; otherwise ``None``."""
+        for cause in cause_chain(error):
+            if isinstance(cause, StaleRecord):
+                return None
+            if isinstance(cause, StaleDataError):
+                return StaleObject("a mapped object")
+        return None
+
+    @property
+    def _own(self) -> Session | None:
+        return None if self._session is None else self._session.sync_session
+
+    def _commit(self) -> None:
+        if (own := self._own) is not None:
+            type(own).commit(own)
+        connection: Any = self._connection.sync_connection
+        if connection.in_transaction():  # no statement of the session has joined the transaction
+            connection.commit()
+
+    def _roll_back(self) -> None:
+        if (own := self._own) is not None:
+            type(own).rollback(own)
+        connection: Any = self._connection.sync_connection
+        if connection.in_transaction():
+            connection.rollback()
+
+    def _close(self) -> None:
+        connection: Any = self._connection.sync_connection
+        try:
+            if self.is_broken:
+                connection.invalidate()
+            if (own := self._own) is not None:
+                type(own).close(own)
+        finally:
+            connection.close()
+
+
+def _refusal(action_name: str, call: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise TransactionEnded(action_name, call)
+
+    return refuse

@@ -1,0 +1,53 @@
+"""A transaction on a connection of aiomysql out of an engine of SQLAlchemy, which ends the transaction."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outboxio.storage.engines.unit import Unit
+from outboxio.storage.mysql import driver
+from outboxio.storage.mysql.flavour import Server
+from outboxio.storage.mysql.session import MysqlSession
+
+ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK
+
+
+class UnitSession(MysqlSession):
+    """The transaction of a unit of work. SQLAlchemy sends COMMIT and ROLLBACK, so that the session's events fire."""
+
+    _last_words = ()
+
+    def __init__(self, unit: Unit, server: Server) -> None:
+        super().__init__(unit.driver, server)
+        self._unit = unit
+
+    @property
+    def unit(self) -> Unit:
+        return self._unit
+
+    async def begin(self, *, soon: bool = False) -> None:
+        await self._unit.begin()
+        await super().begin(soon=soon)
+
+    async def begin_reading(self) -> None:
+        await self._unit.begin()
+        await super().begin_reading()
+
+    async def rollback(self) -> None:
+        self._is_to_begin = False
+        if self._is_running or driver.is_closed(self._connection):
+            self.discard()
+        else:
+            async with asyncio.timeout(ENDING_TIMEOUT):
+                await self._unit.rollback()
+
+    def discard(self) -> None:
+        self._unit.is_broken = True
+        super().discard()
+
+    async def _end(self) -> None:
+        self._server.unanswered.begin(self._connection, self._server.give_up)
+        try:
+            await self._unit.commit()
+        finally:
+            self._server.unanswered.end(self._connection)

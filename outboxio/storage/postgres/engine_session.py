@@ -1,0 +1,64 @@
+"""A transaction on a connection of asyncpg out of an engine of SQLAlchemy, which begins and ends the transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from outboxio.errors import ConfigurationError
+from outboxio.storage.engines.unit import Unit
+from outboxio.storage.postgres.plans import Plans
+from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
+from outboxio.support.aio import TimeLimit
+
+
+class UnitSession(PostgresSession):
+    """The transaction of a unit of work."""
+
+    def __init__(self, unit: Unit, limit: TimeLimit, plans: Plans) -> None:
+        super().__init__(unit.driver, limit=limit, plans=plans)
+        self._unit = unit
+
+    @property
+    def unit(self) -> Unit:
+        return self._unit
+
+    async def begin(self, *, soon: bool = False) -> None:
+        await self._start(_Transaction(self._unit))
+        if not self._connection.is_in_transaction():
+            raise ConfigurationError(
+                "the engine has isolation_level='AUTOCOMMIT', in which no transaction begins; make the engine with "
+                "another isolation level"
+            )
+
+    async def begin_reading(self) -> None:
+        await self.begin()
+        await self._connection.execute("SET TRANSACTION READ ONLY")
+
+    async def rollback(self) -> None:
+        if self._is_gone():
+            self.discard()
+        else:
+            async with asyncio.timeout(ENDING_TIMEOUT):
+                await self._unit.rollback()
+
+    def discard(self) -> None:
+        self._unit.is_broken = True
+        super().discard()
+
+
+class _Transaction:
+    """The transaction of SQLAlchemy, in the shape of a transaction of asyncpg."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self.commit = unit.commit
+        self.rollback = unit.rollback
+
+    async def start(self) -> None:
+        await self._unit.begin(_begin)
+
+
+async def _begin(connection: Any) -> None:
+    """Send BEGIN now, with the isolation level of the engine: SQLAlchemy itself begins with its first statement."""
+    await connection.connection.dbapi_connection._start_transaction()

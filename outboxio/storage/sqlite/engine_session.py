@@ -1,0 +1,100 @@
+"""A transaction on a connection of aiosqlite out of an engine of SQLAlchemy, which ends the transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.storage.engines.checkout import CheckedOutUnit
+from outboxio.storage.engines.given_engine import GivenEngine
+from outboxio.storage.engines.unit import Unit
+from outboxio.storage.sqlite.connection import Work, execute_when_free
+from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.session import SqliteSession, do_nothing
+
+
+class UnitSession(SqliteSession):
+    """The transaction of a unit of work. Statements of outboxio run in the thread of aiosqlite."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(_ThreadOfDriver(unit.driver), do_nothing, do_nothing)
+        self._unit = unit
+        self._beginning = _begin
+
+    @property
+    def connection(self) -> Any:
+        return self._unit.driver
+
+    @property
+    def unit(self) -> Unit:
+        return self._unit
+
+    async def begin(self, *, soon: bool = False) -> None:
+        await self._unit.begin()
+        await super().begin()
+
+    async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
+        if action is not None and events:
+            await self.insert_events(action, events)
+        await self._unit.commit()
+        self.is_open = False
+
+    async def rollback(self) -> None:
+        await self._unit.rollback()
+        self.is_open = False
+
+    def discard(self) -> None:
+        self._unit.is_broken = True
+
+
+class CheckedOutSession(CheckedOutUnit[UnitSession]):
+    """Takes a turn at the file, and a connection of the engine. Both are given back with no transaction open."""
+
+    def __init__(self, engine: GivenEngine, connections: Connections) -> None:
+        super().__init__(engine, UnitSession, _as_it_is)
+        self._connections = connections
+
+    async def __aenter__(self) -> UnitSession:
+        self._connections.guard.enter()
+        self._turn = self._connections.turn
+        await self._turn.take()
+        try:
+            return await super().__aenter__()
+        except BaseException:
+            self._turn.pass_on()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await super().__aexit__(kind, error, trace)
+        finally:
+            self._turn.pass_on()
+
+
+class _ThreadOfDriver:
+    """Runs work in the thread of an aiosqlite connection, in turn with the statements of SQLAlchemy."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def submit(self, work: Work[Any]) -> Any:
+        return await self._connection._execute(work, self._connection._conn)
+
+    def run_blocking(self, work: Work[Any]) -> Any:
+        raise NotImplementedError("a unit of work has begun before its connection is used")
+
+
+def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Take the write lock, unless the engine has an event listener that has begun the transaction."""
+    if not connection.in_transaction:
+        execute_when_free(connection, "BEGIN IMMEDIATE")
+    return connection
+
+
+async def _as_it_is(session: UnitSession, error: Exception) -> Exception | None:
+    return None

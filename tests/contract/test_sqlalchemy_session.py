@@ -1,0 +1,509 @@
+"""``Outbox(engine)`` and ``tx.session``: the objects of SQLAlchemy and the events are one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import String, event, select, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from outboxio import (
+    Action,
+    ConfigurationError,
+    Event,
+    EventEnvelope,
+    HandlerFailed,
+    InvalidEvent,
+    Outbox,
+    PoolExhausted,
+    Retry,
+    RetryPolicy,
+    Settings,
+    Shard,
+    StaleRecord,
+    Transaction,
+    TransactionClosed,
+    TransactionEnded,
+    Unprocessable,
+)
+from outboxio.integrations.sqlalchemy import RaisesEvents
+from tests.kit.app import Look, eventually
+from tests.kit.opened_by import engine_url
+from tests.kit.probes import doing
+
+ACTIONS = 1_000 if os.environ.get("OUTBOXIO_FULL_SIZE") else 100
+CALLERS = 16
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Account(RaisesEvents, Base):
+    __tablename__ = "accounts"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  # the name and the form are SQLAlchemy's
+
+
+class Entry(Base):
+    __tablename__ = "entries"
+    region: Mapped[str] = mapped_column(String(20), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class Paid(Event):
+    amount: int
+
+
+class Pay(Action):
+    amount: int
+    account: int = 1
+
+    async def perform(self, tx: Transaction) -> int:
+        account = await tx.session.get_one(Account, self.account)
+        account.balance += self.amount
+        tx.emit(Paid(self.amount), model=account)
+        return account.balance
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = create_async_engine(engine_url(database_url))
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def outbox(engine: AsyncEngine) -> AsyncIterator[Outbox]:
+    async with outbox_of(engine) as outbox:
+        yield outbox
+
+
+@asynccontextmanager
+async def outbox_of(source: Any, **options: Any) -> AsyncIterator[Outbox]:
+    """An outbox with tables, and an account."""
+    async with Outbox(source, namespace="app", **options) as outbox:
+        await outbox.migrate()
+        engine = source if isinstance(source, AsyncEngine) else source.kw["bind"]
+        async with engine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
+        async with AsyncSession(engine) as session, session.begin():
+            session.add(Account(id=1, balance=0))
+        yield outbox
+
+
+async def balance(engine: AsyncEngine) -> int:
+    async with AsyncSession(engine) as session:
+        return (await session.get_one(Account, 1)).balance
+
+
+def checked_out(engine: AsyncEngine) -> int:
+    pool: Any = engine.pool
+    return int(pool.checkedout())
+
+
+async def conflict(engine: AsyncEngine) -> None:
+    """A concurrent transaction changes the account."""
+    async with AsyncSession(engine) as session, session.begin():
+        (await session.get_one(Account, 1)).balance += 100
+
+
+async def test_objects_and_events_are_one_transaction(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+    assert await outbox.executor.execute(Pay(7)) == 7
+
+    (row,) = await look.events()
+    assert (row["model_id"], row["model_type"], row["action_name"]) == ("1", "Account", "Pay")
+    assert await balance(engine) == 7
+    assert checked_out(engine) == 0
+
+
+async def test_an_action_that_fails_leaves_neither(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+    async def fail(tx: Transaction) -> None:
+        await Pay(7).perform(tx)
+        await tx.session.flush()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await outbox.executor.execute(doing(fail))
+    assert (await look.events(), await balance(engine), checked_out(engine)) == ([], 0, 0)
+
+
+async def test_sql_and_the_session_see_each_other_in_any_order(outbox: Outbox, engine: AsyncEngine) -> None:
+    async def mix(tx: Transaction) -> tuple[Any, ...]:
+        await tx.execute("UPDATE accounts SET balance = 5 WHERE id = 1")
+        account = await tx.session.get_one(Account, 1)
+        first, account.balance = account.balance, 6
+        await tx.session.flush()
+        return first, await tx.fetchval("SELECT balance FROM accounts WHERE id = 1")
+
+    assert await outbox.executor.execute(doing(mix)) == (5, 6)
+    assert await balance(engine) == 6
+
+
+async def test_the_session_is_written_before_the_events_and_the_events_before_its_commit(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    order: list[str] = []
+
+    async def listen(tx: Transaction) -> None:
+        own = tx.session.sync_session
+        event.listen(own, "after_flush", lambda *_: order.append("flush"))
+        event.listen(own, "after_commit", lambda *_: order.append("commit"))
+        event.listen(engine.sync_engine, "commit", lambda _: order.append("COMMIT"))
+        await Pay(1).perform(tx)
+
+    await outbox.executor.execute(doing(listen))
+    assert order == ["flush", "COMMIT", "commit"]
+    assert len(await look.events()) == 1
+
+
+@pytest.mark.parametrize("explicit", [True, False], ids=["at a flush of its own", "at the end"])
+async def test_a_version_conflict_is_a_stale_record_and_is_retried_with_a_new_session(
+    outbox: Outbox, engine: AsyncEngine, look: Look, explicit: bool
+) -> None:
+    if look.is_file:
+        pytest.skip("a SQLite file has one writer, so no transaction can come between")
+    sessions: list[AsyncSession] = []
+
+    async def pay(tx: Transaction) -> None:
+        sessions.append(tx.session)
+        account = await tx.session.get_one(Account, 1)
+        if len(sessions) == 1:
+            await conflict(engine)
+        account.balance += 1
+        tx.emit(Paid(1), model=account)
+        if explicit:
+            await tx.session.flush()
+
+    await outbox.executor.execute(doing(pay))
+    assert len(sessions) == 2
+    assert sessions[0] is not sessions[1]
+    assert (await balance(engine), len(await look.events()), checked_out(engine)) == (101, 1, 0)
+
+
+async def test_a_conflict_at_every_try_ends_as_a_stale_record(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+    async def pay(tx: Transaction) -> None:
+        account = await tx.session.get_one(Account, 1)
+        await tx.execute("UPDATE accounts SET version = version + 1")  # as if by another transaction
+        account.balance += 1
+        tx.emit(Paid(1))
+
+    with pytest.raises(StaleRecord) as refused:
+        await outbox.executor.execute(doing(pay), retry=Retry(on=StaleRecord, attempts=2, delay="1ms"))
+    assert type(refused.value.__cause__).__name__ == "StaleDataError"
+    assert (await look.events(), await balance(engine)) == ([], 0)
+
+
+ENDS: dict[str, Callable[[AsyncSession], Awaitable[Any]]] = {
+    "session.commit()": lambda session: session.commit(),
+    "session.rollback()": lambda session: session.rollback(),
+    "session.close()": lambda session: session.close(),
+}
+
+
+@pytest.mark.parametrize("call", ENDS)
+async def test_a_session_refuses_to_end_the_transaction(
+    outbox: Outbox, engine: AsyncEngine, look: Look, call: str
+) -> None:
+    async def end(tx: Transaction) -> None:
+        account = await tx.session.get_one(Account, 1)
+        account.balance = 3
+        with pytest.raises(TransactionEnded, match=f"{call[:-2]}.*outboxio commits when perform returns"):
+            await ENDS[call](tx.session)
+        tx.emit(Paid(3))
+
+    await outbox.executor.execute(doing(end))
+    assert (await balance(engine), len(await look.events())) == (3, 1)
+
+
+async def test_a_connection_that_was_committed_by_hand_is_noticed(outbox: Outbox, look: Look) -> None:
+    async def end(tx: Transaction) -> None:
+        await tx.session.get_one(Account, 1)
+        await (await tx.session.connection()).commit()
+        tx.emit(Paid(3))
+
+    with pytest.raises(TransactionEnded):
+        await outbox.executor.execute(doing(end))
+    assert await look.events() == []
+
+
+async def test_a_savepoint_that_is_rolled_back_takes_its_rows_only(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    async def try_twice(tx: Transaction) -> None:
+        (await tx.session.get_one(Account, 1)).balance = 3
+        with pytest.raises(IntegrityError):
+            async with tx.session.begin_nested():
+                await tx.session.execute(text("INSERT INTO accounts (id, balance, version) VALUES (1, 0, 1)"))
+        async with tx.session.begin_nested():
+            tx.session.add(Account(id=2, balance=0))
+        tx.emit(Paid(3))
+
+    await outbox.executor.execute(doing(try_twice))
+    async with AsyncSession(engine) as session:
+        assert [a.balance for a in await session.scalars(select(Account).order_by(Account.id))] == [3, 0]
+    assert len(await look.events()) == 1
+
+
+async def test_events_of_objects_and_of_the_action_are_written_in_order_and_savepoints_take_theirs_along(
+    outbox: Outbox, look: Look
+) -> None:
+    async def raise_some(tx: Transaction) -> None:
+        account = await tx.session.get_one(Account, 1)
+        tx.emit(Paid(1))
+        savepoint = await tx.session.begin_nested()
+        account.raise_event(Paid(2))
+        account.balance = 5
+        await tx.session.flush()
+        tx.emit(Paid(3))
+        await savepoint.rollback()
+        account.raise_event(Paid(4))  # and no row of the object changes
+
+    await outbox.executor.execute(doing(raise_some))
+    assert ["1" in row["payload"] or "4" in row["payload"] for row in await look.events()] == [True, True]
+
+
+async def test_events_of_an_action_that_joins_are_its_own(outbox: Outbox, look: Look) -> None:
+    class Joins(Action):
+        async def perform(self, tx: Transaction) -> None:
+            (await tx.session.get_one(Account, 1)).raise_event(Paid(5))
+
+    @outbox.handler(Paid, name="books", delivery="transactional")
+    async def book(envelope: EventEnvelope[Paid]) -> None:
+        if envelope.event.amount == 1:
+            account = await envelope.tx.session.get_one(Account, 1)
+            await envelope.execute(Joins())
+            account.raise_event(Paid(6))
+
+    await outbox.executor.execute(Pay(1))
+    await outbox.drain()
+    names = {row["payload"].strip('{} "amount:'): row["action_name"] for row in await look.events()}
+    assert names == {"1": "Pay", "5": "Joins", "6": "books"}
+
+
+async def test_a_failed_flush_that_the_action_swallows_commits_nothing(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    async def swallow(tx: Transaction) -> None:
+        await tx.execute("UPDATE accounts SET balance = 9 WHERE id = 1")
+        tx.session.add(Account(id=1, balance=0))
+        with pytest.raises(IntegrityError):
+            await tx.session.flush()
+        tx.emit(Paid(9))
+
+    with pytest.raises(Exception, match=r"rolled back|ends the transaction"):
+        await outbox.executor.execute(doing(swallow))
+    assert (await balance(engine), await look.events(), checked_out(engine)) == (0, [], 0)
+
+
+async def test_the_session_is_made_by_the_applications_sessionmaker(engine: AsyncEngine, look: Look) -> None:
+    class OwnSession(AsyncSession):
+        pass
+
+    maker = async_sessionmaker(engine, class_=OwnSession, expire_on_commit=False, info={"by": "the application"})
+    async with outbox_of(maker) as outbox, outbox.transaction("Pay") as tx:
+        assert isinstance(tx.session, OwnSession)
+        assert tx.session is tx.session
+        assert tx.session.info["by"] == "the application"
+        tx.session.add(Entry(region="eu", number=7))
+        await tx.session.flush()
+        tx.emit(Paid(1), model=await tx.session.get_one(Entry, ("eu", 7)))
+    assert [row["model_id"] for row in await look.events()] == ["eu,7"]
+    with pytest.raises(TransactionClosed):
+        _ = tx.session
+
+
+async def test_an_object_without_a_key_and_an_object_that_is_not_mapped_are_refused(outbox: Outbox, look: Look) -> None:
+    async with outbox.transaction("Refused") as tx:
+        with pytest.raises(InvalidEvent, match=r"no primary key yet: await tx\.session\.flush\(\)"):
+            tx.emit(Paid(1), model=Account(balance=0))
+        with pytest.raises(InvalidEvent, match="SQLAlchemy has mapped"):
+            tx.emit(Paid(1), model=object())
+    assert [row["event_type"] for row in await look.events()] == [None]
+
+
+async def test_a_transactional_handler_and_its_hook_have_a_session(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    async def hook(envelope: EventEnvelope[Paid], error: HandlerFailed) -> None:
+        (await envelope.tx.session.get_one(Account, 1)).balance -= 1
+        envelope.emit(Paid(0), model=await envelope.tx.session.get_one(Account, 1))
+
+    @outbox.handler(Paid, name="books", delivery="transactional", on_dead=hook)
+    async def book(envelope: EventEnvelope[Paid]) -> None:
+        account = await envelope.tx.session.get_one(Account, 1)
+        account.balance += envelope.event.amount * 10
+        if envelope.event.amount == 2:
+            raise Unprocessable("never")
+
+    await outbox.executor.execute(Pay(1))
+    await outbox.executor.execute(Pay(2))
+    drained = await outbox.drain()
+
+    assert (drained.succeeded, drained.dead) == (2, 1)
+    assert await balance(engine) == 3 + 10 - 1
+    assert [row["model_id"] for row in await look.events()] == ["1", "1", "1"]
+    assert checked_out(engine) == 0
+
+
+async def test_a_handler_whose_session_fails_at_the_end_is_run_again(outbox: Outbox, engine: AsyncEngine) -> None:
+    calls = 0
+
+    @outbox.handler(Paid, name="books", delivery="transactional", retry=RetryPolicy(max_attempts=2, base="10ms"))
+    async def book(envelope: EventEnvelope[Paid]) -> None:
+        nonlocal calls
+        calls += 1
+        envelope.tx.session.add(Account(id=1 if calls == 1 else 2, balance=5))
+
+    await outbox.executor.execute(Pay(1))
+    async with outbox.running():
+        await eventually(lambda: calls == 2)
+        await eventually(lambda: checked_out(engine) == 0)
+
+
+async def test_a_cancelled_action_gives_a_clean_connection_back(database_url: str, look: Look) -> None:
+    pooled: Any = {"pool_size": 1, "max_overflow": 0}
+    engine = create_async_engine(engine_url(database_url), **pooled)
+    async with outbox_of(engine) as outbox:
+        for waits_in in ("the action", "a statement"):
+            begun = asyncio.Event()
+
+            async def wait(tx: Transaction, begun: asyncio.Event = begun, waits_in: str = waits_in) -> None:
+                await Pay(1).perform(tx)
+                await tx.session.flush()
+                begun.set()
+                while waits_in == "a statement":
+                    await tx.session.execute(text("SELECT 1"))
+                await asyncio.Event().wait()
+
+            task = asyncio.create_task(outbox.executor.execute(doing(wait)))
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert checked_out(engine) == 0
+        assert await outbox.executor.execute(Pay(1)) == 1
+    assert (await balance(engine), len(await look.events())) == (1, 1)
+    await engine.dispose()
+
+
+async def test_running_takes_no_connection_of_the_applications_pool(server_url: str) -> None:
+    engine = create_async_engine(engine_url(server_url), pool_size=1, max_overflow=0)
+    async with outbox_of(engine, settings=Settings(pool_timeout="50ms")) as outbox:
+        done = asyncio.Event()
+
+        @outbox.handler(Paid, name="counts")
+        async def count(envelope: EventEnvelope[Paid]) -> None:
+            done.set()
+
+        async with outbox.running(), asyncio.timeout(30):
+            await outbox.executor.execute(Pay(1))
+            async with engine.connect():
+                await done.wait()
+                with pytest.raises(PoolExhausted, match=r"the pool of the engine .*1 of at most 1"):
+                    await outbox.executor.execute(Pay(1))
+        assert checked_out(engine) == 0
+    assert await balance(engine) == 1, "the engine is the application's, and goes on"
+    await engine.dispose()
+
+
+async def test_actions_with_conflicts_and_cancellations_lose_nothing(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    """Balance and events agree: no action is lost or doubled. Cancelled actions leak no connection."""
+    chance = random.Random(25)
+    often = Retry(on=StaleRecord, attempts=15, delay="1ms")
+    async with AsyncSession(engine) as session, session.begin():
+        session.add_all([Account(id=number, balance=0) for number in range(2, 6)])
+    amounts = iter(range(1, ACTIONS + 1))
+    paid: list[int] = []
+
+    async def work() -> None:
+        for amount in amounts:
+            task = asyncio.create_task(outbox.executor.execute(Pay(amount, amount % 5 + 1), retry=often))
+            if chance.random() < 0.2:
+                for _ in range(chance.randrange(40)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+                paid.append(amount)
+
+    await asyncio.gather(*(work() for _ in range(CALLERS)))
+    rows = await look.fetch("SELECT payload FROM {events}")
+    amounts_of_rows = [int("".join(filter(str.isdigit, row["payload"]))) for row in rows]
+    assert len(set(amounts_of_rows)) == len(amounts_of_rows)
+    assert set(amounts_of_rows) >= set(paid)
+    async with AsyncSession(engine) as session:
+        assert sum(account.balance for account in await session.scalars(select(Account))) == sum(amounts_of_rows)
+    assert checked_out(engine) == 0
+
+
+async def test_a_url_may_be_that_of_an_engine(database_url: str, look: Look) -> None:
+    async with Outbox(engine_url(database_url), namespace="app") as outbox:
+        await outbox.migrate()
+        async with outbox.transaction("Plain") as tx:
+            with pytest.raises(ConfigurationError, match=r"was not given as an engine.*Outbox\(create_async_engine"):
+                _ = tx.session
+            tx.emit(Paid(1))
+    assert len(await look.events()) == 1
+
+
+async def test_a_begin_that_the_engine_has_an_event_for_is_the_transactions(sqlite_url: str) -> None:
+    """The recipe of SQLAlchemy's documentation for SQLite."""
+    engine = create_async_engine(engine_url(sqlite_url))
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def leave_alone(connection: Any, record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    async with outbox_of(engine) as outbox:
+        assert await outbox.executor.execute(Pay(2)) == 2
+        assert await balance(engine) == 2
+    await engine.dispose()
+
+
+async def test_an_engine_that_commits_by_itself_is_refused(postgres_url: str) -> None:
+    engine = create_async_engine(engine_url(postgres_url), isolation_level="AUTOCOMMIT")
+    async with Outbox(engine, namespace="app") as outbox:
+        with pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
+            async with outbox.transaction("Refused"):
+                pass
+    await engine.dispose()
+
+
+async def test_loops_may_have_a_url_of_their_own(server_url: str, look: Look) -> None:
+    engine = create_async_engine(engine_url(server_url))
+    async with Outbox(Shard(engine, direct_url=server_url), namespace="app") as outbox:
+        await outbox.migrate()
+        async with outbox.transaction("Emits") as tx:
+            tx.emit(Paid(1))
+        await outbox.drain()
+    await engine.dispose()
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "in memory": lambda: create_async_engine("sqlite+aiosqlite://"),
+    "without an engine": lambda: async_sessionmaker(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_a_database_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        Outbox(WRONG[name](), namespace="app")

@@ -1,0 +1,66 @@
+"""A switch: ``OUTBOXIO_TEST_OPENED_BY=engine`` opens every outbox by an engine of SQLAlchemy over the same URL."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import outboxio.outbox
+from outboxio.storage import Shard, open_database
+
+SIZE = 20  # connections, as many as outboxio's own pool has
+
+BY_ENGINE = os.environ.get("OUTBOXIO_TEST_OPENED_BY") == "engine"
+
+needs_own_pool = pytest.mark.skipif(BY_ENGINE, reason="about the pool of outboxio: an engine has its own")
+
+_DRIVERS = {
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "mysql": "mysql+aiomysql",
+    "mariadb": "mariadb+aiomysql",
+    "sqlite": "sqlite+aiosqlite",
+}
+
+
+def engine_url(url: str) -> str:
+    """The URL of outboxio as a URL of SQLAlchemy."""
+    scheme, _, rest = url.partition(":")
+    return f"{_DRIVERS[scheme]}:{rest}"
+
+
+def open_by_engine(name: str, source: Any, **access: Any) -> Any:
+    """The database of a shard, opened by an engine. The engine is disposed of when the database is closed."""
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    url = source.url if isinstance(source, Shard) else source
+    if not isinstance(url, str) or not _has_engine(url):
+        return open_database(name, source, **access)
+    pooled: Any = {} if url.startswith("sqlite") else {"pool_size": SIZE, "max_overflow": 0}
+    engine = create_async_engine(engine_url(url), **pooled)
+    given = Shard(engine, direct_url=source.direct_url) if isinstance(source, Shard) else engine
+    database: Any = open_database(name, given, **access)
+    close = database.close
+
+    async def close_all() -> None:
+        await close()
+        await engine.dispose()
+
+    database.close = close_all
+    return database
+
+
+def _has_engine(url: str) -> bool:
+    """False for a database in memory, and for options and forms that only the URLs of outboxio have."""
+    scheme, _, rest = url.partition(":")
+    if scheme not in _DRIVERS or "?" in rest or "," in rest:
+        return False
+    return scheme != "sqlite" or rest.removeprefix("//") not in ("", "/", "/:memory:")
+
+
+def use() -> None:
+    """Open outboxes by engines from now on, if the environment says so."""
+    if BY_ENGINE:
+        outboxio.outbox.open_database = open_by_engine  # type: ignore[assignment]
