@@ -13,7 +13,7 @@ import asyncpg
 from benchmarks import bare
 from benchmarks.bare import BATCH, now
 from benchmarks.workload import COLUMNS, fill, run
-from outboxio.storage.postgres.session import INSERT_EVENTS
+from outboxio.storage.postgres.insertion import INSERT_EVENTS
 from outboxio.support.ids import uuid7
 
 EVENTS = """

@@ -35,9 +35,9 @@ from outboxio import (
     Transaction,
     TransactionEnded,
 )
+from outboxio.storage.ddl import statements_in
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.connection import drop
-from outboxio.storage.mysql.schema import _statements
 from outboxio.storage.schema import sql_files
 from outboxio.support.clock import utc_now
 from tests.kit import mysql
@@ -573,7 +573,7 @@ FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.s
 
 def all_statements(dialect: str) -> Iterator[str]:
     for file in sql_files(dialect):
-        yield from _statements(file.text)
+        yield from statements_in(file.text)
 
 
 async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:

@@ -65,7 +65,7 @@ async def test_events_are_written_in_the_order_in_which_all_objects_raised_them(
         ("first, in no session", "Order", str(first.id)),
         ("first", "Order", str(first.id)),
         ("second", "GiftOrder", str(second.id)),
-        ("line", "Line", f"[{first.id},2]"),
+        ("line", "Line", f"{first.id},2"),
         ("named", "Gift", "x"),
     ]
     assert {row["action_name"] for row in rows} == {"Place"}
