@@ -28,7 +28,13 @@ from tests.chaos.checker import INVARIANTS
 from tests.chaos.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "shop" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -104,7 +110,7 @@ def test_the_readme_lists_every_extra() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|.*\|.*\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
-    assert listed == set(extras) - {"dev", "bench"}
+    assert listed == set(extras) - {"shop", "dev", "bench"}
 
 
 def test_the_guide_lists_every_setting_with_its_default() -> None:

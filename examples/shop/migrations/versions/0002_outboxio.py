@@ -1,9 +1,10 @@
-"""The tables of outboxio, written by ``outboxio alembic-revision``."""
+"""The tables of outboxio."""
 
 from alembic import op
 
 from outboxio.integrations import alembic as outboxio
 
+# Written by: outboxio alembic-revision
 revision = "0002"
 down_revision = "0001"
 
