@@ -466,8 +466,8 @@ def test_settings_and_names_that_cannot_be_are_refused() -> None:
     [
         ("oracle://ada:s3cret@host/app", "shard 'default' has a URL with the scheme 'oracle'; expected a URL"),
         (
-            "postgresql+asyncpg://ada:s3cret@host/app",
-            r"the scheme 'postgresql\+asyncpg'; expected a URL \(postgresql://",
+            "postgresql+psycopg://ada:s3cret@host/app",
+            r"the scheme 'postgresql\+psycopg'; expected a URL \(postgresql://",
         ),
         ("app.db", "the scheme ''; expected a URL"),
         ("", "the scheme ''; expected a URL"),

@@ -104,7 +104,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
 
 
 def test_every_command_is_tried() -> None:
-    assert set(CALLS) == commands()
+    writes_a_file_only = {"alembic-revision"}
+    assert set(CALLS) == commands() - writes_a_file_only
 
 
 async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
