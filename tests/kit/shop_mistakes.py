@@ -8,6 +8,7 @@ from pydantic import BaseModel
 import outboxio
 from outboxio import Action, EventEnvelope, Handlers, Outbox, Transaction
 from outboxio.integrations.fastapi import OutboxDep
+from outboxio.sync import Producer
 from shop.actions import ConfirmPayment, PlaceOrder
 from shop.database import engine, sessions
 from shop.events import OrderPaid, OrderPlaced
@@ -19,6 +20,7 @@ no_database = Outbox(5, namespace="shop")  # wrong
 app = FastAPI(lifespan=outbox.lifespan)
 no_lifespan = FastAPI(lifespan=outbox.running)  # wrong
 handlers = Handlers()
+producer = Producer(5)  # wrong
 
 
 @outboxio.event(version="2")  # wrong
