@@ -22,9 +22,12 @@ class OwnConnections:
         driver = await _unwrap_sqlalchemy(connection)
         session = target.database.wrap(driver)
         if session is None:
+            given = f"{type(connection).__module__}.{type(connection).__qualname__}"
+            if driver is not connection:
+                given += f" over {type(driver).__module__.partition('.')[0]}"
             raise ConfigurationError(
-                f"record() was given {type(connection).__module__}.{type(connection).__qualname__}, but shard "
-                f"{target.database.name!r} is a {target.database.dialect} database; give a connection of its driver"
+                f"record() was given {given}, but shard {target.database.name!r} is a {target.database.dialect} "
+                "database; give a connection of its driver (asyncpg, aiomysql, aiosqlite or sqlite3)"
             )
         if not session.in_transaction():
             raise NoTransaction(connection)

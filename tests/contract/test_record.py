@@ -476,6 +476,18 @@ async def test_a_server_shard_refuses_a_connection_to_a_file(postgres_url: str) 
         connection.close()
 
 
+async def test_a_session_over_a_driver_that_outboxio_does_not_use_is_refused_with_the_drivers_name(
+    postgres_url: str,
+) -> None:
+    engine = create_async_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        async with AsyncSession(engine) as session, session.begin():
+            with pytest.raises(ConfigurationError, match=r"AsyncSession over psycopg, .* its driver \(asyncpg, "):
+                await outbox.record(session, WalletOpened(uuid4()), action="X")
+    await engine.dispose()
+
+
 async def test_a_file_shard_refuses_a_connection_to_a_server(sqlite_url: str, postgres_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox, asyncpg_connection(postgres_url) as caller:
         await outbox.migrate()
