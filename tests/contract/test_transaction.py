@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
 from tests.kit.app import Look, WalletOpened
-from tests.kit.opened_by import needs_own_pool
+from tests.kit.opened_by import BY_ENGINE, needs_own_pool
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
@@ -189,7 +189,9 @@ async def test_a_commit_behind_the_back_of_tx_is_an_error_that_says_so(
                 tx.emit(WalletOpened(uuid4()))
             await directly(tx, "COMMIT")
 
-        with pytest.raises(TransactionEnded, match=r"tx\.connection.* ends the transaction of Scripted"):
+        # An engine on MySQL has no autocommit, so that only the savepoint tells, at the end.
+        by = r"(tx\.connection|an earlier statement)" if BY_ENGINE else r"tx\.connection"
+        with pytest.raises(TransactionEnded, match=rf"{by}.* ends the transaction of Scripted"):
             await outbox.executor.execute(doing(commit))
 
         assert await written(look) == []

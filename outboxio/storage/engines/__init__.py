@@ -1,1 +1,1 @@
-"""Engines of SQLAlchemy as databases: the connections of an engine, and units of work (decision 31)."""
+"""Engines of SQLAlchemy as databases: the connections of an engine, and the unit of each transaction (decision 31)."""

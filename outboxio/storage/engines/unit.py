@@ -1,4 +1,4 @@
-"""A unit of work: one connection of a given engine with one transaction, and the application's session on it."""
+"""A unit: one connection of a given engine with one transaction, and the application's session on it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK
 
 
 class UnitSession(MysqlSession):
-    """The transaction of a unit of work. SQLAlchemy sends COMMIT and ROLLBACK, so that the session's events fire."""
+    """The transaction of a unit. SQLAlchemy sends COMMIT and ROLLBACK, so that the session's events fire."""
 
     _last_words = ()
 

@@ -18,7 +18,7 @@ from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.mysql.insertion import insertions, refusal_of
 from outboxio.storage.mysql.restoring import may_leave_something
 from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
-from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, TransactionLost, UnitOfWork
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit, TransactionLost
 from outboxio.storage.statements import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
 from outboxio.support.aio import to_the_end
 
@@ -116,7 +116,7 @@ class MysqlSession:
         """True if a statement of the action may have changed the session of the connection."""
 
     @property
-    def unit(self) -> UnitOfWork | None:
+    def unit(self) -> SessionUnit | None:
         return None
 
     @property

@@ -13,7 +13,7 @@ from outboxio.support.aio import TimeLimit
 
 
 class UnitSession(PostgresSession):
-    """The transaction of a unit of work."""
+    """The transaction of a unit."""
 
     def __init__(self, unit: Unit, limit: TimeLimit, plans: Plans) -> None:
         super().__init__(unit.driver, limit=limit, plans=plans)

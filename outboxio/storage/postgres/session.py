@@ -20,7 +20,7 @@ from outboxio.storage.postgres.connection import OurConnection, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
-from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, UnitOfWork
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
@@ -126,7 +126,7 @@ class PostgresSession:
         self._reads = False
 
     @property
-    def unit(self) -> UnitOfWork | None:
+    def unit(self) -> SessionUnit | None:
         return None
 
     @property

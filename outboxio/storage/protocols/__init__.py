@@ -27,8 +27,8 @@ from outboxio.storage.protocols.hot import (
     FanoutStore,
     OrderingRepository,
     Session,
+    SessionUnit,
     StartRepository,
-    UnitOfWork,
 )
 from outboxio.storage.protocols.values import (
     LONGEST_SILENCE,
@@ -89,10 +89,10 @@ __all__ = [
     "Schema",
     "SeenLease",
     "Session",
+    "SessionUnit",
     "StartRepository",
     "StartedRun",
     "SubscriptionRepository",
     "TransactionLost",
-    "UnitOfWork",
     "Waiting",
 ]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
 
 
-class UnitOfWork(Protocol):
+class SessionUnit(Protocol):
     """The SQLAlchemy session of a transaction, for a database that was given as an engine."""
 
     def session(self, action_name: str) -> AsyncSession:
@@ -42,8 +42,8 @@ class Session(Protocol):
     """A connection, checked out for a single transaction of the application."""
 
     @property
-    def unit(self) -> UnitOfWork | None:
-        """The unit of work of SQLAlchemy; ``None`` unless the database was given as an engine."""
+    def unit(self) -> SessionUnit | None:
+        """The unit of the transaction; ``None`` unless the database was given as an engine."""
         ...
 
     @property

@@ -17,7 +17,7 @@ from outboxio.storage.sqlite.session import SqliteSession, do_nothing
 
 
 class UnitSession(SqliteSession):
-    """The transaction of a unit of work. Statements of outboxio run in the thread of aiosqlite."""
+    """The transaction of a unit. Statements of outboxio run in the thread of aiosqlite."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__(_ThreadOfDriver(unit.driver), do_nothing, do_nothing)
@@ -86,7 +86,7 @@ class _ThreadOfDriver:
         return await self._connection._execute(work, self._connection._conn)
 
     def run_blocking(self, work: Work[Any]) -> Any:
-        raise NotImplementedError("a unit of work has begun before its connection is used")
+        raise NotImplementedError("a unit has begun before its connection is used")
 
 
 def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.storage.protocols import ConsumeResult, NewNotification, UnitOfWork
+from outboxio.storage.protocols import ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.sqlite.connection import (
     Parameters,
     Work,
@@ -84,7 +84,7 @@ class SqliteSession:
         """True while a transaction is open, or may be."""
 
     @property
-    def unit(self) -> UnitOfWork | None:
+    def unit(self) -> SessionUnit | None:
         return None
 
     @property
