@@ -131,7 +131,8 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     buckets: dict[tuple[State, int, bool, bool, bool, bool], list[Outcome]] = {}
     for outcome in some:
         is_over = bool(over) and id(outcome.lease) in over
-        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over, outcome.rests)
+        rests = outcome.error is not None and outcome.rests
+        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over, rests)
         buckets.setdefault(kind, []).append(outcome)
     return [
         Bucket(kind[0], kind[1], sorted(alike, key=lambda outcome: outcome.notification_id.int))
