@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,13 @@ class GivenEngine:
             return UNLIMITED
         overflow: int = pool._max_overflow
         return UNLIMITED if overflow < 0 else int(pool.size()) + overflow
+
+    def before_invalidation(self, listener: Callable[[Any, Any, BaseException | None], None]) -> None:
+        """Call ``listener`` before the pool closes a connection for an error: PoolEvents.invalidate of SQLAlchemy."""
+        from sqlalchemy import event
+
+        if not event.contains(self._engine.sync_engine, "invalidate", listener):  # another outbox may use the engine
+            event.listen(self._engine.sync_engine, "invalidate", listener)
 
     async def check_out(self) -> Unit:
         """A connection of the engine's pool, for a single transaction.

@@ -54,6 +54,10 @@ class SqliteDatabase:
         self.name = name
         self._path: str | None
         self._engine = engine
+        if engine is not None:
+            from outboxio.storage.sqlite.engine_session import roll_back_first
+
+            engine.before_invalidation(roll_back_first)
         # A relative path starts in the current directory of now, not of the moment at which the database is opened.
         path = self._path = None if path is None else os.path.abspath(path)
         self._in_memory = path is None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
+
+from sqlalchemy.util import await_only
+from sqlalchemy.util.concurrency import in_greenlet
 
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.storage.engines.checkout import CheckedOutUnit
@@ -14,6 +18,9 @@ from outboxio.storage.engines.unit import Unit
 from outboxio.storage.sqlite.connection import Work, execute_when_free
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.session import SqliteSession, do_nothing
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
 
 
 class UnitSession(SqliteSession):
@@ -74,6 +81,22 @@ class CheckedOutSession(CheckedOutUnit[UnitSession]):
             await super().__aexit__(kind, error, trace)
         finally:
             self._turn.pass_on()
+
+
+def roll_back_first(connection: Any, record: object, error: BaseException | None) -> None:
+    """Roll back before the pool closes a connection of aiosqlite, as SQLAlchemy does when a statement is cancelled.
+
+    A file stays locked as long as a cursor of a closed connection is in memory, if the transaction was open.
+    """
+    if not in_greenlet():
+        return  # the garbage collector closes the connection
+    try:
+        await_only(connection.driver_connection.rollback())
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None:
+            task.cancel()  # the rollback is under way, and the next wait ends
+    except Exception as failure:
+        logger.debug("the ROLLBACK before closing a connection failed: %s", failure)
 
 
 class _ThreadOfDriver:
