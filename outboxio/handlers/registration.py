@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, Unpack, overload
 
@@ -28,7 +29,7 @@ F = TypeVar("F", bound=HandlerFunction)
 B = TypeVar("B", bound=BatchFunction)
 
 
-class Registration:
+class Registration(ABC):
     """The base class of :class:`~outboxio.Outbox` and :class:`Handlers`: registers handlers and event classes."""
 
     def __init__(self, wiring: Wiring | None = None) -> None:
@@ -170,9 +171,9 @@ class Registration:
         bind = None if self._wiring is None else self._wiring.bind
         self._handlers.add(*(handlers if bind is None else map(bind, handlers)))
 
+    @abstractmethod
     def _refuse_while_running(self) -> None:
         """Raise :class:`RegistrationError` if the handlers are at work."""
-        raise NotImplementedError
 
 
 class Handlers(Registration):
