@@ -13,9 +13,9 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.model.operating.filter import Place, Search
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import NotificationRecord
+from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
 
