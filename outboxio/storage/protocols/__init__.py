@@ -30,6 +30,7 @@ from outboxio.storage.protocols.hot import (
     SessionUnit,
     StartRepository,
 )
+from outboxio.storage.protocols.operating import OperationRepository, Taken
 from outboxio.storage.protocols.values import (
     LONGEST_SILENCE,
     SHARE_OF_HEARTBEAT,
@@ -76,6 +77,7 @@ __all__ = [
     "LockGrant",
     "NewNotification",
     "NotificationRepository",
+    "OperationRepository",
     "OperatorStore",
     "OrderingRepository",
     "Orders",
@@ -93,6 +95,7 @@ __all__ = [
     "StartRepository",
     "StartedRun",
     "SubscriptionRepository",
+    "Taken",
     "TransactionLost",
     "Waiting",
 ]
