@@ -12,6 +12,7 @@ from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.wakeups import LONGEST_GAP
@@ -33,6 +34,7 @@ class Services(Struct, frozen=True):
     fanout: Fanout
     dispatcher: Dispatcher
     housekeeping: Housekeeping
+    takeover: Takeover
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -79,6 +81,7 @@ class RunLoops:
         self.find = Loop(f"dispatch of {name}", dispatcher.find_once, of_finding, signal=signals.find)
         self.settle = Loop(f"outcomes of {name}", dispatcher.settle_once, every(SETTLE_DELAY), signal=signals.settle)
         self.housekeeping = Loop(f"housekeeping of {name}", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.operations = Loop(f"operations of {name}", services.takeover.run_once, every(LOOK_DELAY))
         self.retention = Loop(f"retention of {name}", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
 
     @property
@@ -86,7 +89,7 @@ class RunLoops:
         """The loops of the roles of this process, the most important loop for health first."""
         loops = [self.locks, self.announce]
         if self._roles.fanout:
-            loops += [self.fanout, self.housekeeping]
+            loops += [self.fanout, self.housekeeping, self.operations]
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]

@@ -23,7 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import OperationRepository
+from outboxio.storage.protocols.operating import OperationRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -93,6 +93,9 @@ class Database(Protocol):
 
     @property
     def operations(self) -> OperationRepository: ...
+
+    @property
+    def search(self) -> SearchRepository: ...
 
     @property
     def schema(self) -> Schema: ...
