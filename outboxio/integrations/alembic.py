@@ -205,8 +205,8 @@ class _Upgrade:
         for table, column, *_ in self._rows(self._catalog.columns):
             columns.setdefault(table.removeprefix(PREFIX), set()).add(column)
         indexes = {row[-1 if self._dialect == "sqlite" else 1] for row in self._rows(self._catalog.indexes)}
-        [(version,)] = self._rows(self._catalog.version) if "version" in columns.get("schema_versions", ()) else [(0,)]
-        return Found(columns, {index.removeprefix(PREFIX) for index in indexes}, version)
+        rows = self._rows(self._catalog.version) if "version" in columns.get("schema_versions", ()) else ()
+        return Found(columns, {index.removeprefix(PREFIX) for index in indexes}, {version for (version,) in rows})
 
     @contextmanager
     def _turn(self) -> Generator[None]:
@@ -260,8 +260,8 @@ def _refuse_unknown(version: Any, parameter: str, *, lowest: int) -> None:
 def _files_since(dialect: str, since: int, to: int | None) -> list[SqlFile]:
     """The files behind ``since``, for a database that cannot be asked."""
     files = [file for file in sql_files(dialect) if file.version > since]
-    if to is None and since and files and files[-1].is_contract:
-        files.pop()  # an older version may still run
+    if since:  # an older version may still run, so a contract file is applied only by its own number
+        files = [file for file in files if not file.is_contract or file.version == to]
     return [file for file in files if to is None or file.version <= to]
 
 
