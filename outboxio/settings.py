@@ -257,7 +257,11 @@ _CHECKS: Final[Mapping[object, Callable[[str, object, str], object]]] = {
 # --- sources of values ---------------------------------------------------------------------------
 
 _PREFIX: Final = "OUTBOXIO_"
-_OF_OTHERS: Final = {"OUTBOXIO_DATABASE", "OUTBOXIO_TARGET", "OUTBOXIO_NAMESPACE"}  # of examples, and of the command line
+_OF_OTHERS: Final = {
+    "OUTBOXIO_DATABASE",
+    "OUTBOXIO_TARGET",
+    "OUTBOXIO_NAMESPACE",
+}  # of examples, and of the command line
 _OF_COMMAND_LINE: Final = ("target", "namespace")
 """Keys in the table ``tool.outboxio`` of ``pyproject.toml`` that say which outbox the command line works on."""
 

@@ -1,6 +1,6 @@
 """Options that several commands share, each written once.
 
-A command takes a group of options as a parameter: ``def pause(common: Common, words: Words) -> None``. The decorator
+A command takes a group of options as a parameter: ``def pause(common: Common, target: Target) -> None``. The decorator
 :func:`command` gives typer the options of the group one by one.
 """
 
@@ -15,19 +15,17 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from outboxio.cli.target import Named, named, refuse_without_namespace
+from outboxio.cli.target import Named, TargetError, named, refuse_without_namespace
 
-Words = Annotated[
-    list[str] | None,
+Target = Annotated[
+    str | None,
     typer.Argument(
-        metavar="[TARGET]",
+        metavar="TARGET",
         help="Your outbox, as in [cyan]app.main:outbox[/], a callable that returns it, or a database URL. "
         "Default: $OUTBOXIO_TARGET, or [cyan]target[/] in the table [cyan]tool.outboxio[/] of pyproject.toml.",
         show_default=False,
     ),
 ]
-"""The words of a command that takes a target only."""
-
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Reason = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Why: kept in the record of the operation.", show_default=False)
@@ -59,14 +57,15 @@ class Common(Options, frozen=True):
     json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False
 
-    def named(self, words: list[str] | None, most: int = 0) -> Named:
+    def named(self, words: str | list[str] | None, most: int = 0) -> Named:
         """The outbox of the command line, with at most ``most`` further words. Needs no namespace."""
-        found = named(words or (), self.database, self.namespace)
+        words = [words] if isinstance(words, str) else words or []
+        found = named(words, self.database, self.namespace)
         if len(found.words) > most:
-            raise typer.BadParameter(f"{found.words[most]!r} is one word too many")
+            raise TargetError(f"{found.words[most]!r} is one word too many")
         return found
 
-    def of_namespace(self, words: list[str] | None, most: int = 0) -> Named:
+    def of_namespace(self, words: str | list[str] | None, most: int = 0) -> Named:
         """The same, for a command that works on the rows of one namespace."""
         found = self.named(words, most)
         refuse_without_namespace(found)
@@ -100,9 +99,9 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{field.name: given.pop(field.name) for field in msgspec.structs.fields(group)})
         function(**given)
 
-    call.__signature__ = inspect.Signature(sorted(parameters, key=_has_default))  # type: ignore[attr-defined]
+    vars(call)["__signature__"] = inspect.Signature(sorted(parameters, key=_has_default))
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del call.__wrapped__  # type: ignore[attr-defined]  # typer reads the signature behind it
+    del vars(call)["__wrapped__"]  # typer would read the signature behind it
     return call
 
 
