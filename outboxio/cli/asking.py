@@ -31,13 +31,13 @@ def actor() -> str:
 def ask(question: str, *, yes: bool, typed: str | None = None) -> bool:
     """True if the order is to be carried out.
 
-    ``yes``: nobody is asked. ``typed``: the answer has to be this text, for an order that cannot be taken back. Without
-    a terminal nobody can answer, so the order is refused: :class:`TargetError`.
+    ``yes``: no question. ``typed``: the answer has to be this text, for an order that cannot be taken back. Without
+    a terminal no person can answer, so the order is refused: :class:`TargetError`.
     """
     if yes:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise TargetError(f"{question} Nobody can answer here: add --yes to carry it out, or --dry-run to only look")
+        raise TargetError(f"{question} There is no terminal to answer at: add --yes to carry it out, or --dry-run to only look")
     if typed is not None:
         answer: str = typer.prompt(
             visible(f"{question} Type {typed} to go on"), default="", show_default=False, err=True

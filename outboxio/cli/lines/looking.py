@@ -36,7 +36,7 @@ def status(common: Common, target: Target = None) -> None:
 def describe(common: Common, target: Target = None) -> None:
     """Show the handlers of your code: their events, options and aliases, and the settings. Asks no database.
 
-    Warns of events without a handler, and of handlers for events that nobody has defined.
+    Names the event types that no handler of the outbox wants.
     """
 
     async def work() -> Exit:
