@@ -323,7 +323,7 @@ def _calls_behind(scripts: ScriptDirectory, *, contract: bool) -> list[str]:
     since, files = max(asked, default=0), {file.version: file for dialect in CATALOGS for file in sql_files(dialect)}
     if not asked:
         return [f"outboxio.upgrade(op, to={max(files)})"]
-    calls = []
+    calls: list[str] = []
     expand = [version for version, file in files.items() if version > since and not file.is_contract]
     if expand:
         calls.append(f"outboxio.upgrade(op, to={max(expand)}, since={since})")
