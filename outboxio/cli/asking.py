@@ -37,7 +37,9 @@ def ask(question: str, *, yes: bool, typed: str | None = None) -> bool:
     if yes:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise TargetError(f"{question} There is no terminal to answer at: add --yes to carry it out, or --dry-run to only look")
+        raise TargetError(
+            f"{question} There is no terminal to answer at: add --yes to carry it out, or --dry-run to only look"
+        )
     if typed is not None:
         answer: str = typer.prompt(
             visible(f"{question} Type {typed} to go on"), default="", show_default=False, err=True
