@@ -251,7 +251,7 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
             needed[table] += ["INSERT", "UPDATE"]
     if fanout or handling:
         for table in ("handler_minutes", "instance_reports"):
-            needed[table] += ["INSERT", "UPDATE", "DELETE"]
+            needed[table] += ["INSERT", "UPDATE"]
     return needed
 
 
