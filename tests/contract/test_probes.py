@@ -27,7 +27,9 @@ def probes(outbox: Outbox) -> ProbeRepository:
     return probes
 
 
-async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(probes: ProbeRepository, look: Look) -> None:
+async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(
+    probes: ProbeRepository, look: Look
+) -> None:
     await insert(look, [
         PENDING.but(next_retry_at=at(-5)), PENDING.but(next_retry_at=NOW, state="FAILED"),
         PENDING.but(next_retry_at=at(-3), state="DYING"), PENDING.but(next_retry_at=at(-9), state="BLOCKED"),
@@ -123,7 +125,9 @@ def line(key: str, *states: str, name: str = "ledger") -> list[Row]:
             for place, state in enumerate(states)]  # fmt: skip
 
 
-async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(probes: ProbeRepository, look: Look) -> None:
+async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(
+    probes: ProbeRepository, look: Look
+) -> None:
     parked = {
         "dead": line("dead", "DEAD", "BLOCKED", "BLOCKED"),
         "expired": line("expired", "SUCCEEDED", "EXPIRED", "DEAD", "BLOCKED"),
@@ -169,7 +173,9 @@ async def test_parked_keys_are_found_among_many_keys(probes: ProbeRepository, lo
     assert sorted(key.ordering_key for key in await probes.parked("app", [["ledger"]], MANY)) == wanted
 
 
-async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(probes: ProbeRepository, look: Look) -> None:
+async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(
+    probes: ProbeRepository, look: Look
+) -> None:
     await insert(look, [
         EventRow(event_type="A", event_date=at(-9), available_at=at(60), delivered=False),
         EventRow(event_type="A", event_date=at(-5), available_at=at(-1), delivered=False),

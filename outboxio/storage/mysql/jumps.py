@@ -13,86 +13,72 @@ import msgspec
 
 from outboxio.storage.mysql.connection import fetch
 
-LAST = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
-"""A text that is greater than every value of a column."""
 FEWEST_JUMPS, MOST_JUMPS = 8, 64  # in a message
 
-_values = msgspec.json.Decoder(list[str | None]).decode
+# Greater than every value of a column: the end of the index.
+_END = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
+_FIRST_OF_END = "\U0010ffff"
+
+_START = "%(outboxio_start)s"
+
+_values = msgspec.json.Decoder(list[str]).decode
 
 
-async def jump(connection: Any, next_value: str, args: Mapping[str, Any]) -> list[str]:
-    """All values greater than the empty text, in the order of the index.
+async def jump(connection: Any, query: str, args: Mapping[str, Any]) -> list[str]:
+    """All values of a column that are greater than the empty text, in the order of the index.
 
-    ``next_value``: a query for the first value that is greater than ``{behind}``.
+    ``query``: a query for the first value that is ``{behind}``, for example ``> 'a'``.
     """
     values: list[str] = []
-    jumps, last = FEWEST_JUMPS, ""
+    jumps, start = FEWEST_JUMPS, ""
     while True:
-        statements = [f"SET @outboxio_0 = {_jump(next_value, '%(outboxio_last)s')}"]
-        for number in range(1, jumps):
-            statements.append(f"SET @outboxio_{number} = {_jump(next_value, f'@outboxio_{number - 1}')}")
-        statements.append(f"SELECT JSON_ARRAY({', '.join(f'@outboxio_{number}' for number in range(jumps))})")
-        [(found,)] = await fetch(connection, "; ".join(statements), {**args, "outboxio_last": last})
-        fresh = [value for value in _values(found) if value is not None and value[:1] != _BEYOND]
+        variables = [f"@outboxio_{number}" for number in range(jumps)]
+        texts = [_next(query, ">", before) for before in (_START, *variables[:-1])]
+        found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
+        fresh = [value for value in found if not _is_end(value)]
         values += fresh
         if len(fresh) < jumps:
             return values
-        jumps, last = MOST_JUMPS, fresh[-1]
+        jumps, start = MOST_JUMPS, fresh[-1]
 
 
-_BEYOND = "\U0010ffff"
+async def jump_together(connection: Any, first: str, second: str, args: Mapping[str, Any], most: int) -> list[str]:
+    """The values that two columns have in common, after at most ``most`` steps.
 
-
-def _jump(next_value: str, behind: str) -> str:
-    return f"IFNULL(({next_value.replace('{behind}', behind)}), {LAST})"
-
-
-class Leapfrog:
-    """The values that two columns have in common, each column with an index.
-
-    Each step jumps to the next value in one index, and then to the next value, not before the first, in the other. So a
-    few values in either index take a few jumps, however many values the other index has.
+    A step jumps to the next value in the first index, and then to the next value, not before the first, in the second.
+    So a few values in either index take a few steps, however many values the other index has. Both queries are as in
+    :func:`jump`.
     """
+    values: list[str] = []
+    steps, taken, start, relation = FEWEST_JUMPS, 0, "", ">="
+    while taken < most:
+        ones, others = ([f"@outboxio_{kind}_{number}" for number in range(steps)] for kind in ("one", "other"))
+        jumps = [_next(first, relation, _START)]
+        for one, other in zip(ones[:-1], others[:-1], strict=True):
+            jumps.append(f"IF({one} = {other}, {_next(first, '>', one)}, {_next(first, '>=', other)})")
+        texts = [text for one, jump in zip(ones, jumps, strict=True) for text in (jump, _next(second, ">=", one))]
+        variables = [variable for pair in zip(ones, others, strict=True) for variable in pair]
+        found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
+        values += [one for one, other in zip(found[::2], found[1::2], strict=True) if one == other and not _is_end(one)]
+        one, other = found[-2:]
+        if _is_end(other):
+            break
+        start, relation = (one, ">") if one == other else (other, ">=")
+        taken, steps = taken + steps, MOST_JUMPS
+    return values
 
-    def __init__(self, first: str, second: str) -> None:
-        """Two queries for the first value that is ``{behind}``, for example ``> 'a'``."""
-        self._first = first
-        self._second = second
 
-    async def common(self, connection: Any, args: Mapping[str, Any], most: int) -> list[str]:
-        """The common values, after at most ``most`` steps."""
-        values: list[str] = []
-        behind, taken, steps = ">= %(outboxio_last)s", 0, FEWEST_JUMPS
-        last = ""
-        while taken < most:
-            statements: list[str] = []
-            for number in range(steps):
-                statements += self._step(number, behind)
-            variables = ", ".join(f"@outboxio_{number}, @outboxio_other_{number}" for number in range(steps))
-            statements.append(f"SELECT JSON_ARRAY({variables})")
-            [(found,)] = await fetch(connection, "; ".join(statements), {**args, "outboxio_last": last})
-            pairs = _values(found)
-            seen = list(zip(pairs[::2], pairs[1::2], strict=True))
-            values += [one for one, other in seen if one is not None and one == other and one[:1] != _BEYOND]
-            taken += steps
-            one, other = seen[-1]
-            if one is None or other is None or _BEYOND in (one[:1], other[:1]):
-                return values
-            behind, last = ("> %(outboxio_last)s", one) if one == other else (">= %(outboxio_last)s", other)
-            steps = MOST_JUMPS
-        return values
+async def _assigned(connection: Any, variables: list[str], texts: list[str], args: Mapping[str, Any]) -> list[str]:
+    """The values of variables, after all expressions were assigned in order."""
+    statements = [f"SET {variable} = {text}" for variable, text in zip(variables, texts, strict=True)]
+    statements.append(f"SELECT JSON_ARRAY({', '.join(variables)})")
+    [(found,)] = await fetch(connection, "; ".join(statements), args)
+    return _values(found)
 
-    def _step(self, number: int, first_behind: str) -> list[str]:
-        one, other, before, before_other = (
-            f"@outboxio_{number}", f"@outboxio_other_{number}", f"@outboxio_{number - 1}", f"@outboxio_other_{number - 1}",
-        )  # fmt: skip
-        if number:
-            equal, greater = self._next(self._first, f"> {before}"), self._next(self._first, f">= {before_other}")
-            jump = f"IF({before} = {before_other}, {equal}, {greater})"
-        else:
-            jump = self._next(self._first, first_behind)
-        return [f"SET {one} = {jump}", f"SET {other} = {self._next(self._second, f'>= {one}')}"]
 
-    @staticmethod
-    def _next(query: str, behind: str) -> str:
-        return f"IFNULL(({query.replace('{behind}', behind)}), {LAST})"
+def _next(query: str, relation: str, value: str) -> str:
+    return f"IFNULL(({query.replace('{behind}', f'{relation} {value}')}), {_END})"
+
+
+def _is_end(value: str) -> bool:
+    return value.startswith(_FIRST_OF_END)

@@ -15,7 +15,7 @@ from outboxio.storage.mysql.columns import BY_DUE, BY_LINE
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.fanout import BY_TYPE
 from outboxio.storage.mysql.flavour import for_flavours
-from outboxio.storage.mysql.jumps import Leapfrog, jump
+from outboxio.storage.mysql.jumps import jump, jump_together
 from outboxio.storage.mysql.ordering import BLOCKED, ENDED
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
@@ -25,7 +25,7 @@ from outboxio.storage.searching.slots import numbers_of
 BY_DEAD = "eventlog.event_notifications n FORCE INDEX (event_notifications_dead)"
 MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
-# A probe of the index for each name or slot, in a single statement. Most names have nothing to count, and the statements
+# A probe of the index for each name or slot, in a single statement. Most names have nothing to count. The statements
 # that count have a branch for each name.
 _UNFINISHED = """n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
     AND n.partition_number = w.number"""
@@ -40,7 +40,8 @@ GROUP BY f.name
 """)
 # The partitions are a list of numbers, so that each partition is a range of its own.
 _OF_PARTITIONS = f"""FROM {BY_DUE}
-    WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s AND n.partition_number IN ({{partitions}})"""
+    WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s
+      AND n.partition_number IN ({{partitions}})"""
 COUNT_DUE = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_PARTITIONS} AND n.next_retry_at <= %s LIMIT %s) c)"
 COUNT_WAITING = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_PARTITIONS}
     AND n.next_retry_at > %s AND n.next_retry_at < %s LIMIT %s) c)"""
@@ -54,7 +55,7 @@ COUNT_BLOCKED = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
     WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s LIMIT %s) c)"""
 
 NEXT_DEAD_NAME = f"""SELECT n.dead_handler FROM {BY_DEAD}
-  WHERE n.namespace = %(namespace)s AND n.dead_handler > {{behind}} ORDER BY n.dead_handler LIMIT 1"""
+  WHERE n.namespace = %(namespace)s AND n.dead_handler {{behind}} ORDER BY n.dead_handler LIMIT 1"""
 NEWEST_DEAD = for_flavours(f"""
 SELECT w.name, (SELECT n.dead_date FROM {BY_DEAD} WHERE n.namespace = %(namespace)s AND n.dead_handler = w.name
   ORDER BY n.dead_handler DESC, n.dead_date DESC, n.id DESC LIMIT 1)
@@ -65,10 +66,11 @@ COUNT_DEAD = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} LIMIT %s) c)"
 COUNT_RECENT = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} AND n.dead_date >= %s LIMIT %s) c)"
 
 # Keys with rows in two parts of the index of the key queues: BLOCKED, and DEAD or EXPIRED.
-PARKED_KEYS = Leapfrog(*(f"""SELECT n.ordering_key FROM {BY_LINE}
-  WHERE n.namespace = %(namespace)s AND n.line_part = {part} AND n.handler_name = %({name})s
-    AND n.ordering_key {{behind}} ORDER BY n.ordering_key LIMIT 1"""
-  for part, name in ((BLOCKED, "blocked_name"), (ENDED, "dead_name"))))  # fmt: skip
+_NEXT_KEY = f"""SELECT n.ordering_key FROM {BY_LINE}
+  WHERE n.namespace = %(namespace)s AND n.line_part = {{part}} AND n.handler_name = {{name}}
+    AND n.ordering_key {{{{behind}}}} ORDER BY n.ordering_key LIMIT 1"""
+NEXT_WAITING = _NEXT_KEY.format(part=BLOCKED, name="%(blocked_name)s")
+NEXT_PARKING = _NEXT_KEY.format(part=ENDED, name="%(dead_name)s")
 MOST_STEPS = 1000
 MOST_BLOCKED = 1000
 
@@ -94,7 +96,7 @@ COUNT_BEHIND = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
     LIMIT {MOST_BLOCKED}) c)"""
 
 NEXT_TYPE = f"""SELECT e.event_type FROM {BY_TYPE}
-  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type > {{behind}}
+  WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type {{behind}}
   ORDER BY e.event_type LIMIT 1"""
 _OF_TYPE = f"FROM {BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
 COUNT_UNDELIVERED = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_TYPE} LIMIT %s) c)"
@@ -149,7 +151,8 @@ class MysqlProbes:
 
     async def _parked(self, namespace: str, blocked: str, dead: str, most: int) -> list[ParkedKey]:
         args: dict[str, Any] = {"namespace": namespace, "blocked_name": blocked, "dead_name": dead}
-        keys = await self._admin.use(lambda connection: PARKED_KEYS.common(connection, args, MOST_STEPS))
+        jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, most=MOST_STEPS)
+        keys: list[str] = await self._admin.use(jumping)
         rows = (await self._admin.fetch(PARKING, {**args, "names": as_json(keys)}))[:most] if keys else []
         behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows])
         return [ParkedKey(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows]

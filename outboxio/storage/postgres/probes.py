@@ -104,7 +104,8 @@ WITH RECURSIVE jump(place, blocked_name, dead_name, number, waiting, parking) AS
   FROM unnest($2::text[], $3::text[]) WITH ORDINALITY AS w(blocked_name, dead_name, place)
   CROSS JOIN LATERAL (SELECT {_next_waiting(">= ''")} AS waiting) first
   UNION ALL
-  SELECT jump.place, jump.blocked_name, jump.dead_name, jump.number + 1, next.waiting, {_next_parking(">= next.waiting")}
+  SELECT jump.place, jump.blocked_name, jump.dead_name, jump.number + 1, next.waiting,
+    {_next_parking(">= next.waiting")}
   FROM jump CROSS JOIN LATERAL (SELECT CASE WHEN jump.waiting = jump.parking
     THEN {_next_waiting("> jump.waiting")} ELSE {_next_waiting(">= jump.parking")} END AS waiting) next
   WHERE jump.parking IS NOT NULL AND jump.number < {MOST_JUMPS}
