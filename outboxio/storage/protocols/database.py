@@ -23,7 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import OperationRepository, SearchRepository
+from outboxio.storage.protocols.operating import OperationRepository, ProbeRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -96,6 +96,9 @@ class Database(Protocol):
 
     @property
     def search(self) -> SearchRepository: ...
+
+    @property
+    def probes(self) -> ProbeRepository: ...
 
     @property
     def schema(self) -> Schema: ...
