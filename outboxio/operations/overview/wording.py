@@ -25,10 +25,10 @@ def spoken(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     for unit, size in _UNITS:
-        if round(seconds) < size * (2 if unit == "s" else 1):
+        if round(seconds) < 2 * size:
             return f"{round(seconds)} {unit}"
         seconds /= size
-    return f"{round(seconds)} day{'' if round(seconds) == 1 else 's'}"
+    return f"{round(seconds)} days"
 
 
 def listed(names: Sequence[str]) -> str:
