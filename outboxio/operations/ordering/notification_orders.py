@@ -208,7 +208,9 @@ class NotificationOrders(AdminBase):
         matched, is_complete = 0, True
         for one in self._shards.chosen(shard):
             search = await search_of(filter, one.database, self._known, self._types)
-            counted = await one.database.search.count(self._namespace, search, COUNTED_IN_DRY_RUN)
+            counted = await one.database.search.count(
+                self._namespace, search, COUNTED_IN_DRY_RUN, reads=2 * COUNTED_IN_DRY_RUN
+            )
             matched += counted.number
             is_complete &= counted.is_complete
         return replace(self._dry(order, matched, matched, shard), is_complete=is_complete)

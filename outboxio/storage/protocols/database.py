@@ -24,6 +24,7 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
     OperationRepository,
     ProbeRepository,
     ReportRepository,
@@ -101,6 +102,9 @@ class Database(Protocol):
 
     @property
     def search(self) -> SearchRepository: ...
+
+    @property
+    def event_search(self) -> EventSearchRepository: ...
 
     @property
     def probes(self) -> ProbeRepository: ...
