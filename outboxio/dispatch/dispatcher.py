@@ -43,8 +43,9 @@ from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.invocation.invoker import Counters
 from outboxio.invocation.resting import NewerRows
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
@@ -85,7 +86,9 @@ class Dispatcher:
             setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
             left_behind=stuck.ids, signals=signals,
         )  # fmt: skip
-        self.caller = HandlerInvoker(
+        if setup.context.telemetry is not None:
+            state.handlers_context.run(setup.context.telemetry.begin)
+        self.caller = handler_invoker(setup.context)(
             database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
             crashes=self._guard,
         )  # fmt: skip

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
 
 from msgspec import Struct
 
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
-from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
+from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
 from outboxio.runtime.environment import Roles
@@ -17,12 +17,11 @@ from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
+from outboxio.telemetry.protocol import Round, RoundKind
 
 HOUSEKEEPING_DELAY = 30.0
 QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
 SETTLE_DELAY = 1.0
-
-Round = Callable[[], Awaitable[RoundResult]]
 
 
 class Services(Struct, frozen=True):
@@ -51,8 +50,12 @@ class RunLoops:
         services: Services,
         *,
         wakes_across_processes: bool,
+        watched: Callable[[RoundKind, Round], Round],
     ) -> None:
-        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes."""
+        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes.
+
+        ``watched`` lets telemetry surround the rounds of a kind.
+        """
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
         housekeeping = services.housekeeping
         self._roles = roles
@@ -75,11 +78,14 @@ class RunLoops:
             signal=signals.share,
         )  # fmt: skip
         self.announce = Loop(f"subscriptions of {name}", services.announce, PollSchedule(membership.orders_delay))
-        self.fanout = Loop(f"fan-out of {name}", services.fanout.run_once, of_fanout, signal=signals.fan_out)
+        fan_out = watched("fanout", services.fanout.run_once)
+        self.fanout = Loop(f"fan-out of {name}", fan_out, of_fanout, signal=signals.fan_out)
         self.find = Loop(f"dispatch of {name}", dispatcher.find_once, of_finding, signal=signals.find)
-        self.settle = Loop(f"outcomes of {name}", dispatcher.settle_once, every(SETTLE_DELAY), signal=signals.settle)
+        settle = watched("settle", dispatcher.settle_once)
+        self.settle = Loop(f"outcomes of {name}", settle, every(SETTLE_DELAY), signal=signals.settle)
         self.housekeeping = Loop(f"housekeeping of {name}", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
-        self.retention = Loop(f"retention of {name}", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
+        purge = watched("purge", housekeeping.purge)
+        self.retention = Loop(f"retention of {name}", purge, PollSchedule(housekeeping.purge_delay))
 
     @property
     def all(self) -> list[Loop]:

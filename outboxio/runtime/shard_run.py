@@ -83,7 +83,10 @@ class ShardRun:
             fans_out=self._holds_fanout,
         )  # fmt: skip
         wakes = shard.database.wakes_across_processes
-        self.loops = RunLoops(shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes)
+        self.loops = RunLoops(
+            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
+            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
+        )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
