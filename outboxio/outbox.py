@@ -105,8 +105,7 @@ class Outbox(Registration, Recording):
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
-        self.resources = resources
-        self._telemetry = TelemetryChoice(telemetry)
+        self.resources, self._telemetry = resources, TelemetryChoice(telemetry)
         self._guard = EventLoopGuard(f"the outbox of namespace {self.namespace!r}")
         sources = database if isinstance(database, Mapping) else {"default": database}
         if not sources:

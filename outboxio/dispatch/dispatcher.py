@@ -77,7 +77,7 @@ class Dispatcher:
         self._handlers, self._wakeups = setup.handlers, wakeups
         self._pauses: dict[str, Pause] | None = None
         self._cursors = Cursors()
-        self._state = state = DispatchState(signals, locks)
+        self._state = state = DispatchState(signals, locks, setup.context.telemetry)
         keys, self._partitions = KeyQueues(), Partitions(setup.clock)
         self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
         self._queues = _queues_of(setup)
@@ -86,8 +86,6 @@ class Dispatcher:
             setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
             left_behind=stuck.ids, signals=signals,
         )  # fmt: skip
-        if setup.context.telemetry is not None:
-            state.handlers_context.run(setup.context.telemetry.begin)
         self.caller = handler_invoker(setup.context)(
             database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
             crashes=self._guard,

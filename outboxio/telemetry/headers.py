@@ -11,8 +11,8 @@ import msgspec
 TRACE_HEADERS = ("traceparent", "tracestate", "baggage", "sentry-trace")
 """The headers that an event of a handler takes from the handler's event. Other headers are not passed on."""
 
-# From the name to the last digit of the flags. Quotes between name and value may be escaped, because the headers of a row
-# may be a text in JSON. Character classes instead of the dots would take twice the time.
+# From the name to the last digit of the flags. Quotes between name and value may be escaped, because the headers of a
+# row may be a text in JSON. Character classes instead of the dots would take twice the time.
 _SAMPLED = r"traceparent[^-]{3,9}-.{51}[13579bdf]"
 _in_text = re.compile(_SAMPLED).search
 _in_bytes = re.compile(_SAMPLED.encode()).search

@@ -30,13 +30,13 @@ _PROPAGATIONS = ("auto", "link", "parent", "none")
 
 
 class OpenTelemetry(Telemetry):
-    """Spans by OpenTelemetry: give it as ``Outbox(telemetry=OpenTelemetry())``.
+    """Spans by OpenTelemetry, for ``Outbox(telemetry=OpenTelemetry())``.
 
     ``tracer_provider``: the provider of the SDK; by default the global provider of the process. ``propagation`` says
     how the span of a run belongs to the trace of the event:
 
     * ``"auto"``: the first attempt within ``child_within`` (5 minutes) after the event is a child. A later attempt
-      begins a new trace, with a link, so that it neither stretches the old trace nor inherits its sampling decision.
+      begins a new trace, with a link: a retry neither stretches the old trace nor inherits an old sampling decision.
     * ``"parent"``: every attempt is a child. ``"link"``: every attempt begins a new trace, with a link.
     * ``"none"``: every attempt begins a new trace.
 
@@ -44,7 +44,8 @@ class OpenTelemetry(Telemetry):
     secrets. ``trace_unsampled=True`` makes spans for events whose trace is absent or not sampled too, and lets the
     sampler decide. ``internals=True`` adds spans of the rounds of fan-out, settling and retention that did something.
 
-    Raises :class:`ConfigurationError` for a value that is none of these.
+    Raises :class:`ConfigurationError` for another ``propagation``, and :class:`SettingsError` for a ``child_within``
+    that is no duration.
 
     Example::
 
