@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from outboxio import __version__
+from outboxio.cli import health as health_command
 from outboxio.cli import partitions as partitions_command
 from outboxio.cli import schema
 from outboxio.cli import status as status_command
@@ -257,6 +258,20 @@ def worker(
             help="Send the log to stderr, unless your application sets up logging when it is imported.",
         ),
     ] = True,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            show_default=False,
+            help="Answer /live, /ready, /health and /metrics over HTTP on this port.",
+        ),
+    ] = None,
+    health_host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="With --health-port: the address; [cyan]0.0.0.0[/] for probes from outside."),
+    ] = "127.0.0.1",
     verbose: Verbose = False,
 ) -> None:
     """Fan out and run handlers until SIGINT or SIGTERM comes.
@@ -273,9 +288,53 @@ def worker(
             tell = set_up(log_level, log_format, leave_alone=not log_setup)
             if drain:
                 return await worker_command.drain(outbox, timeout, tell)
-            return await worker_command.work(outbox, duties, tell)
+            pages = None if health_port is None else worker_command.Address(health_host, health_port)
+            return await worker_command.work(outbox, duties, tell, pages)
 
     answer(work, verbose=verbose)
+
+
+@app.command(epilog="Example: [cyan]outboxio health --port 8080 --live[/]")
+def health(
+    target: Target = None,
+    database: Database = None,
+    namespace: Namespace = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=1,
+            max=65535,
+            show_default=False,
+            help="Ask the worker with --health-port on this port. Your application is not imported.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="With --port: the address of the worker.")] = "127.0.0.1",
+    live: Annotated[bool, typer.Option("--live", help="With --port: has the worker to be restarted?")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="With --port: does the worker work?")] = False,
+    max_age: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", show_default=False, help="1 if due work has waited for longer, as in 60s."),
+    ] = None,
+    json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say if a worker, or the outbox in a database, is well. Answers 0 for ok and degraded, 1 for down.
+
+    With --port the answer comes from the memory of a running worker. Otherwise the database is asked.
+    """
+
+    async def work() -> Exit:
+        wanted = health_command.question_of(live=live, ready=ready, max_age=max_age, has_port=port is not None)
+        if port is not None:
+            health_command.refuse_target(target, database)
+            return await health_command.ask_worker(host, port, wanted, as_json=json)
+        refuse_both_or_none(target, database)
+        _refuse_without_namespace("health looks at", database, namespace)
+        async with opened(target, database, namespace) as outbox:
+            return await health_command.ask_database(outbox, wanted, as_json=json)
+
+    answer(work, as_json=json, verbose=verbose)
 
 
 @app.command(epilog="Example: [cyan]outboxio demo --database postgresql://localhost/postgres[/]")

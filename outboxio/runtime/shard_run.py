@@ -53,6 +53,9 @@ class ShardRun:
         self._proven_until = float("-inf")
         self.stopping = asyncio.Event()
         self.is_prepared = False
+        """True if the schema fits and the shard was reached, since :meth:`drive`."""
+        self.probe: Loop | None = None
+        """The loop that tries to reach a shard that was down; ``None`` if the shard was never down."""
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
@@ -130,6 +133,11 @@ class ShardRun:
         """True as soon as the outbox is left."""
         return self._leave.is_set()
 
+    @property
+    def answered_at(self) -> float:
+        """The event loop's moment of the last round for which the database has answered."""
+        return self.loops.answered_at(fans_out=self.fans_out)
+
     # --- changes of the locks ------------------------------------------------------------------
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
@@ -201,6 +209,7 @@ class ShardRun:
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
+        self.is_prepared = not unprepared
         if unprepared and not await self._prepare_at_last():
             return
         problem: ShutdownError | None = None
@@ -229,7 +238,7 @@ class ShardRun:
             probe.stop()
             return RoundResult(1)
 
-        probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        probe = self.probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(probe.run())
             leaving = group.create_task(self._leave.wait())
