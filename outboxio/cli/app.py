@@ -85,6 +85,19 @@ Database = Annotated[
 Namespace = Annotated[
     str | None, typer.Option(metavar="NAME", help="The namespace in that database.", show_default=False)
 ]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        min=0,
+        max=65535,
+        show_default=False,
+        help="Answer /live, /ready, /health and /metrics over HTTP on this port.",
+    ),
+]
+HealthHost = Annotated[
+    str, typer.Option(metavar="HOST", help="With --health-port: the address; 0.0.0.0 for probes from outside.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")]
 
@@ -258,20 +271,8 @@ def worker(
             help="Send the log to stderr, unless your application sets up logging when it is imported.",
         ),
     ] = True,
-    health_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=65535,
-            show_default=False,
-            help="Answer /live, /ready, /health and /metrics over HTTP on this port.",
-        ),
-    ] = None,
-    health_host: Annotated[
-        str,
-        typer.Option(metavar="HOST", help="With --health-port: the address; [cyan]0.0.0.0[/] for probes from outside."),
-    ] = "127.0.0.1",
+    health_port: HealthPort = None,
+    health_host: HealthHost = "127.0.0.1",
     verbose: Verbose = False,
 ) -> None:
     """Fan out and run handlers until SIGINT or SIGTERM comes.

@@ -19,11 +19,11 @@ from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.state import DispatchState
 from outboxio.invocation.endings import thread_stack
 from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.loops.pulse import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ports import StuckRows
 from outboxio.runs.run import BatchRun, HookRun, Run
-from outboxio.support.frames import awaited_frames
 from outboxio.support.log import log_of, stack_line
 
 logger = log_of(__name__)

@@ -48,10 +48,18 @@ def health_app(outbox: Outbox) -> ASGIApp:
 
 
 def _path_below(scope: _Scope) -> str:
-    """The path below the mount. Frameworks before ASGI 2.3 remove the prefix of the mount from ``path``."""
-    path, prefix = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    below = path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
-    return below if below.startswith("/") else f"/{below}"
+    """The path below the mount, without a slash at the end.
+
+    Frameworks differ: ``path`` has the whole ``root_path``, or the part of the mount only (behind a proxy that removes
+    its own part), or nothing of it.
+    """
+    path = [part for part in str(scope["path"]).split("/") if part]
+    prefix = [part for part in str(scope.get("root_path", "")).split("/") if part]
+    for start in range(len(prefix)):
+        if path[: len(prefix) - start] == prefix[start:]:
+            path = path[len(prefix) - start :]
+            break
+    return f"/{'/'.join(path)}"
 
 
 async def _send_page(page: Page, method: str, send: _Send) -> None:

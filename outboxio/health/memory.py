@@ -76,15 +76,12 @@ def _shard(shard: ShardRuntime, run: ShardRun | None, now: float) -> ShardMemory
     given = shard.clock.is_given or shard.clock.offset is None
     clock_offset = None if given else (shard.clock() - utc_now()).total_seconds()
     stuck = len(shard.stuck.ids)
-    if run is None:
+    if run is None or (run.prepared_at is None and run.probe is None):
         return ShardMemory(clock_offset=clock_offset, stuck=stuck)
-    if not run.is_prepared:
-        probe = [] if run.probe is None else [run.probe]
-        return ShardMemory(
-            runs=True, fit="unknown" if run.probe is None else _fit_of(run.probe), stuck=stuck,
-            loops={each.name: _loop(each, now) for each in probe}, clock_offset=clock_offset,
-        )  # fmt: skip
-    loops = run.loops.all
+    if run.prepared_at is None and run.probe is not None:
+        loops = {run.probe.name: _loop(run.probe, now)}
+        return ShardMemory(runs=True, fit=_fit_of(run.probe), stuck=stuck, loops=loops, clock_offset=clock_offset)
+    every = run.loops.all
     return ShardMemory(
         runs=True,
         fit="fits",
@@ -93,13 +90,13 @@ def _shard(shard: ShardRuntime, run: ShardRun | None, now: float) -> ShardMemory
         locks_held=sorted(name.lease for name in run.locks.held),
         locks_lacking=sorted(name.lease for name in run.locks.lacking),
         stuck=stuck,
-        loops={each.name: _loop(each, now) for each in loops},
+        loops={each.name: _loop(each, now) for each in every},
         failing=[
             f"the loop {each.name!r} has failed {each.failures} times in a row"
-            for each in loops
+            for each in every
             if each.failures >= FAILS
         ],
-        dead=[] if run.is_leaving else _dead(loops, now),
+        dead=[] if run.is_leaving else _dead(every, now),
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.health.reader import HealthReader
+from outboxio.health.values import Health
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
@@ -62,11 +63,11 @@ class Pages:
 
     async def _live(self) -> Page:
         health = await self._reader.probe(asks=False)
-        return _json(200 if health.live else 503, {"live": health.live, "reasons": health.reasons})
+        return _answer("live", health.live, health)
 
     async def _ready(self) -> Page:
         health = await self._reader.probe(asks=False)
-        return _json(200 if health.ready else 503, {"ready": health.ready, "reasons": health.reasons})
+        return _answer("ready", health.ready, health)
 
     async def _health(self) -> Page:
         health = await self._reader.probe(asks=True)
@@ -88,6 +89,11 @@ def _exposition(outbox: Outbox) -> Callable[[], Page]:
     registry = client.CollectorRegistry()
     registry.register(prometheus.OutboxCollector(outbox))
     return lambda: Page(200, client.generate_latest(registry), client.CONTENT_TYPE_LATEST)
+
+
+def _answer(question: str, is_true: bool, health: Health) -> Page:
+    """The reasons are those of a no."""
+    return _json(200 if is_true else 503, {question: is_true, "reasons": [] if is_true else health.reasons})
 
 
 def _json(status: int, value: object) -> Page:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 from outboxio.loops.loop import Loop
-from outboxio.support.frames import awaited_frames
 
 MOST_PAUSES = 3  # a loop that pauses for longer than so many of its own pauses has lost its timer
 SHORTEST = 10.0  # seconds: shorter lateness is that of a busy event loop
@@ -55,3 +57,18 @@ def _is_in_storage(task: asyncio.Task[None]) -> bool:
     except Exception:  # an awaitable of a driver may answer with any error
         return True
     return any(module.startswith(_STORAGE) for module in modules) or modules[-1:] == ["contextlib"]
+
+
+def awaited_frames(coroutine: Any) -> Iterator[FrameType]:
+    """The frames of a coroutine and of the calls that the coroutine awaits.
+
+    The frames end at the first object that is no coroutine and no generator: a future, or an object without a frame
+    that can be seen. An awaitable of the application may raise any error here.
+    """
+    waiting = coroutine
+    while waiting is not None:
+        frame = next(filter(None, (getattr(waiting, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))), None)
+        if frame is None:
+            return
+        yield frame
+        waiting = getattr(waiting, "cr_await", getattr(waiting, "gi_yieldfrom", getattr(waiting, "ag_await", None)))

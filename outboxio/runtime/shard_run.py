@@ -52,8 +52,8 @@ class ShardRun:
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
         self.stopping = asyncio.Event()
-        self.is_prepared = False
-        """True if the schema fits and the shard was reached, since :meth:`drive`."""
+        self.prepared_at: float | None = None
+        """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
         self.probe: Loop | None = None
         """The loop that tries to reach a shard that was down; ``None`` if the shard was never down."""
         self.signals = Signals()
@@ -135,8 +135,8 @@ class ShardRun:
 
     @property
     def answered_at(self) -> float:
-        """The event loop's moment of the last round for which the database has answered."""
-        return self.loops.answered_at(fans_out=self.fans_out)
+        """The event loop's moment at which the database has last answered, as far as the loops tell."""
+        return max(self.prepared_at or float("-inf"), self.loops.answered_at(fans_out=self.fans_out))
 
     # --- changes of the locks ------------------------------------------------------------------
 
@@ -209,9 +209,9 @@ class ShardRun:
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
-        self.is_prepared = not unprepared
         if unprepared and not await self._prepare_at_last():
             return
+        self.prepared_at = asyncio.get_running_loop().time()
         problem: ShutdownError | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(loop.run(), name=f"outboxio {loop.name}") for loop in self.loops.all]
@@ -231,10 +231,12 @@ class ShardRun:
 
     async def _prepare_at_last(self) -> bool:
         """Try to prepare the shard, with backoff. True if that succeeds before the outbox is left."""
+        is_prepared = False
 
         async def prepare() -> RoundResult:
+            nonlocal is_prepared
             await self._shard.prepare(self._roles)
-            self.is_prepared = True
+            is_prepared = True
             probe.stop()
             return RoundResult(1)
 
@@ -245,7 +247,7 @@ class ShardRun:
             await asyncio.wait((probing, leaving), return_when=asyncio.FIRST_COMPLETED)
             probing.cancel()
             leaving.cancel()
-        return self.is_prepared
+        return is_prepared
 
     async def _wind_down(self) -> ShutdownError | None:
         """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""
