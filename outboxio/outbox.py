@@ -37,6 +37,7 @@ from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
 from outboxio.support.aio import to_the_end
@@ -108,10 +109,10 @@ class Outbox(Registration, Recording):
         if not sources:
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         environment, clock = self._environment(hook, redact), _checked_clock(clock)
-        self._shards = {
-            checked_name(name, "shard name"): self._shard(environment, name, source, clock)
-            for name, source in sources.items()
-        }
+        names = {checked_name(name, "shard name"): source for name, source in sources.items()}
+        self._shards = {name: self._shard(environment, name, source, clock) for name, source in names.items()}
+        self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
+        """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
         self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)

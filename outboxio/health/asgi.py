@@ -50,8 +50,8 @@ def health_app(outbox: Outbox) -> ASGIApp:
 def _path_below(scope: _Scope) -> str:
     """The path below the mount, without a slash at the end.
 
-    Frameworks differ: ``path`` has the whole ``root_path``, or the part of the mount only (behind a proxy that removes
-    its own part), or nothing of it.
+    ``path`` begins with ``root_path``, with an end of ``root_path`` (behind a proxy that removes the rest), or with the
+    name of the page, as frameworks differ.
     """
     path = [part for part in str(scope["path"]).split("/") if part]
     prefix = [part for part in str(scope.get("root_path", "")).split("/") if part]

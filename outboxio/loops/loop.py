@@ -110,8 +110,12 @@ class Loop:
         schedule: PollSchedule,
         *,
         signal: Signal | None = None,
+        failed: Callable[[], None] | None = None,
     ) -> None:
-        """``signal``: ends the pause; the services of a shard set it. Without a signal only :meth:`wake` does."""
+        """``signal``: ends the pause; the services of a shard set it. Without a signal only :meth:`wake` does.
+
+        ``failed`` is called after each failed round.
+        """
         self.name = name
         self.errors = 0
         """The number of failed rounds."""
@@ -130,6 +134,7 @@ class Loop:
         """The seconds of the present pause; ``None`` during a round."""
         self._run_once = run_once
         self._schedule = schedule
+        self._tell_failure = failed
         self._signal = Signal() if signal is None else signal
         self._is_told = False
         self._stopping = False
@@ -191,6 +196,8 @@ class Loop:
         self.failures += 1
         self.last_error = error
         self.ended = asyncio.get_running_loop().time()
+        if self._tell_failure is not None:
+            self._tell_failure()
         pause = pause_after(self.failures)
         extra = {"loop": self.name, "failures": self.failures}
         if stood_still:

@@ -70,8 +70,7 @@ def worker(
         bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
     ] = False,
     timeout: Annotated[
-        str | None,
-        typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s."),
+        str | None, typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s.")
     ] = None,
     log_level: Annotated[
         LogLevel | None,
