@@ -8,11 +8,11 @@ from typing import Any
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.invocation.batch_call import Done
-from outboxio.invocation.counters import Counters
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.outcome import Outcome, success
 from outboxio.runs.run import BatchRun, Run
+from outboxio.statistics.counters import Counters
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 from outboxio.telemetry.protocol import Call
