@@ -42,6 +42,11 @@ class HealthPages(Options, frozen=True):
         typer.Option(metavar="HOST", help="With --health-port: the address; 0.0.0.0 for probes from outside."),
     ] = "127.0.0.1"
 
+    def refuse_for(self, *, drain: bool) -> None:
+        """Raise :class:`TargetError` for a port beside ``--drain``."""
+        if drain and self.health_port is not None:
+            raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
+
     @property
     def address(self) -> worker_command.Address | None:
         return None if self.health_port is None else worker_command.Address(self.health_host, self.health_port)
@@ -95,6 +100,7 @@ def worker(
     async def work() -> Exit:
         duties = worker_command.Duties(fanout=fanout, handling=handling)
         _refuse_what_is_nothing(duties, drain=drain, timeout=timeout)
+        pages.refuse_for(drain=drain)
         found = named([] if target is None else [target], None, None)
         if found.words:
             raise TargetError(f"{found.words[0]!r} names no outbox: expected module:outbox, as in app.main:outbox")
