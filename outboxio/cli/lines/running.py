@@ -42,11 +42,6 @@ class HealthPages(Options, frozen=True):
         typer.Option(metavar="HOST", help="With --health-port: the address; 0.0.0.0 for probes from outside."),
     ] = "127.0.0.1"
 
-    def refuse_for(self, *, drain: bool) -> None:
-        """Raise :class:`TargetError` for a port beside ``--drain``."""
-        if drain and self.health_port is not None:
-            raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
-
     @property
     def address(self) -> worker_command.Address | None:
         return None if self.health_port is None else worker_command.Address(self.health_host, self.health_port)
@@ -99,8 +94,7 @@ def worker(
 
     async def work() -> Exit:
         duties = worker_command.Duties(fanout=fanout, handling=handling)
-        _refuse_what_is_nothing(duties, drain=drain, timeout=timeout)
-        pages.refuse_for(drain=drain)
+        _refuse_what_is_nothing(duties, pages, drain=drain, timeout=timeout)
         found = named([] if target is None else [target], None, None)
         if found.words:
             raise TargetError(f"{found.words[0]!r} names no outbox: expected module:outbox, as in app.main:outbox")
@@ -133,10 +127,14 @@ def demo(
     answer(lambda: tell_demo(database), verbose=verbose)
 
 
-def _refuse_what_is_nothing(duties: worker_command.Duties, *, drain: bool, timeout: str | None) -> None:
+def _refuse_what_is_nothing(
+    duties: worker_command.Duties, pages: HealthPages, *, drain: bool, timeout: str | None
+) -> None:
     if not (duties.fanout or duties.handling):
         raise TargetError("--no-fanout and --no-handling together leave nothing to do")
     if drain and not (duties.fanout and duties.handling):
         raise TargetError("--drain fans out and handles; it goes with neither --no-fanout nor --no-handling")
+    if drain and pages.address is not None:
+        raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
     if timeout is not None and not drain:
         raise TargetError("--timeout goes with --drain only")
