@@ -17,6 +17,7 @@ from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.runtime.wakeups import WakeupSender
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
@@ -33,6 +34,7 @@ class ShardRuntime:
         self.database = database
         self.clock = clock
         self.emitter = emitter
+        self.statistics = ShardStatistics(emitter.sent)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -41,6 +43,8 @@ class ShardRuntime:
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
+        for handler in self.statistics.handlers.values():
+            handler.stuck, handler.queue, handler.consuming = 0, None, ()
 
     @property
     def name(self) -> str:
@@ -144,9 +148,10 @@ class ShardRuntime:
         run = self.work = ShardRun(self, roles, drains=drains)
         return run
 
-    def handling(self, stopping: asyncio.Event) -> HandlingSetup:
+    def handling(self, stopping: asyncio.Event, *, inline: bool = False) -> HandlingSetup:
         """The parts that handlers work with. ``stopping``: set when handlers should come to an end."""
         environment = self.environment
+        telemetry = environment.telemetry.chosen
         context = HandlerContext(
             namespace=environment.namespace,
             shard=self.name,
@@ -157,15 +162,17 @@ class ShardRuntime:
             join=environment.join,
             outbox=environment.outbox,
             redact=environment.redact,
+            telemetry=telemetry.handling(environment.namespace, self.name, self.clock, inline=inline),
         )
         return HandlingSetup(
-            self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead
-        )
+            self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead,
+            self.statistics,
+        )  # fmt: skip
 
     def inline(self) -> InlineRunner:
         """The runner of handlers for ``inbox.consume``, outside of any shard run."""
         if self._inline is None:
-            setup = self.handling(asyncio.Event())
+            setup = self.handling(asyncio.Event(), inline=True)
             self._inline = InlineRunner(
                 setup.database,
                 setup.clock,
@@ -175,6 +182,7 @@ class ShardRuntime:
                 on_dead=setup.on_dead,
                 committed=self.committed,
                 became_due=self.became_due,
+                statistics=setup.statistics,
             )
         return self._inline
 

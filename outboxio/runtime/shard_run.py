@@ -15,7 +15,6 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
-from outboxio.invocation.invoker import Counters
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
@@ -28,6 +27,7 @@ from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
+from outboxio.statistics.counters import Counters
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ class ShardRun:
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
         self.stopping = asyncio.Event()
-        self.is_prepared = False
+        self.prepared_at: float | None = None
+        """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
+        self.probe: Loop | None = None
+        """The loop that tries to reach a shard that was down; ``None`` if the shard was never down."""
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
@@ -65,6 +68,7 @@ class ShardRun:
         self.dispatcher = Dispatcher(
             shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
         )
+        shard.statistics.follow(self.dispatcher.counters)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
         )
@@ -72,10 +76,12 @@ class ShardRun:
         self.fanout = Fanout(
             namespace, shard.database, self.announcer, shard.clock, batch_size=settings.fanout_batch_size,
             holds_lock=self._holds_fanout, fanned_out=shard.became_due, dispatcher=self.dispatcher,
+            statistics=shard.statistics,
         )  # fmt: skip
         self.housekeeping = Housekeeping(
             namespace, shard.database, shard.clock, settings, fans_out=self._holds_fanout,
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
+            purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         services = Services(
@@ -83,7 +89,11 @@ class ShardRun:
             fans_out=self._holds_fanout,
         )  # fmt: skip
         wakes = shard.database.wakes_across_processes
-        self.loops = RunLoops(shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes)
+        self.loops = RunLoops(
+            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
+            statistics=shard.statistics,
+            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
+        )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
@@ -130,10 +140,16 @@ class ShardRun:
         """True as soon as the outbox is left."""
         return self._leave.is_set()
 
+    @property
+    def answered_at(self) -> float:
+        """The event loop's moment at which the database has last answered, as far as the loops tell."""
+        return max(self.prepared_at or float("-inf"), self.loops.answered_at(fans_out=self.fans_out))
+
     # --- changes of the locks ------------------------------------------------------------------
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        self._shard.statistics.lock_changed(name)
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
@@ -144,6 +160,7 @@ class ShardRun:
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        self._shard.statistics.lock_changed(name)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         else:
@@ -203,6 +220,7 @@ class ShardRun:
         self.dispatcher.caller.home = asyncio.current_task()
         if unprepared and not await self._prepare_at_last():
             return
+        self.prepared_at = asyncio.get_running_loop().time()
         problem: ShutdownError | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(loop.run(), name=f"outboxio {loop.name}") for loop in self.loops.all]
@@ -222,21 +240,23 @@ class ShardRun:
 
     async def _prepare_at_last(self) -> bool:
         """Try to prepare the shard, with backoff. True if that succeeds before the outbox is left."""
+        is_prepared = False
 
         async def prepare() -> RoundResult:
+            nonlocal is_prepared
             await self._shard.prepare(self._roles)
-            self.is_prepared = True
+            is_prepared = True
             probe.stop()
             return RoundResult(1)
 
-        probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        probe = self.probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(probe.run())
             leaving = group.create_task(self._leave.wait())
             await asyncio.wait((probing, leaving), return_when=asyncio.FIRST_COMPLETED)
             probing.cancel()
             leaving.cancel()
-        return self.is_prepared
+        return is_prepared
 
     async def _wind_down(self) -> ShutdownError | None:
         """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""
@@ -310,4 +330,5 @@ class ShardRun:
 
     def _expired(self, number: int) -> None:
         self.counters.expired += number
+        self._shard.statistics.unroutable_expired += number
         self._shard.changed_by_hand()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from outboxio import Outbox, RightsMissing, SchemaMissing, SchemaOccupied
-from outboxio.cli.schema import check as check_command
+from outboxio.cli.commands.schema import check as check_command
 from outboxio.storage.ddl import Part, parts_of
 from outboxio.storage.schema import required_parts, sql_files
 from tests.contract.test_schema import columns_in, run_with_the_databases_own_tool

@@ -12,8 +12,8 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox, SchemaInUse, SchemaMissing, SchemaNewer
-from outboxio.cli.schema import check as check_command
-from outboxio.cli.schema import migrate as migrate_command
+from outboxio.cli.commands.schema import check as check_command
+from outboxio.cli.commands.schema import migrate as migrate_command
 from outboxio.storage import schema
 from outboxio.storage.ddl import Change, change_of, statements_in
 from outboxio.storage.schema import SqlFile, sql_files

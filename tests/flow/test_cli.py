@@ -493,6 +493,29 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
     assert (await local("worker", target, "--drain")).code == 0
 
 
+async def test_the_target_may_stand_in_the_environment_or_in_pyproject(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "pyproject.toml").write_text('[tool.outboxio]\ntarget = "shop:outbox"\nconcurrency = 7\n')
+
+    from_environment = await local("status", "--json", OUTBOXIO_TARGET=local.database, OUTBOXIO_NAMESPACE="other")
+    from_project = await local("status", "--json")
+    of_the_command_line = await local("describe", "shop:handlerless", "--json")
+
+    assert from_environment.json["namespace"] == "other"
+    assert from_project.json["namespace"] == "shop"
+    assert of_the_command_line.json["handlers"] == []
+
+
+async def test_describe_shows_what_the_code_has_registered_without_a_database(local: Command) -> None:
+    answer = await local("describe", "shop:outbox", "--json", SHOP_DATABASE="postgresql://127.0.0.1:1/app")
+    for_people = await local("describe", "shop:handlerless")
+
+    assert answer.code == 0, answer
+    [ship] = answer.json["handlers"]
+    assert (ship["name"], ship["aliases"], ship["event_types"]) == ("ship", ["send"], ["Ordered"])
+    assert answer.json["unhandled"] == []
+    assert "no handler here wants Ordered" in for_people.out
+
+
 # --- what is refused -------------------------------------------------------------------------------
 
 
@@ -510,11 +533,15 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
         (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
         (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
         (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
-        (["check"], "give --database"),
+        (["worker", "shop:outbox", "--drain", "--health-port", "0"], "--health-port is for a worker that goes on"),
+        (["check"], "set OUTBOXIO_TARGET"),
+        (["check", "shop"], "'shop' names no outbox: expected module:outbox"),
         (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
         (["status", "--database", "sqlite://"], "give --namespace"),
+        (["status", "sqlite://"], "give --namespace"),
+        (["worker", "sqlite://"], "a worker needs the handlers of your code"),
         (["partitions", "--database", "sqlite://"], "give --namespace"),
-        (["partitions"], "give --database"),
+        (["partitions"], "set OUTBOXIO_TARGET"),
         (["partitions", "shop:outbox", "ship", "many"], "'many' is no number of partitions"),
         (["partitions", "shop:outbox", "ship", "8", "send"], "'send' is one word too many"),
         (["check", "--database", "gopher://host"], "the scheme 'gopher'"),

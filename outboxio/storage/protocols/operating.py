@@ -275,7 +275,8 @@ class ProbeRepository(Protocol):
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         """The undelivered events of each event type, by jumps in the index.
 
-        ``oldest`` is the date of the first event, in the order of the sequence, that is available at ``now``; ``None``
+        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the event was
+        emitted, or became available, whichever was later. Events that become available after ``now`` do not wait; ``None``
         if all counted events become available later.
         """
         ...
