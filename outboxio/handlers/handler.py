@@ -135,6 +135,7 @@ class EventHandler(Generic[E]):
     partitions: ClassVar[int] = 1
     total_concurrency: ClassVar[int | None] = None
     alert_age: ClassVar[timedelta | float | str] = ALERT_AGE
+    trace: ClassVar[bool] = True
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
         """React to an event. After an error, the retry policy applies.

@@ -100,7 +100,8 @@ NEXT_TYPE = f"""SELECT e.event_type FROM {BY_TYPE}
   ORDER BY e.event_type LIMIT 1"""
 _OF_TYPE = f"FROM {BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
 COUNT_UNDELIVERED = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_TYPE} LIMIT %s) c)"
-FIRST_AVAILABLE = f"""(SELECT %s, MIN(IF(e.available_at IS NULL OR e.available_at <= %s, e.event_date, NULL))
+FIRST_AVAILABLE = f"""(SELECT %s, MIN(
+  IF(e.available_at IS NULL, e.event_date, IF(e.available_at <= %s, GREATEST(e.event_date, e.available_at), NULL)))
   FROM (SELECT e.event_date, e.available_at {_OF_TYPE} ORDER BY e.sequence LIMIT %s) e)"""
 
 
