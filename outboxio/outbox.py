@@ -27,6 +27,7 @@ from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_base import AdminSetup
+from outboxio.operations.admin_shards import Ends
 from outboxio.operations.ordering.recorder import By
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
@@ -315,7 +316,7 @@ class Outbox(Registration, Recording):
         return Admin(AdminSetup(
             namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
             settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
-            process=shards[0].environment.owner,
+            process=shards[0].environment.owner, ends=Ends(),
         ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:

@@ -84,10 +84,7 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
-        self.takeover = Takeover(
-            namespace, shard.for_operators, environment.owner, fans_out=self._holds_fanout, keep=settings.keep_dead,
-            redact=environment.redact,
-        )  # fmt: skip
+        self.takeover = self._take_over()
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.takeover, self.announce,
@@ -122,6 +119,14 @@ class ShardRun:
         if self._roles.handling and (database.partitions is None or not environment.may_share):
             membership.heed(environment.handlers.names, {})  # the locks are taken before the first announcement
         return membership
+
+    def _take_over(self) -> Takeover:
+        """The part that carries out the operations that wait for a process."""
+        environment = self._shard.environment
+        return Takeover(
+            environment.namespace, self._shard.for_operators, environment.owner, fans_out=self._holds_fanout,
+            keep=environment.settings.keep_dead, redact=environment.redact,
+        )  # fmt: skip
 
     @property
     def shard(self) -> ShardRuntime:
@@ -162,6 +167,7 @@ class ShardRun:
             self.fanout.start_over()
             self.signals.fan_out.set()
             self.loops.retention.wake()
+            self.loops.operations.wake()
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""

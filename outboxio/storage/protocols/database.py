@@ -23,13 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import (
-    EventSearchRepository,
-    OperationRepository,
-    ProbeRepository,
-    ReportRepository,
-    SearchRepository,
-)
+from outboxio.storage.protocols.operating import OperationRepository, ProbeRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -104,13 +98,7 @@ class Database(Protocol):
     def search(self) -> SearchRepository: ...
 
     @property
-    def event_search(self) -> EventSearchRepository: ...
-
-    @property
     def probes(self) -> ProbeRepository: ...
-
-    @property
-    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...
