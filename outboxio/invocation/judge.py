@@ -22,6 +22,7 @@ from outboxio.model.retry import RetryPolicy
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of, log_text, type_name
+from outboxio.telemetry.protocol import HandlingTelemetry
 
 logger = log_of(__name__)
 
@@ -29,9 +30,12 @@ logger = log_of(__name__)
 class Judge:
     """Decides if a failure means a second try or the end of the row."""
 
-    def __init__(self, clock: ShardClock, redact: Redact, outbox: object) -> None:
+    def __init__(
+        self, clock: ShardClock, redact: Redact, outbox: object, telemetry: HandlingTelemetry | None = None
+    ) -> None:
         self._clock = clock
         self._outbox = outbox
+        self._telemetry = telemetry
         self.redact = redact
 
     def __call__(self, run: Run, error: BaseException, described: Description | None = None) -> Outcome:
@@ -85,6 +89,8 @@ class Judge:
     def _tell(self, run: Run, error: BaseException, outcome: Outcome) -> None:
         queue, notification = run.queue, run.notification
         tell_failure(self._outbox, queue.handler.name, notification, error)
+        if self._telemetry is not None:
+            self._telemetry.failed(queue.handler, notification, error, outcome, self.redact)
         told = log_text(error, self.redact)
         if notification.state == DYING and outcome.state is State.DEAD:
             logger.error("event %s is DEAD without its hook: %s", notification.event_label, told)

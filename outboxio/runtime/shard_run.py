@@ -92,6 +92,7 @@ class ShardRun:
         self.loops = RunLoops(
             shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
             statistics=shard.statistics,
+            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
         )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
