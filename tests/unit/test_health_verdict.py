@@ -123,13 +123,8 @@ def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> Non
     health = health_of(shard, figures=figures, standstill=(NOW - 10, 7.5))
 
     assert health.status == "down"
-    assert [reason[:10] for reason in health.reasons] == [
-        "no process",
-        "the loop '",
-        "shard 'fir",
-        "2 notifica",
-        "the event ",
-    ]
+    starts = ["no process", "3 are dead", "the loop '", "shard 'fir", "2 notifica", "the event "]
+    assert [reason[:10] for reason in health.reasons] == starts
     assert (health.live, health.ready, health.stuck, health.lag) == (True, True, 2, 3.0)
     assert (health.oldest_due, health.unroutable) == ({"ship": 5.0}, 4)
 
