@@ -6,16 +6,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from outboxio.cli.answer import indented, line, say_aside
-from outboxio.support.log import log_of
+from outboxio.logs import Context
+from outboxio.support.log import Fields, log_of
 
 logger = log_of("outboxio.worker")
 
-_EXTRA = {"handler": "handler_name"}
 _FIELDS = {"levelname": "level", "name": "logger", "exc_info": "traceback", "stack_info": "stack"}
 
 
@@ -27,12 +27,13 @@ class LogFormat(StrEnum):
 class Teller(Protocol):
     """Reports the worker's steps to people on a terminal, or as records of the log."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        """A message with ``%`` arguments; ``fields`` are for the log."""
 
-    def warn(self, text: str) -> None: ...
+    def warn(self, message: str, *args: object, **fields: Any) -> None: ...
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Rows of a kind, a name and a remark."""
+        """Rows of a kind (shard or handler), a name and a remark."""
 
 
 def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
@@ -45,6 +46,7 @@ def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
     if is_ours:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_json() if form is LogFormat.JSON else _text())
+        handler.addFilter(Context())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
     if level is not None:
         logging.getLogger("outboxio").setLevel(level.upper())
@@ -57,20 +59,28 @@ def _text() -> logging.Formatter:
 
 
 def _json() -> logging.Formatter:
-    """A JSON object per line: time, level, logger, message, the ids of the record, and the traceback of an error."""
+    """A JSON object per line: time, level, logger, message, template, the fields, and the traceback of an error."""
     from pythonjsonlogger.json import JsonFormatter
 
-    return JsonFormatter("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
+    class WithTemplate(JsonFormatter):
+        """``template`` is the message without its arguments, which is the same for all entries of a kind."""
+
+        def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+            super().add_fields(log_data, record, message_dict)
+            if isinstance(record.msg, str):
+                log_data["template"] = record.msg
+
+    return WithTemplate("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
 
 
 class OnTerminal:
     """Text on stderr, beside the log."""
 
-    def say(self, text: str) -> None:
-        say_aside(line(text))
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        say_aside(line(message % args))
 
-    def warn(self, text: str) -> None:
-        say_aside(line((text, "yellow")))
+    def warn(self, message: str, *args: object, **fields: Any) -> None:
+        say_aside(line((message % args, "yellow")))
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         table = Table.grid(padding=(0, 2))
@@ -82,12 +92,12 @@ class OnTerminal:
 class InLog:
     """Records of the logger ``outboxio.worker``."""
 
-    def say(self, text: str) -> None:
-        logger.info("%s", text)
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        logger.info(message, *args, **fields)
 
-    def warn(self, text: str) -> None:
-        logger.warning("%s", text)
+    def warn(self, message: str, *args: object, **fields: Any) -> None:
+        logger.warning(message, *args, **fields)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         for kind, name, remark in rows:
-            logger.info("%s %s: %s", kind, name, remark, extra={_EXTRA.get(kind, kind): name})
+            logger.info("%s %s: %s", kind, name, remark, **Fields({kind: name}))

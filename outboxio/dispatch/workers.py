@@ -19,7 +19,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.envelope import current_envelope
-from outboxio.model.outcome import Outcome, expired
+from outboxio.model.outcome import Outcome
 from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
 from outboxio.support.clock import as_micros
@@ -135,7 +135,7 @@ class WorkerPool:
             if isinstance(run, BatchRun):
                 await self._run_batch(run, task)
             elif run.queue.spec.is_too_old(run.notification, self._settled_now):
-                self._finished(run, expired(run.notification, run.lease))
+                self._finished(run, invoker.judge.expired(run))
                 continue
             else:
                 # A transactional run waits for a connection first, and that wait is not the handler's time.
@@ -213,7 +213,7 @@ class WorkerPool:
         old = [row for row in rows if spec.is_too_old(row.notification, self._settled_now)]
         for row in old:
             batch.remaining.pop(row)
-            self._settler.end(row, expired(row.notification, row.lease))
+            self._settler.end(row, self._invoker.judge.expired(row))
         batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
 
     def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:

@@ -111,7 +111,10 @@ class Fanout:
         self.events += found
         self.notifications += done.notifications
         if found:
-            logger.debug("fanned out %d events into %d notifications", found, done.notifications)
+            logger.debug(
+                "fanned out %d events into %d notifications", found, done.notifications,
+                events=found, notifications=done.notifications,
+            )  # fmt: skip
             if handoff is None or handoff.taken < done.notifications:
                 self._fanned_out()
         wait = self._scan.wait(time())

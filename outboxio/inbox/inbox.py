@@ -121,7 +121,7 @@ class Inbox:
                     tx.add(delivery.event)
                 return
             except Exception as error:
-                if (delay := executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id)) is None:
+                if (delay := executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id, shard)) is None:
                     raise
             await asyncio.sleep(delay)
 
@@ -231,7 +231,7 @@ class Inbox:
         self.conflicts += 1
         logger.error(
             "%r delivered something else as %r than before; the first is kept", source, external_id,
-            extra={"source": source, "external_id": external_id},
+            source=source, external_id=external_id,
         )  # fmt: skip
 
     def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:

@@ -112,7 +112,7 @@ class InlineRunner:
         self._on_dead = on_dead
         self._committed = committed
         self._became_due = became_due
-        self._judge = Judge(clock, context.redact, context.outbox)
+        self._judge = Judge(clock, context.redact, context.outbox, context.log_fields)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}

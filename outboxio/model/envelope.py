@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
+from outboxio.support.log import Fields
 
 if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co
@@ -52,6 +53,12 @@ class HandlerContext(Struct, kw_only=True, eq=False):
     join: Join
     outbox: object
     redact: Redact = keep_all
+    handler_name_of: Callable[[str], str] = str
+    """The handler's name for a stored name, which may be an alias."""
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"namespace": self.namespace, "shard": self.shard}
 
 
 class EventEnvelope(Generic[E_co]):
@@ -67,7 +74,10 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "event", "is_over")
+    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "batch_size", "event", "is_over")
+
+    batch_size: int
+    """Set in the first envelope of a batch only: the number of events of the call."""
 
     def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
         self.event = event
@@ -283,6 +293,13 @@ class EventEnvelope(Generic[E_co]):
     def is_of(self, outbox: object) -> bool:
         """True if the handler belongs to this outbox."""
         return self._context.outbox is outbox
+
+    @property
+    def log_fields(self) -> Fields:
+        """The fields of a log record of the handler. A batch has no fields of a single event."""
+        name, size = self._context.handler_name_of(self._row.handler_name), getattr(self, "batch_size", None)
+        of_row = self._row.log_fields if size is None else {"batch_size": size}
+        return {**self._context.log_fields, **of_row, "handler": name}
 
     @property
     def has_emitted(self) -> bool:

@@ -20,6 +20,7 @@ from outboxio.runtime.wakeups import WakeupSender
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
+from outboxio.support.log import shared_fields
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
@@ -37,7 +38,9 @@ class ShardRuntime:
 
     def begin_anew(self) -> None:
         """Forget the objects of the former event loop, because a new event loop takes over."""
-        self._wakes = {kind: WakeupSender(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)}
+        self._wakes = {
+            kind: WakeupSender(self._sender(kind), self.name) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)
+        }
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
@@ -141,7 +144,8 @@ class ShardRuntime:
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
-        run = self.work = ShardRun(self, roles, drains=drains)
+        with shared_fields(namespace=self.environment.namespace, shard=self.name):  # for the tasks of handlers
+            run = self.work = ShardRun(self, roles, drains=drains)
         return run
 
     def handling(self, stopping: asyncio.Event) -> HandlingSetup:
@@ -157,6 +161,7 @@ class ShardRuntime:
             join=environment.join,
             outbox=environment.outbox,
             redact=environment.redact,
+            handler_name_of=environment.handlers.name_of,
         )
         return HandlingSetup(
             self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead
