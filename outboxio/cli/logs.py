@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-from outboxio.cli.answer import indented, line, say_aside
+from outboxio.cli.answer import indented, line, say_aside, say_error
 from outboxio.logs import Context
 from outboxio.support.log import Fields, log_of
 
@@ -32,6 +32,9 @@ class Teller(Protocol):
 
     def warn(self, message: str, *args: object, **fields: Any) -> None: ...
 
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        """The reason why the answer of the command is no."""
+
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Rows of a kind (shard or handler), a name and a remark."""
 
@@ -50,7 +53,7 @@ def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
         logging.basicConfig(level=logging.INFO, handlers=[handler])
     if level is not None:
         logging.getLogger("outboxio").setLevel(level.upper())
-    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog()
+    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog(is_stderr=is_ours)
 
 
 def _text() -> logging.Formatter:
@@ -82,6 +85,9 @@ class OnTerminal:
     def warn(self, message: str, *args: object, **fields: Any) -> None:
         say_aside(line((message % args, "yellow")))
 
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        say_error(message % args)
+
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         table = Table.grid(padding=(0, 2))
         for kind, name, remark in rows:
@@ -92,11 +98,20 @@ class OnTerminal:
 class InLog:
     """Records of the logger ``outboxio.worker``."""
 
+    def __init__(self, *, is_stderr: bool) -> None:
+        """``is_stderr``: the records go to stderr, so that a reason is not repeated there."""
+        self._is_stderr = is_stderr
+
     def say(self, message: str, *args: object, **fields: Any) -> None:
         logger.info(message, *args, **fields)
 
     def warn(self, message: str, *args: object, **fields: Any) -> None:
         logger.warning(message, *args, **fields)
+
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        logger.error(message, *args, **fields)
+        if not self._is_stderr:
+            say_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         for kind, name, remark in rows:

@@ -59,10 +59,10 @@ async def drain(outbox: Outbox, timeout: str | None, tell: Teller) -> Exit:
     counts = await outbox.admin.counts()
     failed = counts["FAILED"] + counts["DYING"]
     if failed:
-        tell.warn("not all is done: %d left that failed, waiting for a retry", failed, failed=failed)
+        tell.fail("not all is done: %d left that failed, waiting for a retry", failed, failed=failed)
     due = await _names_with_due_rows(outbox)
     if due:
-        tell.warn(
+        tell.fail(
             "not all is done: notifications of %s are due and left: an operator paused the handler, or this outbox has "
             "no handler of that name", ", ".join(map(repr, due)),
         )  # fmt: skip

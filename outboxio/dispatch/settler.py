@@ -189,10 +189,11 @@ class Settler:
         """Write an outcome without the value that the database refuses. A run with refused events has failed."""
         told = log_text(error, self._invoker.redact)
         run, outcome = self._in_flight.rows.get(refused.notification_id), refused
-        of_run: Fields = {} if run is None else run.log_fields
+        fields: Fields = {} if run is None else run.log_fields
+        fields["notification_id"] = refused.notification_id
         logger.error(
             "the database refuses a value of notification %s: %s", refused.notification_id, told,
-            **(of_run | {"notification_id": refused.notification_id}), state=refused.state, error_type=type_name(error),
+            **fields, state=refused.state, error_type=type_name(error),
         )  # fmt: skip
         if refused.emitted is not None and run is not None:
             outcome = self._invoker.judge(run, error)
