@@ -35,6 +35,7 @@ from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
 from outboxio.support.aio import to_the_end
@@ -110,6 +111,8 @@ class Outbox(Registration, Recording):
             checked_name(name, "shard name"): self._shard(environment, name, source, clock)
             for name, source in sources.items()
         }
+        self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
+        """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
         self.executor = ActionExecutor(

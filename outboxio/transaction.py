@@ -220,6 +220,7 @@ class Transaction:
             await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
+        self._emitter.count(events)
         if watchers:
             self._tell((record, events))
 
@@ -239,8 +240,10 @@ class Transaction:
                 raise cancelled from error
             raise
         finally:
-            if watchers and self.is_committed:
-                self._tell_after_commit(action, events)
+            if self.is_committed:
+                self._emitter.count(events)
+                if watchers:
+                    self._tell_after_commit(action, events)
         if cancelled is not None:
             raise cancelled
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -34,6 +35,7 @@ from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.redaction import Redact, keep_all
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock
@@ -60,6 +62,9 @@ class WritableShard(Protocol):
 
     @property
     def emitter(self) -> Emitter: ...
+
+    @property
+    def statistics(self) -> ShardStatistics: ...
 
     def committed(self, events: Sequence[EventRecord] | None = None) -> None:
         """Is called after each commit that wrote events; ``None`` if joined actions have written events too."""
@@ -169,6 +174,7 @@ class ActionExecutor:
             target, action_name, params, headers, action_id or uuid7(), correlation_id, cause, source
         )
         tx: Transaction | None = None
+        outcome = "refused"
         try:
             async with target.database.session() as session:
                 await session.begin(soon=True)
@@ -187,15 +193,17 @@ class ActionExecutor:
                     raise
                 finally:
                     work_outside(token)
+                began = perf_counter()
                 try:
                     await tx.commit(record.completed(target.clock()), self._events_of(tx))
                 except Exception as error:
+                    outcome = "unknown" if isinstance(error, CommitUnknown) else outcome
                     await _explain(target, error)
                     raise
+                target.statistics.sends.add(perf_counter() - began)
         finally:
             # Even if this task was cancelled meanwhile: committed events wait for fan-out.
-            if tx is not None and tx.is_committed and (tx.events or tx.was_joined):
-                target.committed(None if tx.was_joined else tx.events)
+            _end(target, tx, action_name, outcome)
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
@@ -292,6 +300,15 @@ class ActionExecutor:
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
         return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+def _end(target: WritableShard, tx: Transaction | None, action_name: str, outcome: str) -> None:
+    """Count a transaction that has ended, and wake fan-out for the events. ``outcome``: if nothing is committed."""
+    if tx is not None and tx.is_committed:
+        outcome = "committed"
+        if tx.events or tx.was_joined:
+            target.committed(None if tx.was_joined else tx.events)
+    target.statistics.executed(action_name, outcome)
 
 
 async def _explain(target: WritableShard, error: Exception) -> None:

@@ -99,7 +99,7 @@ class InLog:
     """Records of the logger ``outboxio.worker``."""
 
     def __init__(self, *, is_stderr: bool) -> None:
-        """``is_stderr``: the records go to stderr, so that a reason is not repeated there."""
+        """``is_stderr``: the records surely go to stderr, where the reason of a no is expected."""
         self._is_stderr = is_stderr
 
     def say(self, message: str, *args: object, **fields: Any) -> None:
@@ -109,8 +109,9 @@ class InLog:
         logger.warning(message, *args, **fields)
 
     def fail(self, message: str, *args: object, **fields: Any) -> None:
-        logger.error(message, *args, **fields)
-        if not self._is_stderr:
+        if self._is_stderr:
+            logger.error(message, *args, **fields)
+        else:
             say_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:

@@ -43,7 +43,7 @@ from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.resting import NewerRows
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
@@ -58,6 +58,7 @@ from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
+from outboxio.statistics.counters import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import as_micros
@@ -107,7 +108,7 @@ class Dispatcher:
         )  # fmt: skip
         rows = KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked)
         self._gate = AdmissionGate(
-            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=self._settler.add
+            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=intake.skip
         )
         rehoming = Rehoming(setup, self._partitions, in_flight, stuck, moved=wakeups.moved)
         self._finder = Finder(
@@ -353,7 +354,9 @@ def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
     """The queue of each handler of a shard, by the id of the handler."""
     handlers = setup.handlers
     strict, number = handlers.strict_types(), len(handlers)
-    return {
-        id(handler): HandlerQueue(HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict))
-        for handler in handlers
-    }
+    queues: dict[int, HandlerQueue] = {}
+    for handler in handlers:
+        spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
+        queue = queues[id(handler)] = HandlerQueue(spec, setup.statistics.of(handler.name))
+        queue.statistics.queue = queue
+    return queues

@@ -106,7 +106,7 @@ class Intake:
                 self._settle_again(run, refused)
                 taken += 1
             elif queue.beginning is not None and run.precedes(queue.beginning):
-                self._skip(run)
+                self.skip(run)
                 taken += 1
             elif (VERSION_HEADER in raw if type(raw) is str else row.may_have_version) and self._rest(run):
                 taken += 1
@@ -131,7 +131,9 @@ class Intake:
         row = run.notification
         if row.state == DYING:
             return self._make_ready(run)
-        self._settler.add(self._judge(run, UnreadableRow(row.id, row.flaw or "")))
+        outcome = self._judge(run, UnreadableRow(row.id, row.flaw or ""))
+        run.queue.statistics.count(outcome)
+        self._settler.add(outcome)
         return 1
 
     def _settle_again(self, run: Run, refused: RefusedOutcome) -> None:
@@ -148,11 +150,13 @@ class Intake:
         self._settler.refused.forget(run.notification.id)
         self._settler.add(refused.under(run.lease))
 
-    def _skip(self, run: Run) -> None:
+    def skip(self, run: Run) -> None:
         """End a row without a run. The rows that wait for the row go on."""
         row = run.notification
         run.key = row.context.ordering_key if run.queue.handler.options.ordered else None
-        self._settler.add(Outcome(row.id, run.lease, State.SKIPPED, row.attempts))
+        outcome = Outcome(row.id, run.lease, State.SKIPPED, row.attempts)
+        run.queue.statistics.count(outcome)
+        self._settler.add(outcome)
 
     def _rest(self, run: Run) -> bool:
         """Put a row to rest if only newer code can read the row; True if so. The rows behind in a key stay behind."""

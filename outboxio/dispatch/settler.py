@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
+from time import perf_counter
 
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.state import DispatchState
@@ -154,6 +155,7 @@ class Settler:
         The part is empty, or the two halves of the bucket: halving leads to the value that the database refuses.
         """
         takes, notifications = self._cursors.takes, self._setup.database.notifications
+        began = perf_counter()
         try:
             if bucket.emitted:
                 settled = await self._settle_emitting(bucket)
@@ -165,6 +167,7 @@ class Settler:
             if len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             bucket, settled = await self._settle_without_value(bucket.outcomes[0], error)
+        self._setup.statistics.settles.add(perf_counter() - began)
         if settled < len(bucket.outcomes):
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
@@ -182,6 +185,7 @@ class Settler:
         if settled:
             self._wakeups.committed()
             for action, events in bucket.emitted:
+                self._setup.context.emitter.count(events)
                 tell_written(action, events)
         return settled
 
@@ -197,6 +201,7 @@ class Settler:
         )  # fmt: skip
         if refused.emitted is not None and run is not None:
             outcome = self._invoker.judge(run, error)
+            run.queue.statistics.count(outcome)
         (bucket,) = in_buckets([outcome.without_error_text()])
         if bucket.emitted:
             return bucket, await self._settle_emitting(bucket)

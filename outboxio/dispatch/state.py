@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 
-from outboxio.invocation.invoker import Counters
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import begin_inside
 from outboxio.runs.ports import LockTrust
+from outboxio.statistics.counters import Counters
 from outboxio.support.aio import Alarm
 
 

@@ -112,6 +112,9 @@ class Watchdog:
         run.give_up()
         self._state.counters.stuck += 1
         self.keep(run)
+        if not isinstance(run, HookRun):
+            seconds = asyncio.get_running_loop().time() - run.started
+            run.queue.statistics.durations_of("failed", "TimeoutError").add(seconds)
         frames = thread_stack(run) or _stack_of(run.task)
         error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown place")
         described = self._invoker.judge.describe(error)
@@ -127,7 +130,7 @@ class Watchdog:
         untouched = {row for part in run.parts for row in part} if isinstance(run, BatchRun) else set[Run]()
         for row in run.undone:
             has_failed = run.session is None and row not in untouched
-            self._settler.end(row, self._invoker.judge(row, error, described) if has_failed else None)
+            self._end(run, row, self._invoker.judge(row, error, described) if has_failed else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
         self._replace(run.task)
@@ -138,6 +141,7 @@ class Watchdog:
         ids = [row.notification.id for row in run.undone]
         self._stuck[run.task] = run, ids
         self._stuck_rows.add(ids)
+        run.queue.statistics.stuck += 1
 
     def came_back(self, run: Run) -> None:
         """A stuck handler has ended: the result is refused."""
@@ -152,6 +156,7 @@ class Watchdog:
         """Account for the run of a task that has ended: the run was stuck, or is lost because the task has failed."""
         if task in self._stuck:
             run, ids = self._stuck.pop(task)
+            run.queue.statistics.stuck -= 1
             if run.abandoned:
                 self._scheduler.give_back(run)
             self._stuck_rows.discard(ids)
@@ -161,7 +166,7 @@ class Watchdog:
         for run in [run for run in self.runs if run.task is task]:
             self._leave(run)
             for row in tuple(run.undone):
-                self._settler.end(row, self._judge_lost(run, row, error))
+                self._end(run, row, self._judge_lost(run, row, error))
 
     def _judge_lost(self, run: Run, row: Run, error: BaseException | None) -> Outcome | None:
         """The outcome of a row after the end of the task. ``error``: the failure of the task; ``None``: a cancellation.
@@ -172,6 +177,12 @@ class Watchdog:
         if error is None or row.is_settled or (run.interrupted and not run.has_begun):
             return None
         return self._invoker.judge(row, error)
+
+    def _end(self, run: Run, row: Run, outcome: Outcome | None) -> None:
+        """A row has lost its run."""
+        if outcome is not None and not isinstance(run, HookRun):
+            run.queue.statistics.count(outcome)
+        self._settler.end(row, outcome)
 
     def _leave(self, run: Run) -> None:
         if isinstance(run, HookRun):

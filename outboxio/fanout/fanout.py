@@ -16,6 +16,7 @@ from outboxio.fanout.scan import FanoutScan
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.event import EventRecord
 from outboxio.model.handoff import Handoff
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, FanoutRequest
 from outboxio.support.clock import Clock
 from outboxio.support.fair_share import FairShare
@@ -47,6 +48,7 @@ class Fanout:
         holds_lock: Callable[[], bool],
         fanned_out: Callable[[], None],
         dispatcher: TakesHandoffs,
+        statistics: ShardStatistics,
     ) -> None:
         """``fanned_out``: called when due rows have to be found. ``dispatcher``: takes the rest of the rows."""
         self._namespace = namespace
@@ -57,6 +59,7 @@ class Fanout:
         self._holds_lock = holds_lock
         self._fanned_out = fanned_out
         self._dispatcher = dispatcher
+        self._statistics = statistics
         self._scan = FanoutScan()
         self._expects = False
         self._committed: list[EventRecord] | None = []
@@ -111,6 +114,8 @@ class Fanout:
         self.events += found
         self.notifications += done.notifications
         if found:
+            self._statistics.fanned_out += found
+            self._statistics.notifications += done.notifications
             logger.debug(
                 "fanned out %d events into %d notifications", found, done.notifications,
                 events=found, notifications=done.notifications,

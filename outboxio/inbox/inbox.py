@@ -214,6 +214,7 @@ class Inbox:
             failed=failed,
         )
         if failed and not stores:
+            inline.left_to_sender(failed)
             told = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source!r}"
             raise BaseExceptionGroup(told, list(failed.values()))
         return result

@@ -8,11 +8,11 @@ import traceback
 from typing import Any
 
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
-from outboxio.invocation.counters import Counters
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
 from outboxio.model.outcome import Outcome, success
 from outboxio.runs.run import INTERRUPTED, Run
+from outboxio.statistics.counters import Counters
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of

@@ -68,7 +68,7 @@ class Judge:
                 notification, run.lease, error, self._clock(),
                 FailureRules(
                     policy=policy, retention=queue.spec.retention + self._clock.ahead, cap=queue.spec.cap,
-                    is_final=queue.delivery is Delivery.AT_MOST_ONCE and not issubclass(kind, NotBegun),
+                    is_final=queue.spec.delivery is Delivery.AT_MOST_ONCE and not issubclass(kind, NotBegun),
                     owes_hook=bool(queue.spec.hooks), redact=self.redact,
                 ),
                 described,

@@ -112,8 +112,12 @@ class Loop:
         schedule: PollSchedule,
         *,
         signal: Signal | None = None,
+        failed: Callable[[], None] | None = None,
     ) -> None:
-        """``signal``: ends the pause; the services of a shard set it. Without a signal only :meth:`wake` does."""
+        """``signal``: ends the pause; the services of a shard set it. Without a signal only :meth:`wake` does.
+
+        ``failed`` is called after each failed round.
+        """
         self.name = name
         self.errors = 0
         """The number of failed rounds."""
@@ -122,6 +126,7 @@ class Loop:
         self.last_error: Exception | None = None
         self._run_once = run_once
         self._schedule = schedule
+        self._tell_failure = failed
         self._signal = Signal() if signal is None else signal
         self._began = float("-inf")
         self._told: dict[str, float] = {}
@@ -193,6 +198,8 @@ class Loop:
         self.errors += 1
         self.failures += 1
         self.last_error = error
+        if self._tell_failure is not None:
+            self._tell_failure()
         pause = pause_after(self.failures)
         kind, now = type_name(error), asyncio.get_running_loop().time()
         if stood_still:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Protocol, TypedDict, cast
@@ -99,6 +99,15 @@ class Emitter:
         self._max_hops = max_hops
         self._validates = validates
         self._emissions: dict[type, Emission] = {}
+        self.sent: dict[str, int] = {}
+        """How many events of each type were written to the database, sentinel events left out."""
+
+    def count(self, events: Iterable[EventRecord]) -> None:
+        """Events were written to the database."""
+        sent = self.sent
+        for event in events:
+            if (name := event.event_type) is not None:
+                sent[name] = sent.get(name, 0) + 1
 
     def record(
         self,

@@ -71,6 +71,10 @@ class Outcome(Struct, gc=False):
     next_retry_at: datetime | None = None
     error: str | None = None
     emitted: Emitted | None = None
+    error_type: str | None = None
+    """The class of the error, for statistics."""
+    verdict: State | None = None
+    """The end that stands already while a hook is owed: DEAD or EXPIRED. ``None`` without a new verdict."""
 
     @property
     def rests(self) -> bool:
@@ -200,8 +204,10 @@ def failure(
 
     def ends(state: State) -> Outcome:
         if rules.owes_hook:
-            return Outcome(notification.id, lease, State.DYING, attempts, now, entry(state))
-        return Outcome(notification.id, lease, state, attempts, None, entry())
+            return Outcome(
+                notification.id, lease, State.DYING, attempts, now, entry(state), error_type=told.type, verdict=state
+            )
+        return Outcome(notification.id, lease, state, attempts, None, entry(), error_type=told.type)
 
     if rules.is_final or issubclass(kind, _NEVER_HANDLED):
         return ends(State.DEAD)
@@ -211,7 +217,7 @@ def failure(
     # In microseconds, because a datetime cannot be later than the year 9999.
     if as_micros(due) > notification.retention_us + rules.retention // _MICROSECOND:
         return ends(State.EXPIRED)
-    return Outcome(notification.id, lease, State.FAILED, attempts, due, entry())
+    return Outcome(notification.id, lease, State.FAILED, attempts, due, entry(), error_type=told.type)
 
 
 def hook_failure(

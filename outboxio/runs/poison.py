@@ -301,7 +301,7 @@ class PoisonGuard:
         watch = self._watches.get(slot_of(notification))
         if watch is None or notification.id in self._recorded:
             return False
-        if row.queue.delivery is Delivery.AT_MOST_ONCE and notification.state != State.DYING:
+        if row.queue.spec.delivery is Delivery.AT_MOST_ONCE and notification.state != State.DYING:
             if watch.suspects:
                 watch.suspects.pop(notification.id, None)
             return False  # the committed start of an at-most-once run is the record

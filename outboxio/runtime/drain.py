@@ -14,13 +14,13 @@ from copy import copy
 from msgspec import Struct
 
 from outboxio.errors import DrainTimeout
-from outboxio.invocation.invoker import Counters
 from outboxio.loops.flood import end_floods
 from outboxio.loops.standstill import witnessed
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import standby_pause
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
+from outboxio.statistics.counters import Counters
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import shared_fields
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 
 from msgspec import Struct
 
@@ -17,6 +18,8 @@ from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
+from outboxio.statistics.shard import ShardStatistics
+from outboxio.support.aio import Signal
 
 HOUSEKEEPING_DELAY = 30.0
 QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
@@ -51,6 +54,7 @@ class RunLoops:
         services: Services,
         *,
         wakes_across_processes: bool,
+        statistics: ShardStatistics,
     ) -> None:
         """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes."""
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
@@ -69,17 +73,21 @@ class RunLoops:
             _seconds(settings.handling_poll_delay),
             eager_for=lambda: 0.0 if services.fans_out() and not dispatcher.waits_for_others else eager,
         )
-        self.locks = Loop(f"locks of {name}", locks.run_once, PollSchedule(locks.poll_delay), signal=signals.locks)
-        self.share = Loop(
-            f"shared handlers of {name}", membership.look_once, PollSchedule(membership.look_delay),
-            signal=signals.share,
-        )  # fmt: skip
-        self.announce = Loop(f"subscriptions of {name}", services.announce, PollSchedule(membership.orders_delay))
-        self.fanout = Loop(f"fan-out of {name}", services.fanout.run_once, of_fanout, signal=signals.fan_out)
-        self.find = Loop(f"dispatch of {name}", dispatcher.find_once, of_finding, signal=signals.find)
-        self.settle = Loop(f"outcomes of {name}", dispatcher.settle_once, every(SETTLE_DELAY), signal=signals.settle)
-        self.housekeeping = Loop(f"housekeeping of {name}", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
-        self.retention = Loop(f"retention of {name}", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
+
+        def loop(work: str, run_once: Round, schedule: PollSchedule, signal: Signal | None = None) -> Loop:
+            statistics.expect_loop(work)
+            return Loop(
+                f"{work} of {name}", run_once, schedule, signal=signal, failed=partial(statistics.loop_failed, work)
+            )
+
+        self.locks = loop("locks", locks.run_once, PollSchedule(locks.poll_delay), signals.locks)
+        self.share = loop("shared handlers", membership.look_once, PollSchedule(membership.look_delay), signals.share)
+        self.announce = loop("subscriptions", services.announce, PollSchedule(membership.orders_delay))
+        self.fanout = loop("fan-out", services.fanout.run_once, of_fanout, signals.fan_out)
+        self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
+        self.settle = loop("outcomes", dispatcher.settle_once, every(SETTLE_DELAY), signals.settle)
+        self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.retention = loop("retention", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
 
     @property
     def all(self) -> list[Loop]:

@@ -17,6 +17,7 @@ from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.runtime.wakeups import WakeupSender
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
@@ -34,6 +35,7 @@ class ShardRuntime:
         self.database = database
         self.clock = clock
         self.emitter = emitter
+        self.statistics = ShardStatistics(emitter.sent)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -44,6 +46,8 @@ class ShardRuntime:
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
+        for handler in self.statistics.handlers.values():
+            handler.stuck, handler.queue, handler.consuming = 0, None, ()
 
     @property
     def name(self) -> str:
@@ -164,8 +168,9 @@ class ShardRuntime:
             handler_name_of=environment.handlers.name_of,
         )
         return HandlingSetup(
-            self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead
-        )
+            self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead,
+            self.statistics,
+        )  # fmt: skip
 
     def inline(self) -> InlineRunner:
         """The runner of handlers for ``inbox.consume``, outside of any shard run."""
@@ -180,6 +185,7 @@ class ShardRuntime:
                 on_dead=setup.on_dead,
                 committed=self.committed,
                 became_due=self.became_due,
+                statistics=setup.statistics,
             )
         return self._inline
 

@@ -15,7 +15,6 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
-from outboxio.invocation.invoker import Counters
 from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
@@ -29,6 +28,7 @@ from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
+from outboxio.statistics.counters import Counters
 from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class ShardRun:
         self.dispatcher = Dispatcher(
             shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
         )
+        shard.statistics.follow(self.dispatcher.counters)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
         )
@@ -73,10 +74,12 @@ class ShardRun:
         self.fanout = Fanout(
             namespace, shard.database, self.announcer, shard.clock, batch_size=settings.fanout_batch_size,
             holds_lock=self._holds_fanout, fanned_out=shard.became_due, dispatcher=self.dispatcher,
+            statistics=shard.statistics,
         )  # fmt: skip
         self.housekeeping = Housekeeping(
             namespace, shard.database, shard.clock, settings, fans_out=self._holds_fanout,
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
+            purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         services = Services(
@@ -84,7 +87,10 @@ class ShardRun:
             fans_out=self._holds_fanout,
         )  # fmt: skip
         wakes = shard.database.wakes_across_processes
-        self.loops = RunLoops(shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes)
+        self.loops = RunLoops(
+            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
+            statistics=shard.statistics,
+        )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
@@ -135,6 +141,7 @@ class ShardRun:
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        self._shard.statistics.lock_changed(name)
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
@@ -145,6 +152,7 @@ class ShardRun:
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
+        self._shard.statistics.lock_changed(name)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         else:
@@ -321,4 +329,5 @@ class ShardRun:
 
     def _expired(self, number: int) -> None:
         self.counters.expired += number
+        self._shard.statistics.unroutable_expired += number
         self._shard.changed_by_hand()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outboxio import Outbox, Settings
-from outboxio.cli.status import status
+from outboxio.cli.commands.status import status
 from outboxio.handlers.subscription import LONGEST_UNSEEN
 from outboxio.operations.stranded import GONE_AFTER, StrandedWatch
 from outboxio.testing import MovableClock

@@ -1,0 +1,103 @@
+"""The statistics of a shard: the handlers, and what the loops did, since the outbox was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outboxio.model.lock_name import LockName
+from outboxio.statistics.buckets import DURATIONS, Histogram
+from outboxio.statistics.counters import Counters
+from outboxio.statistics.handlers import OTHER, HandlerStatistics
+
+MOST_ACTIONS = 200  # names of actions that are counted apart
+
+
+class ShardStatistics:
+    """The work of this process on a shard. The numbers outlive ``running()`` and only rise.
+
+    Only the event loop of the outbox writes the numbers; any thread may read.
+    """
+
+    __slots__ = (
+        "_counters", "_refused", "_standstills", "actions", "fanned_out", "handlers", "lock_changes", "loop_failures",
+        "notifications", "purged", "sends", "sent", "settles", "unroutable_expired",
+    )  # fmt: skip
+
+    def __init__(self, sent: Mapping[str, int] | None = None) -> None:
+        """``sent``: how many events of each type were written, a mapping that its owner goes on writing."""
+        self.sent: Mapping[str, int] = {} if sent is None else sent
+        """Events by type that this process has written. Events of a transaction of the application count when they are
+        written, before the COMMIT."""
+        self.handlers: dict[str, HandlerStatistics] = {}
+        """By the present name of the handler."""
+        self.actions: dict[tuple[str, str], int] = {}
+        """Executed actions by name and outcome; names beyond the first 200 count as ``other``."""
+        self.fanned_out = 0
+        """Events that this process has fanned out."""
+        self.notifications = 0
+        """Notifications that fan-out of this process has made."""
+        self.unroutable_expired = 0
+        """Rows without a handler that ended by retention."""
+        self.lock_changes: dict[str, int] = {}
+        """How often cluster locks were taken or lost, by :func:`lock_label`."""
+        self.loop_failures: dict[str, int] = {}
+        """Rounds that failed, by loop."""
+        self.purged: dict[str, int] = {}
+        """Rows that retention has removed, by table."""
+        self.sends = Histogram(DURATIONS)
+        """The time in which the events of an action were written and committed."""
+        self.settles = Histogram(DURATIONS)
+        """The time in which equal outcomes were written."""
+        self._counters = Counters()
+        self._refused = self._standstills = 0
+
+    def follow(self, counters: Counters) -> None:
+        """The counters of a shard run that begins. The counters of the former shard run are kept as numbers."""
+        self._refused, self._standstills = self.refused, self.standstills
+        self._counters = counters
+
+    @property
+    def refused(self) -> int:
+        """Outcomes that the fence refused, because a second process holds the handler, or the row is settled."""
+        return self._refused + self._counters.refused
+
+    @property
+    def standstills(self) -> int:
+        """How often the event loop stood still for about a second or longer."""
+        return self._standstills + self._counters.standstills
+
+    def of(self, handler_name: str) -> HandlerStatistics:
+        """The statistics of a handler."""
+        found = self.handlers.get(handler_name)
+        if found is None:
+            found = self.handlers[handler_name] = HandlerStatistics()
+        return found
+
+    def expect_loop(self, name: str) -> None:
+        """A loop of a shard run, which has not failed yet."""
+        self.loop_failures.setdefault(name, 0)
+
+    def loop_failed(self, name: str) -> None:
+        """A round of a loop has failed."""
+        self.loop_failures[name] = self.loop_failures.get(name, 0) + 1
+
+    def lock_changed(self, name: LockName) -> None:
+        """A cluster lock was taken or lost."""
+        label = lock_label(name)
+        self.lock_changes[label] = self.lock_changes.get(label, 0) + 1
+
+    def purged_from(self, table: str, rows: int) -> None:
+        """Retention has removed rows of a table."""
+        self.purged[table] = self.purged.get(table, 0) + rows
+
+    def executed(self, action_name: str, outcome: str) -> None:
+        """A transaction of an action has ended: ``committed``, ``refused`` (rolled back), or ``unknown``."""
+        actions, key = self.actions, (action_name, outcome)
+        if key not in actions and len(actions) >= MOST_ACTIONS:
+            key = (OTHER, outcome)
+        actions[key] = actions.get(key, 0) + 1
+
+
+def lock_label(name: LockName) -> str:
+    """The locks of all partitions of a handler under one label: ``fanout``, or ``dispatch/`` and the handler name."""
+    return f"{name.role}/{name.handler_name}" if name.handler_name else name.role
