@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from outboxio.model.envelope import current_envelope
-from outboxio.support.log import as_fields
+from outboxio.support.log import PREFIX, as_fields, current_trace_id
 
 __all__ = ["Context", "fields", "structlog_context"]
 
@@ -65,4 +65,9 @@ def fields() -> dict[str, object]:
         loguru.logger.configure(patcher=lambda record: record["extra"].update(outboxio.logs.fields()))
     """
     envelope = current_envelope.get()
-    return {} if envelope is None or envelope.is_over else as_fields(envelope.log_fields)
+    if envelope is None or envelope.is_over:
+        return {}
+    if not hasattr(envelope, "in_log"):
+        envelope.in_log = as_fields(envelope.log_fields)
+    trace_id = current_trace_id()
+    return {**envelope.in_log, **({} if trace_id is None else {f"{PREFIX}trace_id": trace_id})}

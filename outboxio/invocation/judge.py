@@ -124,25 +124,36 @@ class Judge:
 
     def _tell(self, run: Run, error: BaseException, outcome: Outcome) -> None:
         tell_failure(self._outbox, run.queue.handler.name, run.notification, error)
-        is_hook, level = run.notification.state == DYING, _level(run, outcome)
-        key = (run.queue.handler.name, type_name(error), is_hook)
-        if not self._flood.admits(key, level):
+        if run.notification.state == DYING:
+            self._tell_hook(run, error, outcome)
             return
-        name, event, told = run.queue.handler.name, run.notification.event_label, log_text(error, self.redact)
-        fields = {**self._fields_of(run), "state": outcome.state, "error_type": type_name(error)}
-        if is_hook and outcome.state is State.DEAD:
+        name, kind, level = run.queue.handler.name, type_name(error), _level(run, outcome)
+        if self._flood.admits((name, kind), level):
+            attempt, event = run.notification.attempts + 1, run.notification.event_label
             self._flood.log(
-                key, level, "event %s is DEAD without the hook of handler %r: %s", event, name, told, **fields
-            )
-        elif is_hook:
-            self._flood.log(
-                key, level, "a hook of handler %r failed for event %s, and is tried again: %s", name, event, told,
-                **fields,
+                (name, kind), level, "handler %r failed for event %s (attempt %d, now %s): %s",
+                name, event, attempt, outcome.state, log_text(error, self.redact),
+                **self._fields_of(run), state=outcome.state, error_type=kind,
             )  # fmt: skip
-        else:
+
+    def _tell_hook(self, run: Run, error: BaseException, outcome: Outcome) -> None:
+        name, event, kind = run.queue.handler.name, run.notification.event_label, type_name(error)
+        if outcome.state is State.DEAD:
+            key = (name, kind, "without hook")
+            if self._flood.admits(key, logging.ERROR):
+                self._flood.log(
+                    key, logging.ERROR, "event %s is DEAD without the hook of handler %r: %s",
+                    event, name, log_text(error, self.redact),
+                    **self._fields_of(run), state=outcome.state, error_type=kind,
+                )  # fmt: skip
+            return
+        is_first = run.verdict is None or not run.verdict.hook_failures
+        key, level = (name, kind, "hook"), logging.WARNING if is_first else logging.INFO
+        if self._flood.admits(key, level):
             self._flood.log(
-                key, level, "handler %r failed for event %s (attempt %d, now %s): %s",
-                name, event, run.notification.attempts + 1, outcome.state, told, **fields,
+                key, level, "a hook of handler %r failed for event %s, and is tried again: %s",
+                name, event, log_text(error, self.redact),
+                **self._fields_of(run), state=outcome.state, error_type=kind,
             )  # fmt: skip
 
     def _fields_of(self, run: Run) -> Fields:
@@ -150,13 +161,11 @@ class Judge:
 
 
 def _level(run: Run, outcome: Outcome) -> int:
-    """The level at which a failure is logged: the first failure of a row, the end of a row, or a failure in between.
+    """The level at which a failure is logged: the first failure of a row, a further failure, or the end of the row.
 
     A run that asked for a later run without using up an attempt is no failure.
     """
-    if outcome.state not in (State.FAILED, DYING) or (run.notification.state != DYING and outcome.state is DYING):
+    if outcome.state is not State.FAILED:
         return logging.ERROR
-    if run.notification.state == DYING:
-        return logging.INFO if run.verdict is not None and run.verdict.hook_failures else logging.WARNING
     is_first = run.notification.attempts == 0 and outcome.attempts > 0
     return logging.WARNING if is_first else logging.INFO

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -74,10 +74,12 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "batch_size", "event", "is_over")
+    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "batch_size", "event", "in_log", "is_over")
 
     batch_size: int
     """Set in the first envelope of a batch only: the number of events of the call."""
+    in_log: Mapping[str, object]
+    """Set when the handler has written a log record: the fields of such records."""
 
     def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
         self.event = event

@@ -15,7 +15,7 @@ from msgspec import Struct
 from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import decode_object, nests_deeper
-from outboxio.support.log import Fields, current_trace_id, trace_id_in, type_name, without_value
+from outboxio.support.log import Fields, trace_id_in, type_name, without_value
 
 
 class State(StrEnum):
@@ -128,7 +128,7 @@ class Notification(Struct, gc=False):
             "event_type": self.event_type or None,
             "attempt": self.attempts + 1,
             "action": None if context is None else context.action_name,
-            "trace_id": current_trace_id() or (None if context is None else _trace_id(context.headers)),
+            "trace_id": None if context is None else _trace_id(context.headers),
         }
 
     @property
