@@ -133,6 +133,7 @@ class EventHandler(Generic[E]):
     since: ClassVar[Since | None] = None
     partitions: ClassVar[int] = 1
     total_concurrency: ClassVar[int | None] = None
+    trace: ClassVar[bool] = True
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
         """React to an event. After an error, the retry policy applies.

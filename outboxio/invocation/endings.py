@@ -37,7 +37,7 @@ class Endings:
     def succeeded(self, run: Run, envelope: Envelope) -> Outcome:
         outcome = success(run.notification, run.lease)
         if envelope.has_emitted:
-            outcome.emitted = (action_of(run, envelope, self._clock), envelope.emitted)
+            outcome.emitted = (envelope.send_later(action_of(run, envelope, self._clock)), envelope.emitted)
         return outcome
 
     def failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:

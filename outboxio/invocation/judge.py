@@ -25,6 +25,7 @@ from outboxio.model.retry import RetryPolicy
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import Fields, log_of, log_text, type_name
+from outboxio.telemetry.protocol import HandlingTelemetry
 
 logger = log_of(__name__)
 
@@ -33,11 +34,17 @@ class Judge:
     """Decides if a failure means a second try or the end of the row."""
 
     def __init__(
-        self, clock: ShardClock, redact: Redact, outbox: object, place: Mapping[str, Any] | None = None
+        self,
+        clock: ShardClock,
+        redact: Redact,
+        outbox: object,
+        telemetry: HandlingTelemetry | None = None,
+        place: Mapping[str, Any] | None = None,
     ) -> None:
         """``place``: namespace and shard, for the fields of log entries."""
         self._clock = clock
         self._outbox = outbox
+        self._telemetry = telemetry
         self._place = place or {}
         self._flood = Flood(logger)
         self.redact = redact
@@ -124,6 +131,8 @@ class Judge:
 
     def _tell(self, run: Run, error: BaseException, outcome: Outcome) -> None:
         tell_failure(self._outbox, run.queue.handler.name, run.notification, error)
+        if self._telemetry is not None:
+            self._telemetry.failed(run.queue.handler, run.notification, error, outcome, self.redact)
         if run.notification.state == DYING:
             self._tell_hook(run, error, outcome)
             return

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import UUID
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.model.emitter import Cause, Emitter
-from outboxio.model.event import RECEIVED_ACTION, EventRecord
+from outboxio.model.event import RECEIVED_ACTION, ActionRecord, EventRecord
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.payloads.classes import AnyEvent
@@ -21,6 +22,8 @@ from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
 from outboxio.support.log import Fields
+from outboxio.telemetry.headers import carried, with_trace
+from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
 
 if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co
@@ -53,6 +56,8 @@ class HandlerContext(Struct, kw_only=True, eq=False):
     join: Join
     outbox: object
     redact: Redact = keep_all
+    telemetry: HandlingTelemetry | None = None
+    """Is told of each call of a handler, if there is telemetry for calls."""
     handler_name_of: Callable[[str], str] = str
     """The handler's name for a stored name, which may be an alias."""
 
@@ -295,6 +300,20 @@ class EventEnvelope(Generic[E_co]):
     def is_of(self, outbox: object) -> bool:
         """True if the handler belongs to this outbox."""
         return self._context.outbox is outbox
+
+    def continues_trace(self, action: ActionRecord) -> ActionRecord:
+        """The action of events that this handler emits, with the trace of the handler's event if there is telemetry."""
+        if self._context.emitter.telemetry.chosen is NO_TELEMETRY:
+            return action
+        trace = carried(self.headers)
+        return replace(action, headers=with_trace(action.headers, trace, trace)) if trace else action
+
+    def send_later(self, action: ActionRecord) -> ActionRecord:
+        """The action of the emitted events, which are written together with the outcome of the run."""
+        action = self.continues_trace(action)
+        sending = self._context.emitter.telemetry.chosen.sending(self.shard, action, self.emitted)
+        with sending:
+            return sending.marked(action)
 
     @property
     def log_fields(self) -> Fields:

@@ -16,6 +16,7 @@ from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import decode_object, nests_deeper
 from outboxio.support.log import Fields, trace_id_in, type_name, without_value
+from outboxio.telemetry.headers import seems_sampled
 
 
 class State(StrEnum):
@@ -136,6 +137,12 @@ class Notification(Struct, gc=False):
         """False if the row surely has version 1: then the context need not be decoded."""
         raw = self.raw_context
         return is_marked(raw.headers if isinstance(raw, Context) else raw)
+
+    @property
+    def may_be_sampled(self) -> bool:
+        """False if the row surely belongs to no sampled trace: then the context need not be decoded."""
+        raw = self.raw_context
+        return seems_sampled(raw.headers if isinstance(raw, Context) else raw)
 
     @property
     def version(self) -> int:

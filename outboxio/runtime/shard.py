@@ -152,9 +152,10 @@ class ShardRuntime:
             run = self.work = ShardRun(self, roles, drains=drains)
         return run
 
-    def handling(self, stopping: asyncio.Event) -> HandlingSetup:
+    def handling(self, stopping: asyncio.Event, *, inline: bool = False) -> HandlingSetup:
         """The parts that handlers work with. ``stopping``: set when handlers should come to an end."""
         environment = self.environment
+        telemetry = environment.telemetry.chosen
         context = HandlerContext(
             namespace=environment.namespace,
             shard=self.name,
@@ -166,6 +167,7 @@ class ShardRuntime:
             outbox=environment.outbox,
             redact=environment.redact,
             handler_name_of=environment.handlers.name_of,
+            telemetry=telemetry.handling(environment.namespace, self.name, self.clock, inline=inline),
         )
         return HandlingSetup(
             self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead,
@@ -175,7 +177,7 @@ class ShardRuntime:
     def inline(self) -> InlineRunner:
         """The runner of handlers for ``inbox.consume``, outside of any shard run."""
         if self._inline is None:
-            setup = self.handling(asyncio.Event())
+            setup = self.handling(asyncio.Event(), inline=True)
             self._inline = InlineRunner(
                 setup.database,
                 setup.clock,
