@@ -47,7 +47,7 @@ async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
     before = _totals(run)
     limit = asyncio.timeout_at(deadline)
     try:
-        with shared_fields(namespace=shard.environment.namespace, shard=run.name):
+        with shared_fields(**shard.log_fields):
             async with limit:
                 await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
     except TimeoutError as error:

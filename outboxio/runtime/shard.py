@@ -21,7 +21,7 @@ from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
-from outboxio.support.log import shared_fields
+from outboxio.support.log import Fields, shared_fields
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
@@ -52,6 +52,10 @@ class ShardRuntime:
     @property
     def name(self) -> str:
         return self.database.name
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"namespace": self.environment.namespace, "shard": self.name}
 
     # --- wake-ups ------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class ShardRuntime:
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
-        with shared_fields(namespace=self.environment.namespace, shard=self.name):  # for the tasks of handlers
+        with shared_fields(**self.log_fields):  # for the tasks of handlers
             run = self.work = ShardRun(self, roles, drains=drains)
         return run
 

@@ -209,8 +209,7 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        place = {"namespace": self._shard.environment.namespace, "shard": self.name}
-        with watched(self.dispatcher.running, self.stood_still), shared_fields(**place):
+        with watched(self.dispatcher.running, self.stood_still), shared_fields(**self._shard.log_fields):
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:

@@ -74,7 +74,7 @@ async def _served(outbox: Outbox, pages: Address | None, tell: Teller) -> AsyncG
         yield
         return
     async with serve_health(outbox, pages.port, host=pages.host) as port:
-        tell.say(f"health pages: http://{pages.host}:{port}/live, /ready, /health, /metrics")
+        tell.say("health pages: http://%s:%d/live, /ready, /health, /metrics", pages.host, port)
         yield
 
 
