@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from outboxio import Outbox
-from outboxio.model.operating.filter import Search
 from outboxio.model.notification import State
+from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.operating import EventSearchRepository
 from tests.kit.app import Look
 from tests.kit.inside import database_of

@@ -113,9 +113,7 @@ class WalkedEvents(ABC):
         ids = sorted((id for id in ids if id < before), reverse=True)
         found: list[str] = []
         for start in range(0, len(ids), EVENTS_AT_ONCE):
-            found += sorted(
-                await self.matching(namespace, search, ids[start : start + EVENTS_AT_ONCE]), reverse=True
-            )
+            found += sorted(await self.matching(namespace, search, ids[start : start + EVENTS_AT_ONCE]), reverse=True)
             if len(found) > limit:
                 return found[:limit], found[limit - 1]
         return found, None
