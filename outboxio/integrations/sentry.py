@@ -271,10 +271,10 @@ def _present() -> OutboxIntegration | None:
 
 def _makes_spans() -> bool:
     """True if tracing is enabled, with transactions: spans that are streamed have a different interface."""
-    options = sentry_sdk.get_client().options
+    options: Mapping[str, Any] = sentry_sdk.get_client().options
     if options.get("traces_sample_rate") is None and options.get("traces_sampler") is None:
         return False
-    experiments = options.get("_experiments") or {}
+    experiments: Mapping[str, Any] = options.get("_experiments") or {}
     return "stream" not in (options.get("trace_lifecycle"), experiments.get("trace_lifecycle"))
 
 
