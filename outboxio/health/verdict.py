@@ -102,9 +102,13 @@ def _wrong_with(name: str, shard: ShardHealth) -> str | None:
 
 
 def _of_memory(memory: Memory, now: Moment) -> Iterator[_Reason]:
-    for shard in memory.shards.values():
+    for name, shard in memory.shards.items():
         for text in shard.failing:
             yield _Reason("degraded", text)
+        if shard.is_sick:
+            yield _Reason(
+                "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
+            )
     if stuck := sum(shard.stuck for shard in memory.shards.values()):
         yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")
     ended, seconds = memory.standstill

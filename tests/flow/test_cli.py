@@ -533,6 +533,7 @@ async def test_describe_shows_what_the_code_has_registered_without_a_database(lo
         (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
         (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
         (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
+        (["worker", "shop:outbox", "--drain", "--health-port", "0"], "--health-port is for a worker that goes on"),
         (["check"], "set OUTBOXIO_TARGET"),
         (["check", "shop"], "'shop' names no outbox: expected module:outbox"),
         (["check", "shop:outbox", "--database", "sqlite://"], "not both"),

@@ -114,14 +114,21 @@ def test_a_shard_that_was_never_asked_is_unknown_and_no_reason() -> None:
 
 def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> None:
     shard = ShardMemory(
-        runs=True, fit="fits", answered=NOW, stuck=2, failing=("the loop 'x' has failed 5 times in a row",)
-    )
+        runs=True, fit="fits", answered=NOW, stuck=2, failing=("the loop 'x' has failed 5 times in a row",),
+        is_sick=True,
+    )  # fmt: skip
     figures = Figures(level="down", verdict=("no process is alive",), lag=3.0, oldest_due={"ship": 5.0}, unroutable=4)
 
     health = health_of(shard, figures=figures, standstill=(NOW - 10, 7.5))
 
     assert health.status == "down"
-    assert [reason[:10] for reason in health.reasons] == ["no process", "the loop '", "2 notifica", "the event "]
+    assert [reason[:10] for reason in health.reasons] == [
+        "no process",
+        "the loop '",
+        "shard 'fir",
+        "2 notifica",
+        "the event ",
+    ]
     assert (health.live, health.ready, health.stuck, health.lag) == (True, True, 2, 3.0)
     assert (health.oldest_due, health.unroutable) == ({"ship": 5.0}, 4)
 
