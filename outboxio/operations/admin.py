@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outboxio.operations.asking.events import EventQuestions
 from outboxio.operations.asking.questions import Questions
 from outboxio.operations.asking.recorded import OperationQuestions
 from outboxio.operations.ordering.handler_orders import HandlerOrders
@@ -13,6 +14,7 @@ from outboxio.operations.partitions.orders import PartitionOrders
 
 class Admin(
     Questions,
+    EventQuestions,
     OperationQuestions,
     NotificationOrders,
     HandlerOrders,

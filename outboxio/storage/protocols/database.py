@@ -23,7 +23,12 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import OperationRepository, ProbeRepository, SearchRepository
+from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
+    OperationRepository,
+    ProbeRepository,
+    SearchRepository,
+)
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -96,6 +101,9 @@ class Database(Protocol):
 
     @property
     def search(self) -> SearchRepository: ...
+
+    @property
+    def event_search(self) -> EventSearchRepository: ...
 
     @property
     def probes(self) -> ProbeRepository: ...

@@ -275,9 +275,9 @@ class ProbeRepository(Protocol):
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         """The undelivered events of each event type, by jumps in the index.
 
-        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the event was
-        emitted, or became available, whichever was later. Events that become available after ``now`` do not wait;
-        ``None`` if all counted events become available later.
+        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the later of the
+        moments at which the event was emitted and became available. An event that becomes available after ``now`` does
+        not wait; ``None`` if no counted event waits.
         """
         ...
 
