@@ -17,7 +17,7 @@ from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
-from outboxio.loops.standstill import watched
+from outboxio.loops.standstill import lag_of, watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.housekeeping import Housekeeping
@@ -51,6 +51,7 @@ class ShardRun:
         self._roles = roles
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
+        self._home: asyncio.AbstractEventLoop | None = None
         self.stopping = asyncio.Event()
         self.is_prepared = False
         self.signals = Signals()
@@ -127,6 +128,21 @@ class ShardRun:
         return self.dispatcher.counters
 
     @property
+    def roles(self) -> Sequence[str]:
+        """See :class:`~outboxio.statistics.shard.Live`."""
+        return [name for name in Roles.__struct_fields__ if getattr(self._roles, name)]
+
+    @property
+    def loop_lag(self) -> float:
+        """See :class:`~outboxio.statistics.shard.Live`."""
+        return 0.0 if self._home is None else lag_of(self._home)
+
+    @property
+    def connections_in_use(self) -> int:
+        """See :class:`~outboxio.statistics.shard.Live`."""
+        return self._shard.database.connections_in_use
+
+    @property
     def fans_out(self) -> bool:
         """True if this process fans out."""
         return self._holds_fanout()
@@ -140,7 +156,7 @@ class ShardRun:
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name)
+        self._shard.statistics.lock_changed(name, is_held=True)
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
@@ -151,7 +167,7 @@ class ShardRun:
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name)
+        self._shard.statistics.lock_changed(name, is_held=False)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         else:
@@ -199,13 +215,17 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
+        statistics, self._home = self._shard.statistics, asyncio.get_running_loop()
         with watched(self.dispatcher.running, self.stood_still):
+            statistics.live = self
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
                 # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
                 await self.abandon()
                 raise
+            finally:
+                statistics.live = statistics.figures = None
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()

@@ -65,6 +65,11 @@ class Database(Protocol):
         ...
 
     @property
+    def connections_in_use(self) -> int:
+        """The number of connections that actions, handlers and reads of the application have in use."""
+        ...
+
+    @property
     def events(self) -> EventRepository: ...
 
     @property

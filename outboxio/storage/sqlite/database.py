@@ -130,6 +130,10 @@ class SqliteDatabase:
         return True
 
     @property
+    def connections_in_use(self) -> int:
+        return self._connections.in_use if self._engine is None else self._engine.in_use
+
+    @property
     def handler_transactions(self) -> int:
         return 1  # SQLite has a single writer
 
