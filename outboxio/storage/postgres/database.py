@@ -42,6 +42,7 @@ from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
+from outboxio.storage.postgres.probes import PostgresProbes
 from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
@@ -117,6 +118,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
+        self.probes = PostgresProbes(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

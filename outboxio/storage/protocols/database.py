@@ -23,6 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
+from outboxio.storage.protocols.operating import ProbeRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -94,6 +95,9 @@ class Database(Protocol):
     def partitions(self) -> PartitionRepository | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
+
+    @property
+    def probes(self) -> ProbeRepository: ...
 
     @property
     def schema(self) -> Schema: ...

@@ -182,43 +182,60 @@ class ParkedKey(Struct, frozen=True):
     """An ordering key that a DEAD or EXPIRED notification parks."""
 
     handler_name: str
+    """The stored handler name of the notification that parks the key."""
     ordering_key: str
     id: UUID
     """The notification that parks the key."""
     event_id: UUID
     since: datetime
+    """The moment at which the notification ended."""
     blocked: int
     """The BLOCKED rows behind, counted up to a bound."""
 
 
 class ProbeRepository(Protocol):
-    """The figures of overview, health and metrics. Every statement reads index entries up to a bound."""
+    """The figures of overview, health and metrics. Every statement reads index entries up to a bound.
+
+    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
+    to ``most`` stands for "``most`` or more".
+    """
 
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
-        """The figures of the stored handler names of ``slots``; the slots of a name are all of its partitions.
+        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
 
-        At most ``most`` entries of each handler name are counted. ``oldest_due`` is exact. Resting rows do not count.
+        ``oldest_due`` is exact. Resting rows do not count.
         """
         ...
 
-    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, int]:
-        """The number of BLOCKED rows of each stored handler name with such rows."""
+    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
+        """The number of BLOCKED rows of each stored handler name.
+
+        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
+        is not complete may be small.
+        """
         ...
 
     async def dead_names(self, namespace: str) -> list[str]:
         """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
         ...
 
-    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]: ...
-
-    async def parked(self, namespace: str, names: Sequence[str], most: int) -> list[ParkedKey]:
-        """The parked keys of these stored handler names: those with BLOCKED rows behind a DEAD or EXPIRED row."""
+    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
+        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
         ...
 
-    async def undelivered(self, namespace: str, most: int) -> dict[str, Waiting]:
-        """The undelivered events of each event type, each counted up to ``most``, by jumps in the index.
+    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
+        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
 
-        Events that become available later are counted, and are not the oldest.
+        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
+        at.
+        """
+        ...
+
+    async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
+        """The undelivered events of each event type, by jumps in the index.
+
+        ``oldest`` is the date of the first event, in the order of the sequence, that is available at ``now``; ``None``
+        if all counted events become available later.
         """
         ...
 
