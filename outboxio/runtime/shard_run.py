@@ -17,12 +17,13 @@ from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
-from outboxio.loops.standstill import lag_of, watched
+from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.housekeeping import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.reporting.run_reporting import RunReporting
 from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
@@ -51,7 +52,6 @@ class ShardRun:
         self._roles = roles
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
-        self._home: asyncio.AbstractEventLoop | None = None
         self.stopping = asyncio.Event()
         self.prepared_at: float | None = None
         """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
@@ -85,9 +85,10 @@ class ShardRun:
             purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
+        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout)
         services = Services(
-            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.announce,
-            fans_out=self._holds_fanout,
+            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self._reporting,
+            self.announce, fans_out=self._holds_fanout,
         )  # fmt: skip
         wakes = shard.database.wakes_across_processes
         self.loops = RunLoops(
@@ -131,21 +132,6 @@ class ShardRun:
         return self.dispatcher.counters
 
     @property
-    def roles(self) -> Sequence[str]:
-        """See :class:`~outboxio.statistics.shard.Live`."""
-        return [name for name in Roles.__struct_fields__ if getattr(self._roles, name)]
-
-    @property
-    def loop_lag(self) -> float:
-        """See :class:`~outboxio.statistics.shard.Live`."""
-        return 0.0 if self._home is None else lag_of(self._home)
-
-    @property
-    def connections_in_use(self) -> int:
-        """See :class:`~outboxio.statistics.shard.Live`."""
-        return self._shard.database.connections_in_use
-
-    @property
     def fans_out(self) -> bool:
         """True if this process fans out."""
         return self._holds_fanout()
@@ -172,6 +158,7 @@ class ShardRun:
             self.fanout.start_over()
             self.signals.fan_out.set()
             self.loops.retention.wake()
+            self.loops.figures.wake()
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
@@ -223,9 +210,9 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        statistics, self._home = self._shard.statistics, asyncio.get_running_loop()
+        statistics = self._shard.statistics
         with watched(self.dispatcher.running, self.stood_still):
-            statistics.live = self
+            statistics.live = self._reporting.live
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
@@ -290,7 +277,7 @@ class ShardRun:
             problem = error
         self.loops.settle.stop()
         self.loops.locks.stop()
-        await self._release_locks()
+        await asyncio.gather(self._release_locks(), self._reporting.leave())
         return problem
 
     async def _tell_that_it_leaves(self) -> None:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from msgspec import Struct
 
-MOST_COUNTED = 100_000  # rows of a handler; a larger number shows as this number
+MOST_COUNTED = 10_000  # rows of a handler; a larger number shows as this number
 
 
 class HandlerFigures(Struct, frozen=True, kw_only=True):

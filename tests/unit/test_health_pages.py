@@ -185,7 +185,7 @@ async def test_a_request_gets_one_complete_answer_and_the_connection_ends() -> N
         (b"GET http://shop:8080/live HTTP/1.1", 200),
         (b"GET //live HTTP/1.1", 404),
         (b"GET /live/ HTTP/1.1", 404),
-        (b"GET /metrics HTTP/1.1", 404),
+        (b"GET /metrics HTTP/1.1", 200),
         (b"GET http://[::1 HTTP/1.1", 404),
         (b"POST /live HTTP/1.1", 405),
         (b"DELETE /nothing HTTP/1.1", 404),

@@ -40,6 +40,7 @@ from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
 from outboxio.storage.mysql.probes import MysqlProbes
+from outboxio.storage.mysql.reports import MysqlReports
 from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
@@ -91,6 +92,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
         self.probes = MysqlProbes(self._admin)
+        self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 

@@ -23,7 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import ProbeRepository
+from outboxio.storage.protocols.operating import ProbeRepository, ReportRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -98,6 +98,9 @@ class Database(Protocol):
 
     @property
     def probes(self) -> ProbeRepository: ...
+
+    @property
+    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...

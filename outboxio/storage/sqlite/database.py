@@ -21,6 +21,7 @@ from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLo
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.probes import SqliteProbes
+from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
@@ -74,6 +75,7 @@ class SqliteDatabase:
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.probes = SqliteProbes(self._connections)
+        self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:
