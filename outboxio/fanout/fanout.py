@@ -124,7 +124,10 @@ class Fanout:
             self._statistics.notifications += done.notifications
             if committed_at is not None:
                 self._statistics.fanout_lag.add(monotonic() - committed_at)
-            logger.debug("fanned out %d events into %d notifications", found, done.notifications)
+            logger.debug(
+                "fanned out %d events into %d notifications", found, done.notifications,
+                events=found, notifications=done.notifications,
+            )  # fmt: skip
             if handoff is None or handoff.taken < done.notifications:
                 self._fanned_out()
         wait = self._scan.wait(time())

@@ -66,6 +66,7 @@ class SingleKeywords(TypedDict, total=False):
     since: Since | None
     partitions: int
     total_concurrency: int | None
+    trace: bool
 
 
 class HandlerKeywords(SingleKeywords, total=False):
@@ -90,6 +91,7 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     since: Since | None
     partitions: int
     total_concurrency: int | None
+    trace: bool
 
 
 _IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
@@ -130,6 +132,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         since=_since(given.get("since"), refuse),
         partitions=_partitions(given.get("partitions", 1), refuse),
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
+        trace=_switch("trace", given.get("trace", True), refuse),
     )
     for makes_no_sense, why in _senseless(options, given):
         if makes_no_sense:

@@ -15,9 +15,9 @@ from outboxio.statistics.metrics import METRICS, Metric, Sample, measure
 from outboxio.statistics.shard import ShardStatistics
 
 try:
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-    from prometheus_client.registry import Collector, CollectorRegistry
+    from prometheus_client.registry import Collector
 except ImportError as error:
     raise ConfigurationError(
         "outboxio.integrations.prometheus needs prometheus-client: pip install 'outboxio[prometheus]'"

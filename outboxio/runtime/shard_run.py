@@ -15,6 +15,7 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
+from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
@@ -29,7 +30,7 @@ from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.counters import Counters
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:
     from outboxio.runtime.shard import ShardRuntime
@@ -48,7 +49,7 @@ class ShardRun:
         """``drains``: take every lock that is free, and share no handler."""
         environment = shard.environment
         settings, namespace = environment.settings, environment.namespace
-        self._shard = shard
+        self.shard = shard
         self._roles = roles
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
@@ -69,7 +70,6 @@ class ShardRun:
         self.dispatcher = Dispatcher(
             shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
         )
-        shard.statistics.follow(self.dispatcher.counters)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
         )
@@ -94,11 +94,12 @@ class ShardRun:
         self.loops = RunLoops(
             shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
             statistics=shard.statistics,
+            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
         )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
-        shard, environment = self._shard, self._shard.environment
+        shard, environment = self.shard, self.shard.environment
         settings, database = environment.settings, shard.database
         share = PartitionShare(
             environment.owner, spreads_all=settings.balance == "all" and database.partitions is not None,
@@ -120,12 +121,8 @@ class ShardRun:
         return membership
 
     @property
-    def shard(self) -> ShardRuntime:
-        return self._shard
-
-    @property
     def name(self) -> str:
-        return self._shard.name
+        return self.shard.name
 
     @property
     def counters(self) -> Counters:
@@ -150,7 +147,7 @@ class ShardRun:
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name, is_held=True)
+        self.shard.statistics.lock_changed(name, is_held=True)
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
@@ -162,7 +159,7 @@ class ShardRun:
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name, is_held=False)
+        self.shard.statistics.lock_changed(name, is_held=False)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         else:
@@ -210,9 +207,8 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        statistics = self._shard.statistics
-        with watched(self.dispatcher.running, self.stood_still):
-            statistics.live = self._reporting.live
+        standstills = watched(self.dispatcher.running, self.stood_still)
+        with standstills, shared_fields(**self.shard.log_fields), self._reporting.shown():
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
@@ -220,7 +216,7 @@ class ShardRun:
                 await self.abandon()
                 raise
             finally:
-                statistics.live = statistics.figures = None
+                end_floods()
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
@@ -250,12 +246,12 @@ class ShardRun:
 
         async def prepare() -> RoundResult:
             nonlocal is_prepared
-            await self._shard.prepare(self._roles)
+            await self.shard.prepare(self._roles)
             is_prepared = True
             probe.stop()
             return RoundResult(1)
 
-        probe = self.probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        probe = self.probe = Loop(f"shard {self.shard.name}", prepare, every(_PROBE_DELAY))
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(probe.run())
             leaving = group.create_task(self._leave.wait())
@@ -272,7 +268,7 @@ class ShardRun:
         problem = None
         await self._tell_that_it_leaves()
         try:
-            await self.dispatcher.stop(self._shard.environment.settings.shutdown_timeout.total_seconds())
+            await self.dispatcher.stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         except ShutdownError as error:
             problem = error
         self.loops.settle.stop()
@@ -286,7 +282,9 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.membership.begin_to_leave()
         except Exception as error:
-            logger.warning("shard %s could not say that this process leaves: %s", self._shard.name, error)
+            logger.warning(
+                "shard %s could not say that this process leaves: %s", self.shard.name, error, shard=self.shard.name
+            )
 
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
@@ -295,7 +293,7 @@ class ShardRun:
         finally:
             await self._release_locks()
             await self._release_connections()
-            await self._shard.flush_wakes()
+            await self.shard.flush_wakes()
 
     async def _release_locks(self) -> None:
         """Give the locks back, within 5 s: the database may be gone."""
@@ -304,15 +302,20 @@ class ShardRun:
                 await self.locks.release()
                 await self.membership.leave()
         except Exception as error:
-            logger.warning("the locks of shard %s end with their session: %s", self._shard.name, error)
+            logger.warning(
+                "the locks of shard %s end with their session: %s", self.shard.name, error, shard=self.shard.name
+            )
 
     async def _release_connections(self) -> None:
         """Close the loops' connections, after the end of every task that would open a connection again."""
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
-                await self._shard.database.release_loops()
+                await self.shard.database.release_loops()
         except Exception as error:
-            logger.warning("the connections of shard %s could not be given back: %s", self._shard.name, error)
+            logger.warning(
+                "the connections of shard %s could not be given back: %s", self.shard.name, error,
+                shard=self.shard.name,
+            )  # fmt: skip
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -322,12 +325,12 @@ class ShardRun:
         if self._roles.handling:
             self.dispatcher.heed_beginnings(self.announcer.beginnings)
             await self._declarations.make()
-            orders = await self._shard.database.subscriptions.orders(self._shard.environment.namespace)
+            orders = await self.shard.database.subscriptions.orders(self.shard.environment.namespace)
             self.dispatcher.heed_pauses(orders.pauses)
             counts = {count.handler_name: count for count in orders.partitions}
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
-            self.membership.heed(self._shard.environment.handlers.names, counts)
+            self.membership.heed(self.shard.environment.handlers.names, counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:
@@ -336,5 +339,5 @@ class ShardRun:
 
     def _expired(self, number: int) -> None:
         self.counters.expired += number
-        self._shard.statistics.unroutable_expired += number
-        self._shard.changed_by_hand()
+        self.shard.statistics.unroutable_expired += number
+        self.shard.changed_by_hand()

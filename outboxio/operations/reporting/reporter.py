@@ -52,6 +52,7 @@ class Reporter:
         self._instance = instance
         self._version = version
         self._reports = database.reports
+        self._shard = database.name
         self._clock = clock
         self._minutes = minutes
         self._content = content
@@ -102,7 +103,10 @@ class Reporter:
             )
         except Exception as error:
             self._removed = now + REMOVE_AGAIN
-            logger.warning("old figures and reports stay for now, and are removed in an hour: %s", error)
+            logger.warning(
+                "old figures and reports of shard %s stay for now, and are removed in an hour: %s", self._shard, error,
+                shard=self._shard,
+            )  # fmt: skip
             return
         self._removed = now if removed >= PIECE else now + REMOVE_DELAY
 

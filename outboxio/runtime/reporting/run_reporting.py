@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outboxio.operations.reporting.figures import FigureReader
@@ -37,6 +38,17 @@ class RunReporting:
             fans_out=fans_out, seen_since=run.announcer.seen_since,
         )  # fmt: skip
         self._shard = shard.name
+        self._statistics = shard.statistics
+        shard.statistics.follow(run.counters)
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """Show the shard run in metrics while the block lasts."""
+        self._statistics.live = self.live
+        try:
+            yield
+        finally:
+            self._statistics.live = self._statistics.figures = None
 
     async def leave(self) -> None:
         """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""
@@ -44,4 +56,6 @@ class RunReporting:
             async with asyncio.timeout(LONGEST_FAREWELL):
                 await self.reporter.leave()
         except Exception as error:
-            logger.warning("shard %s has not got the last report of this process: %s", self._shard, error)
+            logger.warning(
+                "shard %s has not got the last report of this process: %s", self._shard, error, shard=self._shard
+            )

@@ -45,6 +45,7 @@ from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
+from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.starts import MysqlStarts
@@ -91,6 +92,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
+        self.search = MysqlSearch(self._admin, name)
         self.probes = MysqlProbes(self._admin)
         self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)

@@ -47,6 +47,7 @@ from outboxio.storage.postgres.reports import PostgresReports
 from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
+from outboxio.storage.postgres.search import PostgresSearch
 from outboxio.storage.postgres.server_info import (
     LOCK_ROOM,
     ONLY_READS,
@@ -119,6 +120,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
+        self.search = PostgresSearch(self._admin, name)
         self.probes = PostgresProbes(self._admin)
         self.reports = PostgresReports(self._admin)
         self.schema = PostgresSchema(self._admin, name)

@@ -23,7 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import ProbeRepository, ReportRepository
+from outboxio.storage.protocols.operating import ProbeRepository, ReportRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -95,6 +95,9 @@ class Database(Protocol):
     def partitions(self) -> PartitionRepository | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
+
+    @property
+    def search(self) -> SearchRepository: ...
 
     @property
     def probes(self) -> ProbeRepository: ...

@@ -25,6 +25,7 @@ from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
+from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
@@ -74,6 +75,7 @@ class SqliteDatabase:
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
+        self.search = SqliteSearch(self._connections, name)
         self.probes = SqliteProbes(self._connections)
         self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
