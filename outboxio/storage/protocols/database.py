@@ -23,7 +23,12 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import ProbeRepository, ReportRepository, SearchRepository
+from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
+    ProbeRepository,
+    ReportRepository,
+    SearchRepository,
+)
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -98,6 +103,9 @@ class Database(Protocol):
 
     @property
     def search(self) -> SearchRepository: ...
+
+    @property
+    def event_search(self) -> EventSearchRepository: ...
 
     @property
     def probes(self) -> ProbeRepository: ...
