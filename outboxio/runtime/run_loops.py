@@ -13,8 +13,10 @@ from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.reporting.figures import FIGURES_DELAY
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.reporting.run_reporting import RunReporting
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
@@ -35,6 +37,7 @@ class Services(Struct, frozen=True):
     fanout: Fanout
     dispatcher: Dispatcher
     housekeeping: Housekeeping
+    reporting: RunReporting
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -61,7 +64,7 @@ class RunLoops:
         ``watched`` lets telemetry surround the rounds of a kind.
         """
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
-        housekeeping = services.housekeeping
+        housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
         self._purges = settings.purge_enabled
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
@@ -93,13 +96,15 @@ class RunLoops:
         self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
         purge = watched("purge", housekeeping.purge)
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
+        self.reports = loop("reports", reporter.run_once, every(reporter.delay))
+        self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
 
     @property
     def all(self) -> list[Loop]:
         """The loops of the roles of this process, the most important loop for health first."""
-        loops = [self.locks, self.announce]
+        loops = [self.locks, self.announce, self.reports]
         if self._roles.fanout:
-            loops += [self.fanout, self.housekeeping]
+            loops += [self.fanout, self.housekeeping, self.figures]
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]

@@ -13,6 +13,7 @@ from outboxio.inbox.inline import InlineRunner
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
+from outboxio.operations.reporting.minutes import MinuteKeeper
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
@@ -36,6 +37,7 @@ class ShardRuntime:
         self.clock = clock
         self.emitter = emitter
         self.statistics = ShardStatistics(emitter.sent)
+        self.minutes = MinuteKeeper(self.statistics)
         self.begin_anew()
 
     def begin_anew(self) -> None:
