@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from uuid import UUID
 
 from msgspec import Struct
 
@@ -23,6 +24,8 @@ class AdminShard(Struct, frozen=True):
     """Tell the loops, here and in other processes, that notifications became due, or ended."""
     partitions_changed: Callable[[], None]
     """Tell the loops, here and in other processes, that a number of partitions has changed."""
+    operation_ordered: Callable[[UUID], None]
+    """Have this process carry an operation out in the background, if this process is in ``running()``."""
 
     async def measure(self) -> None:
         """Ask the database for the time, because the clock of an operator's machine may be wrong."""
@@ -62,13 +65,3 @@ class AdminShards:
         names = [reached.database.name for reached in chosen if reached.database.has_one_writer]
         refuse_in_transaction(self._owner, call, remedy, names)
         return chosen
-
-    async def change(self, call: str, shard: str | None, change: Callable[[AdminShard], Awaitable[int]]) -> int:
-        """Make a change on each chosen shard, and wake the loops of a shard with changed rows. Returns their number."""
-        changed = 0
-        for reached in self.to_write(call, shard):
-            done = await change(reached)
-            changed += done
-            if done:
-                reached.wake()
-        return changed

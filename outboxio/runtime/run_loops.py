@@ -13,6 +13,7 @@ from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.wakeups import LONGEST_GAP
@@ -36,6 +37,7 @@ class Services(Struct, frozen=True):
     fanout: Fanout
     dispatcher: Dispatcher
     housekeeping: Housekeeping
+    takeover: Takeover
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -87,6 +89,7 @@ class RunLoops:
         self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
         self.settle = loop("outcomes", dispatcher.settle_once, every(SETTLE_DELAY), signals.settle)
         self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.operations = loop("operations", services.takeover.run_once, every(LOOK_DELAY))
         self.retention = loop("retention", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
 
     @property
@@ -94,7 +97,7 @@ class RunLoops:
         """The loops of the roles of this process, the most important loop for health first."""
         loops = [self.locks, self.announce]
         if self._roles.fanout:
-            loops += [self.fanout, self.housekeeping]
+            loops += [self.fanout, self.housekeeping, self.operations]
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from uuid import UUID
 
 from outboxio.inbox.inline import InlineRunner
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
+from outboxio.operations.admin_shards import AdminShard
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
@@ -86,6 +88,19 @@ class ShardRuntime:
         if self.work is not None:
             self.work.loops.announce.wake()
         self._wake_others(LOCKS)
+
+    def operation_ordered(self, id: UUID) -> None:
+        """An operator has ordered an operation in the background, or its end: this process takes it, if it runs."""
+        if self.work is not None:
+            self.work.takeover.expect(id)
+            self.work.loops.operations.wake()
+
+    @property
+    def for_operators(self) -> AdminShard:
+        """This shard, as ``outbox.admin`` reaches the shard."""
+        return AdminShard(
+            self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
+        )
 
     def changed_by_hand(self) -> None:
         """An operator or retention has ended rows, or made rows due. Other rows may have waited for that."""

@@ -21,6 +21,7 @@ from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.ordering.takeover import Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.run_loops import RunLoops, Services, every
@@ -80,9 +81,13 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
+        self.takeover = Takeover(
+            namespace, shard.for_operators, environment.owner, fans_out=self._holds_fanout, keep=settings.keep_dead,
+            redact=environment.redact,
+        )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         services = Services(
-            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.announce,
+            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.takeover, self.announce,
             fans_out=self._holds_fanout,
         )  # fmt: skip
         wakes = shard.database.wakes_across_processes

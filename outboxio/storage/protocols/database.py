@@ -23,6 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
+from outboxio.storage.protocols.operating import OperationRepository, ProbeRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -89,6 +90,15 @@ class Database(Protocol):
     def partitions(self) -> PartitionRepository | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
+
+    @property
+    def operations(self) -> OperationRepository: ...
+
+    @property
+    def search(self) -> SearchRepository: ...
+
+    @property
+    def probes(self) -> ProbeRepository: ...
 
     @property
     def schema(self) -> Schema: ...

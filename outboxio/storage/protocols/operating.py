@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import NotificationRecord
+from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
@@ -182,43 +182,60 @@ class ParkedKey(Struct, frozen=True):
     """An ordering key that a DEAD or EXPIRED notification parks."""
 
     handler_name: str
+    """The stored handler name of the notification that parks the key."""
     ordering_key: str
     id: UUID
     """The notification that parks the key."""
     event_id: UUID
     since: datetime
+    """The moment at which the notification ended."""
     blocked: int
     """The BLOCKED rows behind, counted up to a bound."""
 
 
 class ProbeRepository(Protocol):
-    """The figures of overview, health and metrics. Every statement reads index entries up to a bound."""
+    """The figures of overview, health and metrics. Every statement reads index entries up to a bound.
+
+    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
+    to ``most`` stands for "``most`` or more".
+    """
 
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
-        """The figures of the stored handler names of ``slots``; the slots of a name are all of its partitions.
+        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
 
-        At most ``most`` entries of each handler name are counted. ``oldest_due`` is exact. Resting rows do not count.
+        ``oldest_due`` is exact. Resting rows do not count.
         """
         ...
 
-    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, int]:
-        """The number of BLOCKED rows of each stored handler name with such rows."""
+    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
+        """The number of BLOCKED rows of each stored handler name.
+
+        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
+        is not complete may be small.
+        """
         ...
 
     async def dead_names(self, namespace: str) -> list[str]:
         """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
         ...
 
-    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]: ...
-
-    async def parked(self, namespace: str, names: Sequence[str], most: int) -> list[ParkedKey]:
-        """The parked keys of these stored handler names: those with BLOCKED rows behind a DEAD or EXPIRED row."""
+    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
+        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
         ...
 
-    async def undelivered(self, namespace: str, most: int) -> dict[str, Waiting]:
-        """The undelivered events of each event type, each counted up to ``most``, by jumps in the index.
+    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
+        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
 
-        Events that become available later are counted, and are not the oldest.
+        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
+        at.
+        """
+        ...
+
+    async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
+        """The undelivered events of each event type, by jumps in the index.
+
+        ``oldest`` is the date of the first event, in the order of the sequence, that is available at ``now``; ``None``
+        if all counted events become available later.
         """
         ...
 
@@ -286,7 +303,12 @@ class Taken(Struct, frozen=True):
 class OperationRepository(Protocol):
     """The table ``operations``."""
 
-    async def insert(self, namespace: str, operation: Operation, worker: str) -> None: ...
+    async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
+        """Write an operation. ``worker``: the process that carries the operation out.
+
+        An operation with the empty worker (``NOBODY``) waits for the process that fans out.
+        """
+        ...
 
     async def get(self, namespace: str, id: UUID) -> Operation | None: ...
 
@@ -295,22 +317,32 @@ class OperationRepository(Protocol):
         ...
 
     async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
-        """Become the worker of a RUNNING operation whose worker has not written since ``seen_before``.
+        """Become the worker of a RUNNING operation without a worker, or whose worker has not written since a moment.
 
         ``None`` if another process was faster, or the operation has ended.
         """
         ...
 
     async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
-        """The RUNNING operations whose worker has not written since a moment, the oldest first."""
+        """The RUNNING operations without a worker, or whose worker has not written since a moment, the oldest first."""
         ...
 
-    async def order_stop(self, namespace: str, id: UUID, now: datetime) -> bool:
+    async def order_stop(self, namespace: str, id: UUID) -> bool:
         """Ask the worker of a RUNNING operation to stop; False if the operation has ended."""
+        ...
+
+    async def is_to_stop(self, namespace: str, id: UUID) -> bool:
+        """True if the worker was asked to stop."""
         ...
 
     async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
         """Write the end of an operation; False if this process is not the worker any longer."""
         ...
 
-    async def remove_old(self, namespace: str, before: datetime, limit: int) -> int: ...
+    async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` ended operations that were ordered before a moment; the number of rows."""
+        ...
+
+    async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
+        """The states of the notifications with these ids. An id that does not exist is left out."""
+        ...

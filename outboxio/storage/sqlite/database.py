@@ -19,7 +19,9 @@ from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
+from outboxio.storage.sqlite.operations import SqliteOperations
 from outboxio.storage.sqlite.ordering import SqliteOrdering
+from outboxio.storage.sqlite.probes import SqliteProbes
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
@@ -72,6 +74,8 @@ class SqliteDatabase:
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
+        self.operations = SqliteOperations(self._connections, name)
+        self.probes = SqliteProbes(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:
