@@ -69,8 +69,11 @@ async def change(outbox: Outbox, kind: str, given: Given, manner: Manner) -> Exi
         done = await order(chosen, reason=manner.reason, background=True)
         return _tell(done, manner, f"ordered: outboxio operations shows how far operation {done.id} is")
     with progress(kind) as report:
-        more = {} if given.ids else {"progress": lambda now: report(now.done + now.refused, planned.matched)}
-        done = await order(chosen, reason=manner.reason, **more)
+
+        def shown(now: Operation) -> None:
+            report(now.done + now.refused, planned.matched)
+
+        done = await order(chosen, reason=manner.reason, progress=shown)
     return _tell(done, manner, None)
 
 

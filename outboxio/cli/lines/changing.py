@@ -114,7 +114,7 @@ def resume(
 ) -> None:
     """Let a parked key go on without the dead letter that parks it. To run the dead letter again, use retry."""
     how = manner.with_json(common)
-    _order(common, words, ["HANDLER", "KEY"], lambda outbox, given: orders.resume(outbox, *given, how))
+    _order(common, words, ["HANDLER", "KEY"], lambda outbox, given: orders.resume(outbox, given[0], given[1], how))
 
 
 def replay(
@@ -193,7 +193,7 @@ def emit(
 ) -> None:
     """Record one event by hand. The event is checked by the class of your code."""
     how = manner.with_json(common)
-    _order(common, words, ["TYPE", "JSON"], lambda outbox, given: orders.emit(outbox, *given, action, how))
+    _order(common, words, ["TYPE", "JSON"], lambda outbox, given: orders.emit(outbox, given[0], given[1], action, how))
 
 
 def partitions(
