@@ -54,6 +54,9 @@ from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Delivery, OnDeadKey
 from outboxio.handlers.registration import Handlers
 from outboxio.handlers.wiring import Around
+from outboxio.health.asgi import health_app
+from outboxio.health.listener import serve_health
+from outboxio.health.values import Health, LoopHealth, ShardHealth
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import Consumption, Received
 from outboxio.model.action import Action, Retry
@@ -112,10 +115,12 @@ __all__ = [
     "HandlerFailed",
     "HandlerPartitions",
     "Handlers",
+    "Health",
     "Inbox",
     "InterruptedRun",
     "InvalidEvent",
     "InvalidRetryAfter",
+    "LoopHealth",
     "NestedConnection",
     "NestedExecute",
     "NoHandlerTransaction",
@@ -151,6 +156,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Shard",
+    "ShardHealth",
     "ShutdownError",
     "StaleRecord",
     "State",
@@ -172,5 +178,7 @@ __all__ = [
     "__version__",
     "action",
     "event",
+    "health_app",
+    "serve_health",
     "upcaster",
 ]

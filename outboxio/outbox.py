@@ -18,6 +18,8 @@ from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
+from outboxio.health.reader import HealthReader
+from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
@@ -108,13 +110,12 @@ class Outbox(Registration, Recording):
         if not sources:
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         environment, clock = self._environment(hook, redact), _checked_clock(clock)
-        self._shards = {
-            checked_name(name, "shard name"): self._shard(environment, name, source, clock)
-            for name, source in sources.items()
-        }
+        names = {checked_name(name, "shard name"): source for name, source in sources.items()}
+        self._shards = {name: self._shard(environment, name, source, clock) for name, source in names.items()}
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
+        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
         self.executor = ActionExecutor(
             namespace,
@@ -252,6 +253,20 @@ class Outbox(Registration, Recording):
         for shard in self._shards.values():
             await shard.database.schema.check()
         await refuse_same_database(list(self._shards.values()))
+
+    async def health(self) -> Health:
+        """The health of this process and of the tables: alive, ready, in order, and the reasons if not.
+
+        Reads the memory of the process, and asks the database at most once in 5 s, for at most 1 s. Never raises for a
+        database that is down. Works inside and outside of ``running()``, and in any event loop: for a second event
+        loop, the event loop of the outbox answers, and if that event loop is blocked, the result is not live.
+
+        Example::
+
+            health = await outbox.health()
+            print(health.status, *health.reasons)
+        """
+        return await self._health.read()
 
     async def close(self) -> None:
         """Close every connection that this outbox opened. The outbox may be used again, then also in a new event loop.

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from outboxio.cli.asking import actor
 from outboxio.handlers.handler import Handler
+from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
 from outboxio.operations.admin import Admin
 from outboxio.outbox import Drained, Outbox
@@ -41,6 +42,16 @@ def types_of(outbox: Outbox) -> Mapping[str, type]:
 def admin_of(outbox: Outbox) -> Admin:
     """The orders of the command line: recorded with the user of this machine."""
     return outbox.admin.by(actor(), origin="cli")
+
+
+async def is_live(outbox: Outbox) -> bool:
+    """True if this process need not be restarted. The database is not asked."""
+    return (await outbox._health.probe(asks=False)).live
+
+
+async def health_of(outbox: Outbox, patience: float) -> Health:
+    """The health of the tables, with ``patience`` seconds for the first connection."""
+    return await outbox._health.read(patience)
 
 
 class Tally:

@@ -12,7 +12,6 @@ import asyncio
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 from uuid import UUID
 
 from outboxio.dispatch.scheduler import Scheduler
@@ -20,6 +19,7 @@ from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.state import DispatchState
 from outboxio.invocation.endings import thread_stack
 from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.loops.pulse import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ports import StuckRows
@@ -220,16 +220,11 @@ class Watchdog:
 def _stack_of(task: asyncio.Task[None]) -> list[traceback.FrameSummary]:
     """Where the handler that a task runs is waiting, from the handler's own frame to the innermost frame."""
     frames: list[traceback.FrameSummary] = []
-    waiting: Any = task.get_coro()
-    while waiting is not None:
-        try:
-            frame = next(filter(None, (getattr(waiting, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))), None)
-            if frame is None:
-                break
+    try:
+        for frame in awaited_frames(task.get_coro()):
             frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            waiting = getattr(waiting, "cr_await", getattr(waiting, "gi_yieldfrom", getattr(waiting, "ag_await", None)))
-        except Exception:  # an awaitable of the application may answer with any error: the stack ends there
-            break
+    except Exception:  # an awaitable of the application may answer with any error: the stack ends there
+        pass
     return [frame for frame in frames if os.path.dirname(frame.filename) != _FOLDER]
 
 

@@ -122,11 +122,20 @@ class Loop:
         self.failures = 0
         """The number of failed rounds since the last good round. 0 is healthy."""
         self.last_error: Exception | None = None
+        self.task: asyncio.Task[None] | None = None
+        """The task that drives the rounds; ``None`` before :meth:`run`."""
+        self.began = float("-inf")
+        """When the last round began, by ``time.monotonic``."""
+        self.ended = float("-inf")
+        """When the last round ended, by the event loop's clock."""
+        self.good_at = float("-inf")
+        """When the last good round ended, by the event loop's clock."""
+        self.pause: float | None = None
+        """The seconds of the present pause; ``None`` during a round."""
         self._run_once = run_once
         self._schedule = schedule
         self._tell_failure = failed
         self._signal = Signal() if signal is None else signal
-        self._began = float("-inf")
         self._is_told = False
         self._stopping = False
         self._again_at = float("-inf")
@@ -153,9 +162,11 @@ class Loop:
     async def run(self) -> None:
         """Drive rounds until :meth:`stop`."""
         time = asyncio.get_running_loop().time
+        self.task = asyncio.current_task()
         self._schedule.begin(time())
         while not self._stopping:
-            pause = await self._round()
+            self.pause = None
+            pause = self.pause = await self._round()
             if pause > 0 and not self._stopping and await self._signal.wait(pause):
                 self._schedule.woken(time())
 
@@ -166,7 +177,7 @@ class Loop:
 
     async def _round(self) -> float:
         """Do a round. Returns the seconds to wait after the round, 0 for none."""
-        former, self._began = self._began, time.monotonic()
+        former, self.began = self.began, time.monotonic()
         try:
             result = await self._run_once()
         except Exception as error:
@@ -174,7 +185,7 @@ class Loop:
         if self.failures:
             logger.info("%s works again after %d failed rounds", self.name, self.failures)
             self.failures, self._is_told = 0, False
-        now = asyncio.get_running_loop().time()
+        now = self.ended = self.good_at = asyncio.get_running_loop().time()
         if result.found:
             self._schedule.found(now)
         return 0.0 if result.more else min(jittered(self._schedule.pause(now)), result.again_in)
@@ -184,6 +195,7 @@ class Loop:
         self.errors += 1
         self.failures += 1
         self.last_error = error
+        self.ended = asyncio.get_running_loop().time()
         if self._tell_failure is not None:
             self._tell_failure()
         pause = pause_after(self.failures)

@@ -130,6 +130,11 @@ class LoopWatch:
             return silence
         return seconds if ended_at >= moment else 0.0
 
+    @property
+    def last_standstill(self) -> tuple[float, float]:
+        """The end (``time.monotonic()``) and the seconds of the last standstill; before the first, minus infinity."""
+        return self._last
+
     def tell_silence(self) -> None:
         """Log, once for each standstill, that the loop may never answer again."""
         question = self._question
@@ -268,6 +273,18 @@ def stood_still_since(moment: float) -> float:
     """The seconds of the last standstill after a moment of ``time.monotonic()``. 0 without a watch."""
     watch = _watches.get(asyncio.get_running_loop())
     return 0.0 if watch is None else watch.stood_still_since(moment)
+
+
+def silence_of(loop: asyncio.AbstractEventLoop) -> float:
+    """The seconds for which an event loop has not answered its watch. 0 without a watch. Any thread may ask."""
+    watch = _watches.get(loop)
+    return watch.silence() if watch is not None and loop.is_running() else 0.0
+
+
+def last_standstill_of(loop: asyncio.AbstractEventLoop) -> tuple[float, float]:
+    """See :attr:`LoopWatch.last_standstill`; minus infinity without a watch."""
+    watch = _watches.get(loop)
+    return (float("-inf"), 0.0) if watch is None else watch.last_standstill
 
 
 def _described(seen: dict[str, str]) -> str:

@@ -103,6 +103,14 @@ class RunLoops:
             loops += [self.find, self.settle, self.share]
         return loops
 
+    def answered_at(self, *, fans_out: bool) -> float:
+        """The event loop's moment of the last good round of a loop that asks the database in each round, or nearly so.
+
+        ``fans_out``: True if this process holds the fan-out lock; without the lock the fan-out loop asks nothing.
+        """
+        asking = [self.locks] + [self.announce] * self._roles.handling + [self.fanout] * fans_out
+        return max(loop.good_at for loop in asking)
+
 
 def every(seconds: float) -> PollSchedule:
     """A schedule with the same pause after each round."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -58,6 +58,16 @@ class Running:
     def is_over(self) -> bool:
         """True if the event loop ended before the run was left."""
         return self._task is not None and self._task.done()
+
+    @property
+    def runs(self) -> Sequence[ShardRun]:
+        """The shard runs."""
+        return self._runs
+
+    @property
+    def problems(self) -> Sequence[Exception]:
+        """The errors that have ended shards."""
+        return self._problems
 
     @property
     def is_in_last_block(self) -> bool:

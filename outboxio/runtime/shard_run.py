@@ -53,7 +53,10 @@ class ShardRun:
         self._leave = asyncio.Event()
         self._proven_until = float("-inf")
         self.stopping = asyncio.Event()
-        self.is_prepared = False
+        self.prepared_at: float | None = None
+        """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
+        self.probe: Loop | None = None
+        """The loop that tries to reach a shard that was down; ``None`` if the shard was never down."""
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
@@ -141,6 +144,11 @@ class ShardRun:
         """True as soon as the outbox is left."""
         return self._leave.is_set()
 
+    @property
+    def answered_at(self) -> float:
+        """The event loop's moment at which the database has last answered, as far as the loops tell."""
+        return max(self.prepared_at or float("-inf"), self.loops.answered_at(fans_out=self.fans_out))
+
     # --- changes of the locks ------------------------------------------------------------------
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
@@ -216,6 +224,7 @@ class ShardRun:
         self.dispatcher.caller.home = asyncio.current_task()
         if unprepared and not await self._prepare_at_last():
             return
+        self.prepared_at = asyncio.get_running_loop().time()
         problem: ShutdownError | None = None
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(loop.run(), name=f"outboxio {loop.name}") for loop in self.loops.all]
@@ -235,21 +244,23 @@ class ShardRun:
 
     async def _prepare_at_last(self) -> bool:
         """Try to prepare the shard, with backoff. True if that succeeds before the outbox is left."""
+        is_prepared = False
 
         async def prepare() -> RoundResult:
+            nonlocal is_prepared
             await self._shard.prepare(self._roles)
-            self.is_prepared = True
+            is_prepared = True
             probe.stop()
             return RoundResult(1)
 
-        probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        probe = self.probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(probe.run())
             leaving = group.create_task(self._leave.wait())
             await asyncio.wait((probing, leaving), return_when=asyncio.FIRST_COMPLETED)
             probing.cancel()
             leaving.cancel()
-        return self.is_prepared
+        return is_prepared
 
     async def _wind_down(self) -> ShutdownError | None:
         """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""

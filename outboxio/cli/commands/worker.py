@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 
 from msgspec import Struct
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit, say_error
-from outboxio.cli.inside import Tally, clock_of, databases, handlers
+from outboxio.cli.inside import Tally, clock_of, databases, handlers, is_live
 from outboxio.cli.logs import Teller
 from outboxio.handlers.handler import Handler
+from outboxio.health.listener import serve_health
+from outboxio.health.systemd import ServiceManager
 from outboxio.model.event import type_name
 from outboxio.model.lock_name import Slot
 from outboxio.operations.partitions.owners import counts_of
@@ -33,18 +36,45 @@ class Duties(Struct, frozen=True):
     handling: bool = True
 
 
-async def work(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:
-    """Run until a signal comes, then leave gracefully. A second signal ends the process at once."""
+class Address(Struct, frozen=True):
+    """Where the health pages listen."""
+
+    host: str
+    port: int
+
+
+async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | None = None) -> Exit:
+    """Run until a signal comes, then leave gracefully. A second signal ends the process at once.
+
+    The health pages answer, and the watchdog of systemd is fed, from before the start until after the last handler.
+    """
+    manager = ServiceManager()
     with _signalled() as stop:
         _introduce(outbox, duties, tell)
         began = time.monotonic()
-        async with outbox.running(fanout=duties.fanout, handling=duties.handling):
+        async with (
+            _served(outbox, pages, tell),
+            manager.watched(partial(is_live, outbox)),
+            outbox.running(fanout=duties.fanout, handling=duties.handling),
+        ):
             tally = Tally(outbox)
+            manager.tell("READY=1")
             await stop.wait()
+            manager.tell("STOPPING=1")
             patience = format_duration(outbox.settings.shutdown_timeout)
             tell.say(f"stopping: running handlers have {patience} to finish; signal again to leave at once")
     _sum_up(tally.total(), time.monotonic() - began, tell)
     return Exit.FINE
+
+
+@asynccontextmanager
+async def _served(outbox: Outbox, pages: Address | None, tell: Teller) -> AsyncGenerator[None]:
+    if pages is None:
+        yield
+        return
+    async with serve_health(outbox, pages.port, host=pages.host) as port:
+        tell.say(f"health pages: http://{pages.host}:{port}/live, /ready, /health, /metrics")
+        yield
 
 
 async def drain(outbox: Outbox, timeout: str | None, tell: Teller) -> Exit:

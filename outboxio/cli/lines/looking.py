@@ -11,9 +11,10 @@ from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id
 from outboxio.cli.commands import cluster, notifications
 from outboxio.cli.commands import describe as describe_command
+from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
-from outboxio.cli.options import Common, Target, command
+from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 
 PANEL = "Looking"
@@ -42,6 +43,7 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="paused", rich_help_panel=PANEL)(paused)
     command(app, example="operations", rich_help_panel=PANEL)(operations)
     command(app, example="export --handler receipt --output dead.ndjson", rich_help_panel=PANEL)(export)
+    command(app, example="health --port 8080 --live", rich_help_panel=PANEL)(health)
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
 
 
@@ -54,6 +56,47 @@ def status(common: Common, target: Target = None) -> None:
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
             return await status_command.status(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+class Probe(Options, frozen=True):
+    """The question to a worker."""
+
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=1,
+            max=65535,
+            show_default=False,
+            help="Ask the worker with --health-port on this port. Your application is not imported.",
+        ),
+    ] = None
+    host: Annotated[str, typer.Option(metavar="HOST", help="With --port: the address of the worker.")] = "127.0.0.1"
+    live: Annotated[bool, typer.Option("--live", help="With --port: has the worker to be restarted?")] = False
+    ready: Annotated[bool, typer.Option("--ready", help="With --port: does the worker work?")] = False
+    max_age: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", show_default=False, help="1 if due work has waited for longer, as in 60s."),
+    ] = None
+
+
+def health(common: Common, probe: Probe, target: Target = None) -> None:
+    """Say if a worker, or the outbox in a database, is well. Exits with 0 for ok and degraded, 1 for down.
+
+    With --port a running worker is asked. Otherwise the database is asked.
+    """
+
+    async def work() -> Exit:
+        question = health_command.question_of(
+            live=probe.live, ready=probe.ready, max_age=probe.max_age, has_port=probe.port is not None
+        )
+        if probe.port is not None:
+            health_command.refuse_target(target, common.database)
+            return await health_command.ask_worker(probe.host, probe.port, question, as_json=common.json)
+        async with opened(common.of_namespace(target)) as outbox:
+            return await health_command.ask_database(outbox, question, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 

@@ -11,7 +11,7 @@ from outboxio.cli.answer import Exit, answer
 from outboxio.cli.commands import worker as worker_command
 from outboxio.cli.commands.demo import demo as tell_demo
 from outboxio.cli.logs import LogFormat, set_up
-from outboxio.cli.options import command
+from outboxio.cli.options import Options, command
 from outboxio.cli.target import TargetError, named, opened
 
 PANEL = "Running"
@@ -24,6 +24,29 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class HealthPages(Options, frozen=True):
+    """Where the worker answers probes."""
+
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            show_default=False,
+            help="Answer /live, /ready, /health and /metrics over HTTP on this port.",
+        ),
+    ] = None
+    health_host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="With --health-port: the address; 0.0.0.0 for probes from outside."),
+    ] = "127.0.0.1"
+
+    @property
+    def address(self) -> worker_command.Address | None:
+        return None if self.health_port is None else worker_command.Address(self.health_host, self.health_port)
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     command(app, example="worker app.main:outbox --log-level debug", rich_help_panel=PANEL)(worker)
@@ -31,6 +54,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def worker(
+    pages: HealthPages,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -46,8 +70,7 @@ def worker(
         bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
     ] = False,
     timeout: Annotated[
-        str | None,
-        typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s."),
+        str | None, typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s.")
     ] = None,
     log_level: Annotated[
         LogLevel | None,
@@ -82,7 +105,7 @@ def worker(
             tell = set_up(log_level, log_format, leave_alone=not log_setup)
             if drain:
                 return await worker_command.drain(outbox, timeout, tell)
-            return await worker_command.work(outbox, duties, tell)
+            return await worker_command.work(outbox, duties, tell, pages.address)
 
     answer(work, verbose=verbose)
 
