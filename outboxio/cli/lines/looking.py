@@ -9,7 +9,7 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id
-from outboxio.cli.commands import cluster, notifications
+from outboxio.cli.commands import cluster, glance, notifications
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import status as status_command
@@ -32,6 +32,8 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     status_example = "status --database postgresql://localhost/app --namespace wallets"
     command(app, example=status_example, rich_help_panel=PANEL)(status)
+    command(app, example="doctor app.main:outbox", rich_help_panel=PANEL)(doctor)
+    command(app, example="handlers", rich_help_panel=PANEL)(handlers)
     command(app, "list", example="list app.main:outbox --state FAILED --handler receipt", rich_help_panel=PANEL)(
         list_notifications
     )
@@ -40,6 +42,8 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="events --type MoneyDeposited --limit 20", rich_help_panel=PANEL)(events)
     command(app, example="tail --follow --handler receipt", rich_help_panel=PANEL)(tail)
     command(app, example="keys", rich_help_panel=PANEL)(keys)
+    command(app, example="instances", rich_help_panel=PANEL)(instances)
+    command(app, example="locks", rich_help_panel=PANEL)(locks)
     command(app, example="paused", rich_help_panel=PANEL)(paused)
     command(app, example="operations", rich_help_panel=PANEL)(operations)
     command(app, example="export --handler receipt --output dead.ndjson", rich_help_panel=PANEL)(export)
@@ -47,15 +51,74 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
 
 
-def status(common: Common, target: Target = None) -> None:
-    """Count notifications by state, waiting events, and notifications without a handler.
+def status(
+    common: Common,
+    target: Target = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.5, help="Show the overview anew so often.", show_default=False),
+    ] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULES",
+            help="Exit with 1 if one of these rules finds a fault: names with commas, as in handler_behind,new_dead; "
+            "degraded and down stand for all faults of a level.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the state at a glance, and count notifications by state.
 
-    For handlers with several partitions, say how many partitions each process owns.
+    First what is wrong, in sentences, then the handlers, the worst first, the processes, and the exact counts.
     """
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
-            return await status_command.status(outbox, as_json=common.json)
+            if watch is not None:
+                return await glance.watch(outbox, watch)
+            rules = fail_on.split(",") if fail_on else []
+            return await status_command.status(outbox, as_json=common.json, fail_on=rules)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def doctor(common: Common, target: Target = None) -> None:
+    """Say what is wrong, and the command that mends each fault. Exits with 1 if anything is wrong."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.doctor(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def handlers(common: Common, target: Target = None) -> None:
+    """Show the handlers, the worst first: backlog, dead letters, rates, who holds them."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.handlers(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def instances(common: Common, target: Target = None) -> None:
+    """Show the processes that run: version, roles, lag of the event loop, runs, stuck runs."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.instances(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def locks(common: Common, target: Target = None) -> None:
+    """Show which process holds which cluster lock."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.locks(outbox, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
