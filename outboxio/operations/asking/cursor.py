@@ -41,7 +41,7 @@ class Cursor(Struct, Generic[P], frozen=True):
 def cursor_of(text: str, filter: Filter, kind: type[P]) -> Cursor[P]:
     """The places in a text of :meth:`Cursor.text`. Raises :class:`ConfigurationError` for any other text."""
     try:
-        decoded = base64.urlsafe_b64decode(text.encode() + b"=" * (-len(text) % 4))
+        decoded = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), b"-_", validate=True)
         written = msgspec.json.decode(decoded, type=_Written)
         places = msgspec.json.decode(written.places, type=dict[str, kind | None])  # type: ignore[valid-type]
     except (ValueError, msgspec.MsgspecError):

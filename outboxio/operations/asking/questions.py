@@ -136,7 +136,7 @@ class Questions(AdminBase):
         of, is_complete = 0, True
         for database in self._shards.databases(shard):
             search = await self._search(wanted, database)
-            errors[database.name] = await database.search.last_errors(self._namespace, search, limit)
+            errors[database.name] = (await database.search.last_errors(self._namespace, search, limit)).rows
             counted = await database.search.count(self._namespace, search, max(MOST_COUNTED, limit))
             of += counted.number
             is_complete &= counted.is_complete

@@ -23,7 +23,12 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import OperationRepository, ProbeRepository, SearchRepository
+from outboxio.storage.protocols.operating import (
+    OperationRepository,
+    ProbeRepository,
+    ReportRepository,
+    SearchRepository,
+)
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -99,6 +104,9 @@ class Database(Protocol):
 
     @property
     def probes(self) -> ProbeRepository: ...
+
+    @property
+    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...
