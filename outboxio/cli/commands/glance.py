@@ -14,7 +14,8 @@ from outboxio.cli.answer import Exit, indented, line, say, say_json, terminal
 from outboxio.cli.inside import admin_of
 from outboxio.cli.shown import ago, moment, span, table
 from outboxio.cli.target import TargetError
-from outboxio.operations.overview import RULES, HandlerStatus, InstanceStatus, Overview
+from outboxio.operations.overview.rules import RULE_NAMES
+from outboxio.operations.overview.values import HandlerStatus, InstanceStatus, Overview
 from outboxio.outbox import Outbox
 
 _MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
@@ -79,7 +80,7 @@ async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
 
 def refuse_unknown_rules(names: Iterable[str]) -> None:
     """Raise :class:`TargetError` for a name that is neither a rule nor a level."""
-    known = ("degraded", "down", *RULES)
+    known = ("degraded", "down", *RULE_NAMES)
     for name in names:
         if name not in known:
             raise TargetError(f"--fail-on {name}: expected one of {', '.join(known)}")
