@@ -58,10 +58,13 @@ async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
     shown = table("handler", "key", "parked by", "since", "behind", right=["behind"])
     for key in found:
         shown.add_row(
-            line((key.handler_name, "bold")), line(key.ordering_key), Text(str(key.id)), ago(key.since),
+            line((key.handler_name, "bold")), line(key.ordering_key), Text(str(key.notification_id)), ago(key.since),
             f"{key.blocked:,}",
         )  # fmt: skip
     first = found[0]
     say(shown, "", line(("to run the parking notification again, or to go on without it:", "dim")))
-    say(line(f"  outboxio retry {first.id}"), line(f"  outboxio resume {first.handler_name} {first.ordering_key}"))
+    say(
+        line(f"  outboxio retry {first.notification_id}"),
+        line(f"  outboxio resume {first.handler_name} {first.ordering_key}"),
+    )
     return Exit.FINE

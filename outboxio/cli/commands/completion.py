@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import typer
-from typer import completion
 
 VARIABLE = "_OUTBOXIO_COMPLETE"
 """The environment variable through which the script of a shell asks for completions."""
+
+completion: Any = import_module("typer.completion")  # its types are not exported
 
 Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 
 def script(shell: Shell) -> str:
     """The script of a shell."""
-    return completion.get_completion_script(prog_name="outboxio", complete_var=VARIABLE, shell=shell)
+    return str(completion.get_completion_script(prog_name="outboxio", complete_var=VARIABLE, shell=shell))
 
 
 def answer_shells() -> None:
