@@ -27,6 +27,7 @@ from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
 from outboxio.operations.admin_base import AdminSetup
+from outboxio.operations.admin_shards import Ends
 from outboxio.operations.ordering.recorder import By
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
@@ -45,6 +46,7 @@ from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
+from outboxio.telemetry.choice import AnyTelemetry, TelemetryChoice
 from outboxio.transaction import Transaction
 
 __all__ = ["Drained", "Outbox"]
@@ -71,6 +73,9 @@ class Outbox(Registration, Recording):
     failure in a log line, and the payloads, parameters, headers and errors that ``outbox.admin`` and the command line
     show, as JSON text. It is called only after a failure and for an operator. If the function fails, the text is left
     out. Handlers get unchanged events.
+
+    ``telemetry`` is told of actions, events and runs: ``outboxio.integrations.opentelemetry.OpenTelemetry()``, an
+    object of a subclass of :class:`outboxio.telemetry.Telemetry`, or a list of several.
 
     An outbox is used in one event loop at a time. A call in another event loop raises :class:`WrongEventLoop`,
     until the first event loop or the outbox is closed.
@@ -99,12 +104,13 @@ class Outbox(Registration, Recording):
         around: Around | None = None,
         on_dead: DeadHook | None = None,
         redact: Redact | None = None,
+        telemetry: AnyTelemetry | None = None,
     ) -> None:
         Registration.__init__(self, Wiring(resources, around))
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
-        self.resources = resources
+        self.resources, self._telemetry = resources, TelemetryChoice(telemetry)
         self._guard = EventLoopGuard(f"the outbox of namespace {self.namespace!r}")
         sources = database if isinstance(database, Mapping) else {"default": database}
         if not sources:
@@ -117,14 +123,7 @@ class Outbox(Registration, Recording):
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
         self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
-        self.executor = ActionExecutor(
-            namespace,
-            self._shards,
-            resources=resources,
-            record_empty_actions=self.settings.record_empty_actions,
-            owner=self,
-            redact=redact,
-        )
+        self.executor = self._action_executor(redact)
         """Runs actions."""
         self.execute = self.executor.execute
         """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
@@ -297,7 +296,19 @@ class Outbox(Registration, Recording):
             join=self._join,
             resources=self.resources,
             redact=redact,
+            telemetry=self._telemetry,
             on_dead=on_dead,
+        )
+
+    def _action_executor(self, redact: Redact) -> ActionExecutor:
+        return ActionExecutor(
+            self.namespace,
+            self._shards,
+            resources=self.resources,
+            record_empty_actions=self.settings.record_empty_actions,
+            owner=self,
+            redact=redact,
+            telemetry=self._telemetry,
         )
 
     def _admin(self, redact: Redact) -> Admin:
@@ -305,7 +316,7 @@ class Outbox(Registration, Recording):
         return Admin(AdminSetup(
             namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
             settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
-            process=shards[0].environment.owner,
+            process=shards[0].environment.owner, ends=Ends(),
         ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
@@ -316,6 +327,7 @@ class Outbox(Registration, Recording):
             stores_nul=database.stores_nul,
             max_hops=self.settings.max_hops,
             validates=self.settings.validate_events,
+            telemetry=self._telemetry,
         )
         return ShardRuntime(environment, database, ShardClock(clock, name), emitter)
 

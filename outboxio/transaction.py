@@ -216,8 +216,11 @@ class Transaction:
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of an action; :class:`TransactionEnded` if the transaction has ended."""
         self.require_open("a statement on tx.connection")
+        sending = self._emitter.telemetry.chosen.sending(self.shard, record, events)
+        record = sending.marked(record)
         try:
-            await self._session.insert_events(record, events)
+            with sending:
+                await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
         self._emitter.count(events)

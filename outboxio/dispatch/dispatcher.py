@@ -43,8 +43,8 @@ from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.resting import NewerRows
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
@@ -77,7 +77,7 @@ class Dispatcher:
         self._handlers, self._wakeups = setup.handlers, wakeups
         self._pauses: dict[str, Pause] | None = None
         self._cursors = Cursors()
-        self._state = state = DispatchState(signals, locks)
+        self._state = state = DispatchState(signals, locks, setup.context.telemetry)
         keys, self._partitions = KeyQueues(), Partitions(setup.clock)
         self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
         self._queues = _queues_of(setup)
@@ -86,7 +86,7 @@ class Dispatcher:
             setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
             left_behind=stuck.ids, signals=signals,
         )  # fmt: skip
-        self.caller = HandlerInvoker(
+        self.caller = handler_invoker(setup.context)(
             database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
             crashes=self._guard,
         )  # fmt: skip

@@ -69,6 +69,7 @@ class SingleKeywords(TypedDict, total=False):
     partitions: int
     total_concurrency: int | None
     alert_age: timedelta | float | str
+    trace: bool
 
 
 class HandlerKeywords(SingleKeywords, total=False):
@@ -95,6 +96,7 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     total_concurrency: int | None
     alert_age: timedelta
     """The age of a due notification from which the overview says that the handler is behind."""
+    trace: bool
 
 
 _IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
@@ -136,6 +138,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         partitions=_partitions(given.get("partitions", 1), refuse),
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
         alert_age=_duration("alert_age", given.get("alert_age", ALERT_AGE), refuse),
+        trace=_switch("trace", given.get("trace", True), refuse),
     )
     for makes_no_sense, why in _senseless(options, given):
         if makes_no_sense:

@@ -32,12 +32,19 @@ class ShardAnswer(Struct, frozen=True, kw_only=True):
     fit: Fit = "unknown"
 
 
-class Figures(Struct, frozen=True, kw_only=True):
-    """The figures of the tables, and the verdict on the figures."""
+class Told(Struct, frozen=True):
+    """A fault that a rule has found in the tables."""
 
-    level: Status = "ok"
-    verdict: Sequence[str] = ()
-    """Sentences, the worst first."""
+    rule: str
+    level: Status
+    text: str
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """The figures of the tables, and the faults in them."""
+
+    findings: Sequence[Told] = ()
+    """The worst first."""
     lag: float | None = None
     oldest_due: Mapping[str, float] = {}
     unroutable: int | None = None
@@ -87,12 +94,12 @@ class Questions:
         return time.monotonic() - self._read_at >= FRESH
 
     async def _ask(self, patience: float) -> Answers:
-        answers, figures = await asyncio.gather(self._ask_shards(patience), self._figures(patience))
-        return Answers(shards=answers, figures=figures)
-
-    async def _ask_shards(self, patience: float) -> dict[str, ShardAnswer]:
+        began = time.monotonic()
         answers = await asyncio.gather(*(self._ask_shard(name, patience) for name in self._shards))
-        return dict(zip(self._shards, answers, strict=True))
+        shards = dict(zip(self._shards, answers, strict=True))
+        left = began + patience - time.monotonic()
+        figures = await self._figures(left) if any(answer.answered for answer in answers) else Figures()
+        return Answers(shards=shards, figures=figures)
 
     async def _figures(self, patience: float) -> Figures:
         if self._source is None:

@@ -35,6 +35,8 @@ class ShardMemory(Struct, frozen=True, kw_only=True):
     loops: Mapping[str, LoopHealth] = {}
     failing: Sequence[str] = ()
     """The loops whose rounds fail, in sentences."""
+    is_sick: bool = False
+    """True if due rows wait and no run ends (``dispatch/sickness.py``)."""
     dead: Sequence[str] = ()
     """The loops that do no rounds any more, in sentences."""
 
@@ -96,6 +98,7 @@ def _shard(shard: ShardRuntime, run: ShardRun | None, now: float) -> ShardMemory
             for each in every
             if each.failures >= FAILS
         ],
+        is_sick=run.is_sick(now),
         dead=[] if run.is_leaving else _dead(every, now),
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from outboxio.errors import ConfigurationError
 from outboxio.health.reader import HealthReader
 from outboxio.health.values import Health
 from outboxio.support.log import log_of
@@ -82,13 +83,10 @@ class Pages:
 def _exposition(outbox: Outbox) -> Callable[[], Page]:
     """A function that writes the metrics in the text format of Prometheus."""
     try:
-        client: Any = importlib.import_module("prometheus_client")
         prometheus: Any = importlib.import_module("outboxio.integrations.prometheus")
-    except ImportError:
+    except (ImportError, ConfigurationError):
         return lambda: _text(404, "there are no metrics without prometheus-client: pip install 'outboxio[prometheus]'")
-    registry = client.CollectorRegistry()
-    registry.register(prometheus.OutboxCollector(outbox))
-    return lambda: Page(200, client.generate_latest(registry), client.CONTENT_TYPE_LATEST)
+    return lambda: Page(200, prometheus.metrics_text(outbox), prometheus.CONTENT_TYPE)
 
 
 def _answer(question: str, is_true: bool, health: Health) -> Page:

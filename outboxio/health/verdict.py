@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from outboxio.health.figures import Answers, ShardAnswer
+from outboxio.health.figures import Answers, Figures, ShardAnswer
 from outboxio.health.memory import Memory, ShardMemory
 from outboxio.health.values import SEVERITY, Fit, Health, ShardHealth, Status
 from outboxio.runtime.lifecycle import Phase
@@ -38,7 +38,7 @@ def judge(memory: Memory, answers: Answers, now: Moment) -> Health:
     works = any(_is_ready(shard, answer, now.loop) for shard, answer in known.values())
     reasons = [_Reason("down", text) for text in deaths]
     reasons += _of_shards(shards)
-    reasons += [_Reason(answers.figures.level, text) for text in answers.figures.verdict]
+    reasons += _of_figures(answers.figures, memory)
     reasons += _of_memory(memory, now)
     reasons.sort(key=lambda reason: -SEVERITY[reason.level])
     status: Status = reasons[0].level if reasons else "ok"
@@ -101,10 +101,21 @@ def _wrong_with(name: str, shard: ShardHealth) -> str | None:
     return f"shard {name!r} cannot be reached" if shard.reachable is False else None
 
 
+def _of_figures(figures: Figures, memory: Memory) -> Iterator[_Reason]:
+    """The faults of the tables. A process in ``running()`` knows better than the tables if a process is there."""
+    for told in figures.findings:
+        if not (told.rule == "no_instance" and memory.phase == "running"):
+            yield _Reason(told.level, told.text)
+
+
 def _of_memory(memory: Memory, now: Moment) -> Iterator[_Reason]:
-    for shard in memory.shards.values():
+    for name, shard in memory.shards.items():
         for text in shard.failing:
             yield _Reason("degraded", text)
+        if shard.is_sick:
+            yield _Reason(
+                "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
+            )
     if stuck := sum(shard.stuck for shard in memory.shards.values()):
         yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")
     ended, seconds = memory.standstill

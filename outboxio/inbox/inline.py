@@ -25,6 +25,7 @@ from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResul
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import is_newer
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
@@ -116,7 +117,7 @@ class InlineRunner:
         self._committed = committed
         self._became_due = became_due
         self._statistics = statistics
-        self._judge = Judge(clock, context.redact, context.outbox)
+        self._judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
@@ -196,14 +197,16 @@ class InlineRunner:
         now, action, event = self._clock(), message.action, message.event
         owed = [self._owed(message, handler, None) for handler in waiting]
         owed += [self._owed(message, self._handler(name), error) for name, error in failed.items()]
+        sending = self._context.emitter.telemetry.chosen.sending(self._context.shard, action, [event])
 
         async def write(session: Session) -> None:
             ours = [o for o in owed if await self._write_row(session, message, o.handler_name, now)]
             if ours:
-                await session.insert_events(action.completed(now), [event])
+                await session.insert_events(sending.marked(action.completed(now)), [event])
                 await session.insert_notifications(event.id, ours, now)
 
-        await self._transact(message, write)
+        with sending:
+            await self._transact(message, write)
         self._became_due()
 
     def left_to_sender(self, failed: Iterable[str]) -> None:
@@ -364,7 +367,7 @@ class InlineRunner:
         )
 
     def _invoker(self, claim: Claim) -> HandlerInvoker:
-        return HandlerInvoker(
+        return handler_invoker(self._context)(
             self._database, self._handlers, self._clock, self._context, Counters(), emitted=lambda: None, claim=claim
         )
 

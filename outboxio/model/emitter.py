@@ -28,6 +28,7 @@ from outboxio.support.clock import naive_utc
 from outboxio.support.codec import encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
+from outboxio.telemetry.choice import TelemetryChoice
 
 
 class Cause(Struct, frozen=True):
@@ -93,7 +94,17 @@ class Emission(Struct, frozen=True):
 class Emitter:
     """Makes event records for a database, with the event types of the outbox and the limits of the database."""
 
-    def __init__(self, types: EventTypes, *, stores_nul: bool, max_hops: int, validates: bool = True) -> None:
+    def __init__(
+        self,
+        types: EventTypes,
+        *,
+        stores_nul: bool,
+        max_hops: int,
+        validates: bool = True,
+        telemetry: TelemetryChoice | None = None,
+    ) -> None:
+        self.telemetry = telemetry or TelemetryChoice()
+        """Is told when the records are written."""
         self._types = types
         self.stores_nul = stores_nul
         self._max_hops = max_hops

@@ -9,7 +9,7 @@ from msgspec import Struct
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.model.event import EventTypes
 from outboxio.model.redaction import Redact
-from outboxio.operations.admin_shards import AdminShard, AdminShards
+from outboxio.operations.admin_shards import AdminShard, AdminShards, Ends
 from outboxio.operations.known_names import Known
 from outboxio.operations.ordering.recorder import By, Recorder
 from outboxio.settings import Settings
@@ -28,6 +28,8 @@ class AdminSetup(Struct, frozen=True, kw_only=True):
     """The outbox, whose transactions would block an order on a database with a single writer."""
     process: str
     """The name of this process in ``leases`` and ``operations``."""
+    ends: Ends
+    """Of bulk orders."""
 
 
 class AdminBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from msgspec import Struct
@@ -13,6 +13,8 @@ from outboxio.errors import ConfigurationError
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 from outboxio.support.text import briefly
+
+_TICK = timedelta(microseconds=1)
 
 
 class AdminShard(Struct, frozen=True):
@@ -35,6 +37,22 @@ class AdminShard(Struct, frozen=True):
         """The present moment by the database's clock."""
         await self.measure()
         return self.clock()
+
+
+class Ends:
+    """The moments before which notifications match a bulk order: each later than all before, on each shard.
+
+    A clock of a test may stand still. Then the notifications of one order still match the next order.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, datetime] = {}
+
+    def next(self, shard: str, now: datetime) -> datetime:
+        """A moment after ``now``: notifications that have changed at this very moment match."""
+        latest = max(now, self._latest.get(shard, now)) + _TICK
+        self._latest[shard] = latest
+        return latest
 
 
 class AdminShards:

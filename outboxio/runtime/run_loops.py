@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
-from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
+from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
 from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
@@ -21,12 +21,11 @@ from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.support.aio import Signal
+from outboxio.telemetry.protocol import Round, RoundKind
 
 HOUSEKEEPING_DELAY = 30.0
 QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
 SETTLE_DELAY = 1.0
-
-Round = Callable[[], Awaitable[RoundResult]]
 
 
 class Services(Struct, frozen=True):
@@ -57,8 +56,12 @@ class RunLoops:
         *,
         wakes_across_processes: bool,
         statistics: ShardStatistics,
+        watched: Callable[[RoundKind, Round], Round],
     ) -> None:
-        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes."""
+        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes.
+
+        ``watched`` lets telemetry surround the rounds of a kind.
+        """
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
         housekeeping = services.housekeeping
         self._roles = roles
@@ -85,12 +88,14 @@ class RunLoops:
         self.locks = loop("locks", locks.run_once, PollSchedule(locks.poll_delay), signals.locks)
         self.share = loop("shared handlers", membership.look_once, PollSchedule(membership.look_delay), signals.share)
         self.announce = loop("subscriptions", services.announce, PollSchedule(membership.orders_delay))
-        self.fanout = loop("fan-out", services.fanout.run_once, of_fanout, signals.fan_out)
+        self.fanout = loop("fan-out", watched("fanout", services.fanout.run_once), of_fanout, signals.fan_out)
         self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
-        self.settle = loop("outcomes", dispatcher.settle_once, every(SETTLE_DELAY), signals.settle)
+        settle_once = watched("settle", dispatcher.settle_once)
+        self.settle = loop("outcomes", settle_once, every(SETTLE_DELAY), signals.settle)
         self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
         self.operations = loop("operations", services.takeover.run_once, every(LOOK_DELAY))
-        self.retention = loop("retention", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
+        purge = watched("purge", housekeeping.purge)
+        self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
 
     @property
     def all(self) -> list[Loop]:

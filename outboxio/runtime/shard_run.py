@@ -15,13 +15,13 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
+from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.housekeeping import Housekeeping
-from outboxio.operations.ordering.takeover import Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.run_loops import RunLoops, Services, every
@@ -29,7 +29,7 @@ from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.counters import Counters
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:
     from outboxio.runtime.shard import ShardRuntime
@@ -50,9 +50,8 @@ class ShardRun:
         settings, namespace = environment.settings, environment.namespace
         self._shard = shard
         self._roles = roles
-        self._leave = asyncio.Event()
+        self._leave, self.stopping = asyncio.Event(), asyncio.Event()
         self._proven_until = float("-inf")
-        self.stopping = asyncio.Event()
         self.prepared_at: float | None = None
         """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
         self.probe: Loop | None = None
@@ -84,19 +83,16 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
-        self.takeover = Takeover(
-            namespace, shard.for_operators, environment.owner, fans_out=self._holds_fanout, keep=settings.keep_dead,
-            redact=environment.redact,
-        )  # fmt: skip
+        self.takeover = shard.takeover(self._holds_fanout)
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.takeover, self.announce,
             fans_out=self._holds_fanout,
         )  # fmt: skip
-        wakes = shard.database.wakes_across_processes
         self.loops = RunLoops(
-            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
-            statistics=shard.statistics,
+            shard.name, self.signals, settings, roles, services, statistics=shard.statistics,
+            wakes_across_processes=shard.database.wakes_across_processes,
+            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
         )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
@@ -161,6 +157,7 @@ class ShardRun:
             self.fanout.start_over()
             self.signals.fan_out.set()
             self.loops.retention.wake()
+            self.loops.operations.wake()
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
@@ -212,13 +209,15 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        with watched(self.dispatcher.running, self.stood_still):
+        with watched(self.dispatcher.running, self.stood_still), shared_fields(**self._shard.log_fields):
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
                 # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
                 await self.abandon()
                 raise
+            finally:
+                end_floods()
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
@@ -284,7 +283,9 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.membership.begin_to_leave()
         except Exception as error:
-            logger.warning("shard %s could not say that this process leaves: %s", self._shard.name, error)
+            logger.warning(
+                "shard %s could not say that this process leaves: %s", self._shard.name, error, shard=self._shard.name
+            )
 
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
@@ -302,7 +303,9 @@ class ShardRun:
                 await self.locks.release()
                 await self.membership.leave()
         except Exception as error:
-            logger.warning("the locks of shard %s end with their session: %s", self._shard.name, error)
+            logger.warning(
+                "the locks of shard %s end with their session: %s", self._shard.name, error, shard=self._shard.name
+            )
 
     async def _release_connections(self) -> None:
         """Close the loops' connections, after the end of every task that would open a connection again."""
@@ -310,7 +313,10 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self._shard.database.release_loops()
         except Exception as error:
-            logger.warning("the connections of shard %s could not be given back: %s", self._shard.name, error)
+            logger.warning(
+                "the connections of shard %s could not be given back: %s", self._shard.name, error,
+                shard=self._shard.name,
+            )  # fmt: skip
 
     # --- the rest ------------------------------------------------------------------------------
 

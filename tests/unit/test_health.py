@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import EventEnvelope, Health, Outbox, Settings, health_app
 from outboxio.health import figures, reader, verdict
-from outboxio.health.figures import Figures
+from outboxio.health.figures import Figures, Told
 from outboxio.loops import standstill
 from outboxio.testing import memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually
@@ -123,9 +123,11 @@ async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(mon
 
 
 async def test_the_figures_of_the_tables_join_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told("handler_behind", "degraded", "ship is behind")
+
     class Source:
         async def figures(self) -> Figures:
-            return Figures(level="degraded", verdict=("ship is behind",), lag=2.0, oldest_due={"ship": 90.0})
+            return Figures(findings=[told], lag=2.0, oldest_due={"ship": 90.0})
 
     async with memory_outbox() as outbox:
         monkeypatch.setattr(outbox._health._questions, "_source", Source())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -114,6 +115,28 @@ async def test_a_page_that_fails_is_an_error_of_the_server_without_the_text_of_t
     assert "secret" not in answer.text
 
 
+async def test_metrics_are_in_the_text_format_of_prometheus() -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("outboxio.integrations.prometheus")
+    async with memory_outbox() as outbox, client_of(health_app(outbox)) as client, outbox.running():
+        first, second = await client.get("/metrics"), await client.get("/metrics")
+
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.headers["content-type"].startswith("text/plain")
+    assert "# TYPE outboxio_" in first.text
+
+
+async def test_metrics_without_prometheus_client_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "outboxio.integrations.prometheus", raising=False)
+
+    async with memory_outbox() as outbox, client_of(health_app(outbox)) as client:
+        answers = [await client.get("/metrics") for _ in range(2)]
+
+    assert {answer.status_code for answer in answers} == {404}
+    assert "pip install 'outboxio[prometheus]'" in answers[0].text
+
+
 async def test_a_probe_binds_an_outbox_that_is_not_in_use_to_no_event_loop() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
@@ -185,7 +208,6 @@ async def test_a_request_gets_one_complete_answer_and_the_connection_ends() -> N
         (b"GET http://shop:8080/live HTTP/1.1", 200),
         (b"GET //live HTTP/1.1", 404),
         (b"GET /live/ HTTP/1.1", 404),
-        (b"GET /metrics HTTP/1.1", 404),
         (b"GET http://[::1 HTTP/1.1", 404),
         (b"POST /live HTTP/1.1", 405),
         (b"DELETE /nothing HTTP/1.1", 404),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outboxio import Health
-from outboxio.health.figures import Answers, Figures, ShardAnswer
+from outboxio.health.figures import Answers, Figures, ShardAnswer, Told
 from outboxio.health.memory import Memory, ShardMemory
 from outboxio.health.verdict import REACHED_WITHIN, STANDSTILL_TOLD, Moment, judge
 
@@ -114,14 +114,17 @@ def test_a_shard_that_was_never_asked_is_unknown_and_no_reason() -> None:
 
 def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> None:
     shard = ShardMemory(
-        runs=True, fit="fits", answered=NOW, stuck=2, failing=("the loop 'x' has failed 5 times in a row",)
-    )
-    figures = Figures(level="down", verdict=("no process is alive",), lag=3.0, oldest_due={"ship": 5.0}, unroutable=4)
+        runs=True, fit="fits", answered=NOW, stuck=2, failing=("the loop 'x' has failed 5 times in a row",),
+        is_sick=True,
+    )  # fmt: skip
+    findings = [Told("shard_gone", "down", "no process is alive"), Told("new_dead", "degraded", "3 are dead")]
+    figures = Figures(findings=findings, lag=3.0, oldest_due={"ship": 5.0}, unroutable=4)
 
     health = health_of(shard, figures=figures, standstill=(NOW - 10, 7.5))
 
     assert health.status == "down"
-    assert [reason[:10] for reason in health.reasons] == ["no process", "the loop '", "2 notifica", "the event "]
+    starts = ["no process", "3 are dead", "the loop '", "shard 'fir", "2 notifica", "the event "]
+    assert [reason[:10] for reason in health.reasons] == starts
     assert (health.live, health.ready, health.stuck, health.lag) == (True, True, 2, 3.0)
     assert (health.oldest_due, health.unroutable) == ({"ship": 5.0}, 4)
 
@@ -129,3 +132,10 @@ def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> Non
 def test_a_standstill_of_the_event_loop_is_told_for_a_minute() -> None:
     assert "stood still for 7.5 s, 59 s ago" in health_of(standstill=(NOW - 59, 7.5)).reasons[0]
     assert health_of(standstill=(NOW - STANDSTILL_TOLD - 1, 7.5)).reasons == ()
+
+
+def test_a_process_that_runs_is_not_told_that_no_process_works() -> None:
+    figures = Figures(findings=[Told("no_instance", "down", "No process works.")])
+
+    assert health_of(figures=figures).status == "ok"
+    assert health_of(figures=figures, phase="stopped").status == "down"

@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     ),
     "lock_without_holder": (
         shard(handler(locks=[LockFacts()], due=8211, oldest_due=ago(minutes=14))),
-        "Nobody holds `ledger`: 8,211 notifications wait.",
+        "No process holds `ledger`: 8,211 notifications wait.",
     ),
     "fanout_behind": (
         shard(undelivered={"Paid": Waiting(1203, ago(minutes=3))}),
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     ),
     "partition_unowned": (
         shard(handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)], unowned_due=[1])),
-        "Partition 1 of `ledger`: notifications are due, and nobody holds the lock.",
+        "Partition 1 of `ledger`: notifications are due, and no process holds the lock.",
     ),
     "operation_failed": (
         shard(failed_operations=[FailedOperation("retry", "ada", "ValueError: no", "id")]),
@@ -193,17 +193,17 @@ def test_what_is_no_fault_is_not_told(name: str) -> None:
 
 def test_a_handler_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
     facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)], due=1, oldest_due=ago(hours=1)))
-    assert told(facts) == [("lock_without_holder", "Nobody holds `ledger`: 1 notification wait.")]
+    assert told(facts) == [("lock_without_holder", "No process holds `ledger`: 1 notification wait.")]
 
 
 def test_fan_out_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
     facts = shard(fanout=LockFacts(), undelivered={"Paid": Waiting(2, ago(minutes=1))})
-    assert told(facts) == [("lock_without_holder", "Nobody holds fan-out: 2 events wait.")]
+    assert told(facts) == [("lock_without_holder", "No process holds fan-out: 2 events wait.")]
 
 
 def test_a_holder_that_died_just_now_is_told_before_work_is_late() -> None:
     facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)]))
-    assert told(facts) == [("lock_without_holder", "Nobody holds `ledger`.")]
+    assert told(facts) == [("lock_without_holder", "No process holds `ledger`.")]
 
 
 def test_the_worst_sentence_comes_first() -> None:

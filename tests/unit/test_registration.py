@@ -367,6 +367,7 @@ def test_a_class_may_have_constants_and_methods_of_its_own() -> None:
         ({"alert_age": "soon"}, "alert_age='soon'; expected a duration"),
         ({"alert_age": 0}, "alert_age=0; expected a duration longer than zero"),
         ({"alert_age": None}, "alert_age=None; expected a duration"),
+        ({"trace": None}, "trace=None; expected True or False"),
     ],
 )
 def test_an_option_of_the_wrong_kind_is_refused(attributes: dict[str, Any], message: str) -> None:

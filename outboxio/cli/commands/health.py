@@ -17,29 +17,29 @@ from outboxio.health.verdict import PHASES
 from outboxio.outbox import Outbox
 from outboxio.support.duration import format_duration, parse_duration
 
-PATIENCE = 5.0  # seconds for an answer
-
 Page = Literal["live", "ready", "health"]
 _COLOURS = {"ok": "green", "degraded": "yellow", "down": "bold red"}
 
 
 class Question(Struct, frozen=True):
-    """The asked page, and the longest time that due work may have waited."""
+    """The asked page, the longest time for the answer, and the longest time that due work may have waited."""
 
     page: Page
+    timeout: timedelta
     max_age: timedelta | None = None
 
 
-def question_of(*, live: bool, ready: bool, max_age: str | None, has_port: bool) -> Question:
+def question_of(*, live: bool, ready: bool, max_age: str | None, timeout: str, port: int | None) -> Question:
     """The question of the options. Raises :class:`TargetError` for options that do not go together."""
     if live and ready:
         raise TargetError("--live and --ready are two questions: ask one of them")
-    if (live or ready) and not has_port:
+    if (live or ready) and port is None:
         raise TargetError("--live and --ready ask a running worker: give --port beside them")
     if (live or ready) and max_age is not None:
         raise TargetError("--max-age goes with neither --live nor --ready, which do not depend on a backlog")
     page: Page = "live" if live else "ready" if ready else "health"
-    return Question(page, None if max_age is None else parse_duration(max_age, key="--max-age"))
+    age = None if max_age is None else parse_duration(max_age, key="--max-age")
+    return Question(page, parse_duration(timeout, key="--timeout"), age)
 
 
 def refuse_target(target: str | None, database: str | None) -> None:
@@ -51,10 +51,12 @@ def refuse_target(target: str | None, database: str | None) -> None:
 async def ask_worker(host: str, port: int, question: Question, *, as_json: bool) -> Exit:
     """Ask the health pages of a worker."""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(question.timeout.total_seconds()):
             status, told = await _get(host, port, f"/{question.page}")
     except (OSError, TimeoutError, ValueError, msgspec.DecodeError) as error:
-        reason = f"no answer within {PATIENCE:.0f} s" if isinstance(error, TimeoutError) else str(error)
+        reason = (
+            f"no answer within {format_duration(question.timeout)}" if isinstance(error, TimeoutError) else str(error)
+        )
         say_error(f"no worker answers on {host}:{port}: {reason}")
         return Exit.UNREACHABLE
     word = told["status"] if question.page == "health" else f"{'' if status == 200 else 'not '}{question.page}"
@@ -63,7 +65,7 @@ async def ask_worker(host: str, port: int, question: Question, *, as_json: bool)
 
 async def ask_database(outbox: Outbox, question: Question, *, as_json: bool) -> Exit:
     """Ask the database. That this process runs no handlers is no news."""
-    health = await health_of(outbox, PATIENCE)
+    health = await health_of(outbox, question.timeout.total_seconds())
     told: dict[str, Any] = msgspec.to_builtins(health)
     left_out = ("live", "ready", "phase", "loops", "stuck")
     told = {key: value for key, value in told.items() if key not in left_out}

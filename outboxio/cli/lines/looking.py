@@ -139,6 +139,7 @@ class Probe(Options, frozen=True):
     host: Annotated[str, typer.Option(metavar="HOST", help="With --port: the address of the worker.")] = "127.0.0.1"
     live: Annotated[bool, typer.Option("--live", help="With --port: has the worker to be restarted?")] = False
     ready: Annotated[bool, typer.Option("--ready", help="With --port: does the worker work?")] = False
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="Exit with 3 if the answer takes longer.")] = "5s"
     max_age: Annotated[
         str | None,
         typer.Option(metavar="DURATION", show_default=False, help="1 if due work has waited for longer, as in 60s."),
@@ -153,7 +154,7 @@ def health(common: Common, probe: Probe, target: Target = None) -> None:
 
     async def work() -> Exit:
         question = health_command.question_of(
-            live=probe.live, ready=probe.ready, max_age=probe.max_age, has_port=probe.port is not None
+            live=probe.live, ready=probe.ready, max_age=probe.max_age, timeout=probe.timeout, port=probe.port
         )
         if probe.port is not None:
             health_command.refuse_target(target, common.database)

@@ -96,7 +96,7 @@ def worker(
 
     async def work() -> Exit:
         duties = worker_command.Duties(fanout=fanout, handling=handling)
-        _refuse_what_is_nothing(duties, drain=drain, timeout=timeout)
+        _refuse_what_is_nothing(duties, pages, drain=drain, timeout=timeout)
         found = named([] if target is None else [target], None, None)
         if found.words:
             raise TargetError(f"{found.words[0]!r} names no outbox: expected module:outbox, as in app.main:outbox")
@@ -129,11 +129,15 @@ def demo(
     answer(lambda: tell_demo(database), verbose=verbose)
 
 
-def _refuse_what_is_nothing(duties: worker_command.Duties, *, drain: bool, timeout: str | None) -> None:
+def _refuse_what_is_nothing(
+    duties: worker_command.Duties, pages: HealthPages, *, drain: bool, timeout: str | None
+) -> None:
     if not (duties.fanout or duties.handling):
         raise TargetError("--no-fanout and --no-handling together leave nothing to do")
     if drain and not (duties.fanout and duties.handling):
         raise TargetError("--drain fans out and handles; it goes with neither --no-fanout nor --no-handling")
+    if drain and pages.address is not None:
+        raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
     if timeout is not None and not drain:
         raise TargetError("--timeout goes with --drain only")
 

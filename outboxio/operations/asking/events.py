@@ -18,7 +18,7 @@ from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import given_filter, search_of
 from outboxio.operations.orders import given_id, given_limit
-from outboxio.storage.protocols import Database, EventSummary
+from outboxio.storage.protocols import Database, EventSummary, FoundEvents
 
 MOST_NODES = 200
 _HIGHEST = 1_000  # causes above an event that are followed
@@ -51,24 +51,24 @@ class EventQuestions(AdminBase):
         """
         wanted, limit = given_filter(filter), given_limit(limit)
         databases = {database.name: database for database in self._shards.databases(shard)}
-        places: Mapping[str, int | None] = (
-            dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, int).places
+        places: Mapping[str, UUID | None] = (
+            dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, UUID).places
         )
-        found: list[StoredEvent] = []
+        found: dict[str, FoundEvents] = {}
         for name, place in places.items():
             if name in databases:
                 search = await search_of(wanted, databases[name], self._known, self._types)
-                rows = await databases[name].search.newest_events(self._namespace, search, limit, place)
-                found += [stored(row, name, self._redact) for row in rows]
-        found.sort(key=lambda event: event.event_date, reverse=True)
-        chosen = found[:limit]
-        reached: dict[str, int | None] = {}
-        for name, place in places.items():
-            taken = [event.sequence for event in chosen if event.shard == name]
-            number = sum(event.shard == name for event in found)
-            if number >= limit or len(taken) < number:
-                reached[name] = min(taken) if taken else place
-        if not chosen and wanted.event_type is not None:
+                found[name] = await databases[name].event_search.newest(self._namespace, search, limit, place)
+        events = [stored(row, name, self._redact) for name, each in found.items() for row in each.rows]
+        chosen = sorted(events, key=lambda event: event.id, reverse=True)[:limit]  # ids are in the order of time
+        reached: dict[str, UUID | None] = {}
+        for name, each in found.items():
+            taken = [event.id for event in chosen if event.shard == name]
+            if len(taken) < len(each.rows):
+                reached[name] = taken[-1] if taken else places[name]
+            elif each.next is not None:
+                reached[name] = each.next
+        if not chosen and not reached and wanted.event_type is not None:
             await self._known.refuse_unknown_type(wanted.event_type, list(databases.values()))
         return Page(chosen, Cursor(reached).text(wanted))
 
@@ -92,7 +92,7 @@ class EventQuestions(AdminBase):
     async def _find(self, databases: Sequence[Database], id: UUID) -> _Found | None:
         """An event, and the name of its shard."""
         for database in databases:
-            for row in await database.search.events(self._namespace, [id]):
+            for row in await database.event_search.events(self._namespace, [id]):
                 return row, database.name
         return None
 
@@ -115,7 +115,7 @@ class EventQuestions(AdminBase):
             fresh: list[UUID] = []
             for database in databases:
                 room = MOST_NODES - len(found)
-                rows = await database.search.caused_by(self._namespace, level, room + 1)
+                rows = await database.event_search.caused_by(self._namespace, level, room + 1)
                 is_complete = is_complete and len(rows) <= room
                 for row in rows[:room]:
                     if row.id not in found and row.causation_id is not None:
@@ -138,7 +138,7 @@ class EventQuestions(AdminBase):
         states: dict[UUID, Counter[str]] = {}
         for database in databases:
             limit = len(events) * _NOTIFICATIONS
-            for record in await database.search.of_events(self._namespace, events, limit):
+            for record in await database.event_search.notifications_of(self._namespace, events, limit):
                 states.setdefault(record.event_id, Counter())[str(record.state)] += 1
         return states
 

@@ -104,9 +104,9 @@ async def search_of(filter: Filter, database: Database, known: Known, types: Eve
     )
 
 
-def frozen(filter: Filter, now: datetime) -> Filter:
-    """The filter of a bulk order: a notification that changes from now on does not match any more."""
-    return replace(filter, until=now if filter.until is None else min(filter.until, now))
+def frozen(filter: Filter, end: datetime) -> Filter:
+    """The filter of a bulk order: a notification that changes from ``end`` on does not match any more."""
+    return replace(filter, until=end if filter.until is None else min(filter.until, end))
 
 
 def stored_types(event_type: str, types: EventTypes) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def stored_types(event_type: str, types: EventTypes) -> tuple[str, ...]:
 
 def as_request(filter: Filter) -> dict[str, object]:
     """The fields of a filter that were given, for the record of an order."""
-    fields: dict[str, object] = msgspec.to_builtins(filter)
+    fields: dict[str, object] = msgspec.json.decode(msgspec.json.encode(filter))
     return {name: value for name, value in fields.items() if value not in (None, (), [])}
 
 

@@ -1,12 +1,11 @@
 """Bulk orders: everything that matches a filter is retried or skipped, in pieces (decision 44).
 
 Each piece is a transaction that changes up to 1,000 notifications and writes the place that was reached into
-``operations``. So whoever goes on after a crash begins right after the last piece, and no notification changes twice.
+``operations``. So a process that goes on after a crash begins right after the last piece, and no notification changes
+twice.
 """
 
 from __future__ import annotations
-
-from datetime import datetime
 
 import msgspec
 from msgspec.structs import replace
@@ -71,7 +70,7 @@ class BulkRun:
         self.operation = await self.database.operations.get(self._namespace, self.operation.id) or self.operation
 
     async def _step(self) -> None:
-        search, now = self.database.search, self._now()
+        search, now = self.database.search, self._one.clock()
         change = search.retry_piece if self.operation.kind == "retry" else search.skip_piece
         piece = await change(self._namespace, self.operation.id, self._worker, self._search, self._reached, PIECE, now)
         if not piece.is_ours:
@@ -88,11 +87,6 @@ class BulkRun:
         if piece.next is None:
             await self._end(replace(self.operation, state=OperationState.DONE))
 
-    def _now(self) -> datetime:
-        """The present moment, and never a moment at which a changed notification would match again."""
-        now, until = self._one.clock(), self._search.until
-        return now if until is None else max(now, until)
-
     async def _lose(self) -> None:
         """The operation was stopped, or is a different process's now."""
         if await self.database.operations.is_to_stop(self._namespace, self.operation.id):
@@ -102,7 +96,7 @@ class BulkRun:
             await self.look()
 
     async def _end(self, operation: Operation) -> None:
-        now = self._now()
+        now = self._one.clock()
         ended = replace(operation, updated_date=now, finished_date=now)
         if await self.database.operations.finish(self._namespace, ended, self._worker):
             self.operation = ended

@@ -173,6 +173,14 @@ class HandlerOrders(AdminBase):
         await self._recorder.carry_out(order, shard, change)
         return ended > 0
 
+    async def paused(self, *, shard: str | None = None) -> set[str]:
+        """The names of the handlers that are paused on any of the shards."""
+        found: set[str] = set()
+        for database in self._shards.databases(shard):
+            pauses = await database.subscriptions.pauses(self._namespace)
+            found |= {pause.handler_name for pause in pauses if pause.ended_date is None}
+        return found
+
     async def purge(self, *, actor: str | None = None, reason: str | None = None, shard: str | None = None) -> Removed:
         """Remove old rows now, by the settings ``keep_finished``, ``keep_dead`` and ``dedup_retention``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import timedelta
 from typing import Literal
 from uuid import UUID
 
@@ -34,7 +33,6 @@ Progress = Callable[[Operation], object]
 """Hears of a bulk order after each piece."""
 
 COUNTED_IN_DRY_RUN = 100_000
-_TICK = timedelta(microseconds=1)
 _FOLLOW_DELAY = 0.5  # seconds between two looks at an operation that a different process carries out
 _MOST_TRIES = 10  # of a piece that fails with an error that may pass
 _RECORDED_IDS = 100  # ids of an order that its record has; the rest is a number
@@ -197,10 +195,10 @@ class NotificationOrders(AdminBase):
         return added_up([run.operation for run in runs])
 
     async def _begin(self, order: Order, filter: Filter, one: AdminShard, worker: str) -> BulkRun:
-        now = await one.now()
-        # A tick later, so that a notification that changed at this very moment matches.
-        search = await search_of(frozen(filter, now + _TICK), one.database, self._known, self._types)
-        order = replace(order, request={**order.request, "search": msgspec.to_builtins(search)})
+        end = self._setup.ends.next(one.database.name, await one.now())
+        search = await search_of(frozen(filter, end), one.database, self._known, self._types)
+        stored: object = msgspec.json.decode(msgspec.json.encode(search))
+        order = replace(order, request={**order.request, "search": stored})
         operation = await self._recorder.begin(order, one, worker)
         return BulkRun(self._namespace, one, worker, Taken(operation, None), self._redact)
 
@@ -208,7 +206,9 @@ class NotificationOrders(AdminBase):
         matched, is_complete = 0, True
         for one in self._shards.chosen(shard):
             search = await search_of(filter, one.database, self._known, self._types)
-            counted = await one.database.search.count(self._namespace, search, COUNTED_IN_DRY_RUN)
+            counted = await one.database.search.count(
+                self._namespace, search, COUNTED_IN_DRY_RUN, reads=2 * COUNTED_IN_DRY_RUN
+            )
             matched += counted.number
             is_complete &= counted.is_complete
         return replace(self._dry(order, matched, matched, shard), is_complete=is_complete)

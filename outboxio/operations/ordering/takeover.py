@@ -1,7 +1,7 @@
 """Operations that wait for a process: ordered in the background, or left behind by a process that died.
 
-The process that fans out looks for such operations every 5 s, by a query of an index that has the operations under way.
-A bulk order goes on where the order was left. Any other order may have been carried out or not, and ends FAILED.
+The process that fans out looks for such operations every 10 s, by a query of an index that has the operations under
+way. A bulk order goes on where the order was left. Any other order may have been carried out or not, and ends FAILED.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.ordering.bulk import BulkRun
 from outboxio.operations.ordering.recorder import log_end
 
-LOOK_DELAY = 5.0  # seconds between two looks
+LOOK_DELAY = 10.0  # seconds between two looks
 SILENCE = timedelta(seconds=30)
 """A process that has not written for so long counts as dead. A piece takes far less than a second."""
 

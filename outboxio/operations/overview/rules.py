@@ -1,7 +1,7 @@
 """The rules of the verdict: each finds a fault in the facts of a shard. Pure functions, the worst fault first.
 
-A fault is told once. A handler that nobody holds is behind as well, and only the first is told, because that is what an
-operator has to mend (decision 45).
+A fault is told once. A handler that no process holds is behind as well, and only the missing holder is told: that is
+the fault that an operator has to mend (decision 45).
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ def clock_off(facts: ShardFacts) -> Iterator[Finding]:
 
 
 def lock_without_holder(facts: ShardFacts) -> Iterator[Finding]:
-    """Nobody holds fan-out, or a handler, and work has waited for more than 30 s."""
+    """No process holds fan-out, or a handler, and work has waited for more than 30 s."""
     if is_fanout_unheld(facts):
-        sentence = f"Nobody holds fan-out: {of(_undelivered(facts), 'event')} wait."
+        sentence = f"No process holds fan-out: {of(_undelivered(facts), 'event')} wait."
         yield _finding(facts, "lock_without_holder", sentence, "outboxio locks")
     for handler in facts.handlers:
         if is_unheld(facts, handler):
             waits = f": {of(handler.due, 'notification')} wait" if handler.due else ""
-            sentence = f"Nobody holds `{handler.name}`{waits}."
+            sentence = f"No process holds `{handler.name}`{waits}."
             yield _finding(facts, "lock_without_holder", sentence, "outboxio locks", handler)
 
 
 def partition_unowned(facts: ShardFacts) -> Iterator[Finding]:
-    """A partition of a held handler has due notifications, and nobody holds the partition."""
+    """A partition of a held handler has due notifications, and no process holds the partition."""
     for handler in facts.handlers:
         if handler.unowned_due and handler.is_held:
             numbers = ", ".join(map(str, sorted(handler.unowned_due)))
             noun = "Partition" if len(handler.unowned_due) == 1 else "Partitions"
-            sentence = f"{noun} {numbers} of `{handler.name}`: notifications are due, and nobody holds the lock."
+            sentence = f"{noun} {numbers} of `{handler.name}`: notifications are due, and no process holds the lock."
             yield _finding(facts, "partition_unowned", sentence, f"outboxio partitions {_word(handler.name)}", handler)
 
 
@@ -222,13 +222,13 @@ RULE_NAMES = tuple(rule.__name__ for rule in RULES)
 
 
 def is_fanout_unheld(facts: ShardFacts) -> bool:
-    """True if nobody holds fan-out, and a wanted event has waited for more than 30 s."""
+    """True if no process holds fan-out, and a wanted event has waited for more than 30 s."""
     oldest = _oldest_undelivered(facts)
     return not facts.fanout.is_held and oldest is not None and oldest > UNHELD_FOR.total_seconds()
 
 
 def is_unheld(facts: ShardFacts, handler: HandlerFacts) -> bool:
-    """True if nobody holds a handler that should be held.
+    """True if no process holds a handler that should be held.
 
     Either a notification has been due for more than 30 s, or a process with the handler runs, and the holder has been
     silent for more than 30 s. A handler without work that no process has needs no holder.

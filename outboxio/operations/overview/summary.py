@@ -87,7 +87,9 @@ def _handlers(facts: Facts, findings: Sequence[Finding]) -> tuple[HandlerStatus,
         for handler in shard.handlers:
             known.setdefault(handler.name, []).append((shard, handler))
     instances = _alive(facts)
-    levels = {finding.handler: finding.level for finding in sorted(findings, key=lambda one: SEVERITY[one.level])}
+    levels: dict[str | None, Level] = {
+        finding.handler: finding.level for finding in sorted(findings, key=lambda one: SEVERITY[one.level])
+    }
     made = [_handler(name, on, instances, levels.get(name, "ok")) for name, on in known.items()]
     return tuple(sorted(made, key=lambda one: (-SEVERITY[one.level], -(one.oldest_due or 0), one.handler_name)))
 

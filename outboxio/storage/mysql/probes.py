@@ -100,8 +100,9 @@ NEXT_TYPE = f"""SELECT e.event_type FROM {BY_TYPE}
   ORDER BY e.event_type LIMIT 1"""
 _OF_TYPE = f"FROM {BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
 COUNT_UNDELIVERED = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_TYPE} LIMIT %s) c)"
-FIRST_AVAILABLE = f"""(SELECT %s, MIN(IF(e.available_at IS NULL OR e.available_at <= %s, e.event_date, NULL))
-  FROM (SELECT e.event_date, e.available_at {_OF_TYPE} ORDER BY e.sequence LIMIT %s) e)"""
+FIRST_AVAILABLE = f"""(SELECT %s, (SELECT GREATEST(e.event_date, IFNULL(e.available_at, e.event_date))
+  FROM (SELECT e.event_date, e.available_at, e.sequence {_OF_TYPE} ORDER BY e.sequence LIMIT %s) e
+  WHERE e.available_at IS NULL OR e.available_at <= %s ORDER BY e.sequence LIMIT 1))"""
 
 
 class MysqlProbes:
@@ -165,7 +166,7 @@ class MysqlProbes:
             unknown = [name for name in counts if oldest.get(name) is None]
             oldest = {
                 **oldest,
-                **await self._count(FIRST_AVAILABLE, [(name, now, namespace, name, among) for name in unknown]),
+                **await self._count(FIRST_AVAILABLE, [(name, namespace, name, among, now) for name in unknown]),
             }
         return {name: Waiting(number, oldest.get(name)) for name, number in counts.items()}
 

@@ -35,6 +35,7 @@ from outboxio.storage.postgres.connection import (
     quoted,
     underlying,
 )
+from outboxio.storage.postgres.event_search import PostgresEventSearch
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.lock import PostgresClusterLock
@@ -47,6 +48,7 @@ from outboxio.storage.postgres.probes import PostgresProbes
 from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
+from outboxio.storage.postgres.search import PostgresSearch
 from outboxio.storage.postgres.server_info import (
     LOCK_ROOM,
     ONLY_READS,
@@ -120,6 +122,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
         self.operations = PostgresOperations(self._admin, name)
+        self.search = PostgresSearch(self._admin, name)
+        self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 

@@ -139,7 +139,7 @@ WITH RECURSIVE types(name) AS (
 SELECT types.name,
   (SELECT count(*) FROM (SELECT FROM eventlog.events e WHERE {_UNDELIVERED} AND e.event_type = types.name
     ORDER BY e.sequence LIMIT $3) e),
-  (SELECT e.event_date FROM (SELECT e.event_date, e.available_at FROM eventlog.events e
+  (SELECT greatest(e.event_date, e.available_at) FROM (SELECT e.event_date, e.available_at FROM eventlog.events e
     WHERE {_UNDELIVERED} AND e.event_type = types.name ORDER BY e.sequence LIMIT $3) e
   WHERE e.available_at IS NULL OR e.available_at <= $2 LIMIT 1)
 FROM types WHERE types.name IS NOT NULL

@@ -24,9 +24,9 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
     OperationRepository,
     ProbeRepository,
-    ReportRepository,
     SearchRepository,
 )
 
@@ -103,10 +103,10 @@ class Database(Protocol):
     def search(self) -> SearchRepository: ...
 
     @property
-    def probes(self) -> ProbeRepository: ...
+    def event_search(self) -> EventSearchRepository: ...
 
     @property
-    def reports(self) -> ReportRepository: ...
+    def probes(self) -> ProbeRepository: ...
 
     @property
     def schema(self) -> Schema: ...

@@ -48,6 +48,14 @@ class LastError(Struct, frozen=True):
     message: str
 
 
+class FoundErrors(Struct, frozen=True):
+    """The last errors of the newest matches. A match without a last error is left out."""
+
+    rows: Sequence[LastError]
+    next: Place | None
+    """The place after which further matches may be; ``None`` if all matches were read."""
+
+
 class Piece(Struct, frozen=True):
     """The result of a piece of a bulk order."""
 
@@ -62,34 +70,41 @@ class Piece(Struct, frozen=True):
 
 
 class SearchRepository(Protocol):
-    """Matching notifications, newest first, along the index that fits the states of the search.
+    """Matching notifications, newest first, along the index that fits the search (decision 43).
 
     The walks, each with its own order:
 
-    - ``dead``: only DEAD and EXPIRED rows are wanted. By handler name and date of the end, newest first.
+    - ``dead``: only DEAD and EXPIRED rows are wanted. By the date of the end, newest first.
     - ``waiting``: only PENDING, FAILED and DYING rows. By due date, latest first.
-    - ``blocked``: only BLOCKED rows.
-    - ``events``: the events of a correlation id or of an action id are known. By event.
+    - ``blocked``: only BLOCKED rows. By handler name, ordering key and sequence.
+    - ``events``: the events of a correlation id or of an action id are known, at most 5,000. Newest event first.
     - ``all``: everything else, along the unique key (event_id, handler_name), newest event first. Ids of events are in
       the order of time.
 
-    States of several walks are walked one after the other. A read ends after ``most`` rows of an index.
+    A search of several states takes several walks, one after the other. A row that does not change is in exactly one
+    page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
+    rows.
     """
 
     async def find(
         self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 20_000
-    ) -> FoundRows: ...
+    ) -> FoundRows:
+        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        ...
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
-        """The place of a notification in the walk of the search; ``None`` for an unknown id."""
+        """The place of a notification in the walk of the search.
+
+        ``None`` for an unknown id, and for a row in a state that the walk does not have, or no longer has.
+        """
         ...
 
-    async def count(self, namespace: str, search: Search, most: int) -> Counted:
-        """The number of matches, up to ``most`` matches and a bounded number of rows that are read."""
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 20_000) -> Counted:
+        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
         ...
 
-    async def last_errors(self, namespace: str, search: Search, limit: int) -> list[LastError]:
-        """The last errors of the newest matches."""
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 20_000) -> FoundErrors:
+        """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
     async def retry_piece(
@@ -106,29 +121,55 @@ class SearchRepository(Protocol):
 
         Both happen in a single transaction, in which the row of the operation is locked: the row must be RUNNING, with
         this worker and without an order to stop. The search of a bulk order has ``until``, so a retried row, whose
-        ``updated_date`` is later, never matches again.
-        """  # fmt: skip
+        ``updated_date`` is later, never matches again. The transaction also adds to ``matched``, ``done`` and
+        ``refused``, and sets ``updated_date``. A row that does not match any longer is left.
+        """
         ...
 
     async def skip_piece(
-        self, namespace: str, operation: UUID, worker: str, search: Search, after: Place | None, limit: int,
+        self,
+        namespace: str,
+        operation: UUID,
+        worker: str,
+        search: Search,
+        after: Place | None,
+        limit: int,
         now: datetime,
-    ) -> Piece: ...  # fmt: skip
+    ) -> Piece:
+        """The same for ``skip``. A row that is SUCCEEDED or SKIPPED is refused."""
+        ...
 
-    async def of_events(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """The notifications of these events."""
+
+class FoundEvents(Struct, frozen=True):
+    """A page of events."""
+
+    rows: Sequence[EventSummary]
+    next: UUID | None
+    """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
+
+
+class EventSearchRepository(Protocol):
+    """Events, what the events have caused, and the notifications of events."""
+
+    async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
+        """Up to ``limit`` notifications of these events, by event id and handler name."""
         ...
 
     async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
-        """The events with these ids."""
+        """The events with these ids, in the order of the sequence."""
         ...
 
     async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
-        """The events that were caused by these events, in the order of the sequence."""
+        """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
         ...
 
-    async def newest_events(self, namespace: str, search: Search, limit: int, after: int | None) -> list[EventSummary]:
-        """Events, newest first, with a sequence below ``after``. Bounded as :meth:`find`. States do not count."""
+    async def newest(
+        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 20_000
+    ) -> FoundEvents:
+        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
+
+        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
+        """
         ...
 
 
@@ -234,8 +275,9 @@ class ProbeRepository(Protocol):
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         """The undelivered events of each event type, by jumps in the index.
 
-        ``oldest`` is the date of the first event, in the order of the sequence, that is available at ``now``; ``None``
-        if all counted events become available later.
+        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the later of the
+        moments at which the event was emitted and became available. An event that becomes available after ``now`` does
+        not wait; ``None`` if no counted event waits.
         """
         ...
 

@@ -119,7 +119,7 @@ WITH RECURSIVE types(name) AS (
   FROM types WHERE types.name IS NOT NULL)
 SELECT json_group_array(json_array(types.name,
   (SELECT count(*) FROM (SELECT 1 FROM {_WAITING} WHERE {_UNDELIVERED} AND event_type = types.name LIMIT :most)),
-  (SELECT event_date FROM (SELECT event_date, available_at FROM {_WAITING}
+  (SELECT max(event_date, coalesce(available_at, '')) FROM (SELECT event_date, available_at FROM {_WAITING}
     WHERE {_UNDELIVERED} AND event_type = types.name ORDER BY sequence LIMIT :most)
   WHERE available_at IS NULL OR available_at <= :now LIMIT 1)))
 FROM types WHERE types.name IS NOT NULL
