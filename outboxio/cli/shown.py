@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich import box
@@ -31,7 +31,8 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     """A table with these columns; the columns ``right`` are of numbers."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=column == "id")
     return made
 
 

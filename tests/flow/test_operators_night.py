@@ -57,8 +57,8 @@ class Shell:
         self.directory = directory
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("OUTBOXIO_")}
         self.environ = {
-            **inherited, "PYTHONPATH": f"{ROOT}:{directory}", "NIGHT_DATABASE": database, "OUTBOXIO_TARGET": "app:outbox",
-            "COLUMNS": "160",
+            **inherited, "PYTHONPATH": f"{ROOT}:{directory}", "NIGHT_DATABASE": database,
+            "OUTBOXIO_TARGET": "app:outbox", "COLUMNS": "160",
         }  # fmt: skip
 
     def __call__(self, *words: str, code: int = 0, stdin: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Commands that change something for all processes."""
+"""Commands that change rows or settings for all processes."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Bulk(Options, frozen=True):
 
 
 def retry(common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: Ids = None) -> None:
-    """Make notifications due now, with attempts from the start. Without --state: DEAD, EXPIRED and FAILED ones."""
+    """Make notifications due now, with attempts from the start. Without --state: DEAD, EXPIRED and FAILED."""
     _change("retry", common, choice, bulk, manner, words)
 
 
 def skip(common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: Ids = None) -> None:
-    """End notifications as SKIPPED. A parked key goes on. A notification that has succeeded stays as it is."""
+    """End notifications as SKIPPED. A parked key goes on. A notification that has succeeded stays."""
     _change("skip", common, choice, bulk, manner, words)
 
 
@@ -112,7 +112,7 @@ def resume(
         list[str] | None, _words("[TARGET] HANDLER KEY", "the name of an ordered handler, and a parked key")
     ] = None,
 ) -> None:
-    """Let a parked key go on without the dead letter that parks it. To run the dead letter again, use retry."""
+    """Let a parked key go on without the dead letter that parks the key. To run the dead letter again, use retry."""
     how = manner.with_json(common)
     _order(common, words, ["HANDLER", "KEY"], lambda outbox, given: orders.resume(outbox, given[0], given[1], how))
 
@@ -124,7 +124,7 @@ def replay(
     words: HandlerName = None,
     until: Annotated[str | None, typer.Option(metavar="MOMENT", help="Events before.", show_default=False)] = None,
 ) -> None:
-    """Make a handler run again for events that it has finished."""
+    """Make a handler run again for events that the handler has finished."""
     how = manner.with_json(common)
     begin, end = moment(since, "--since"), None if until is None else moment(until, "--until")
     _order(common, words, ["HANDLER"], lambda outbox, given: orders.replay(outbox, given[0], begin, end, how))
@@ -148,7 +148,7 @@ def backfill(
 
 
 def pause(common: Common, manner: Manner, words: HandlerName = None) -> None:
-    """Start no run of a handler, in any process, until unpause. Events wait, and nothing is lost."""
+    """Start no run of a handler, in any process, until unpause. Events wait, and none is lost."""
     how = manner.with_json(common)
     _order(common, words, ["HANDLER"], lambda outbox, given: orders.pause(outbox, given[0], how))
 
@@ -166,7 +166,7 @@ def purge(common: Common, manner: Manner, words: Target = None) -> None:
 
 
 def unsubscribe(common: Common, manner: Manner, words: HandlerName = None) -> None:
-    """Forget a handler that is gone for good. You have to type its name."""
+    """Forget a handler that is gone for good. You have to type the name."""
     how = manner.with_json(common)
     _order(common, words, ["HANDLER"], lambda outbox, given: orders.unsubscribe(outbox, given[0], how))
 
@@ -176,7 +176,7 @@ def stop(
     manner: Manner,
     words: Annotated[list[str] | None, _words("[TARGET] ID", "the id of an operation")] = None,
 ) -> None:
-    """Stop an order that is under way. What was changed stays changed."""
+    """Stop an order that is under way. Notifications that were changed stay changed."""
     how = manner.with_json(common)
     _order(common, words, ["ID"], lambda outbox, given: orders.stop(outbox, given_id(given[0]), how))
 
@@ -191,7 +191,7 @@ def emit(
         str, typer.Option(metavar="NAME", help="The name of the action that is recorded.")
     ] = "EmitByHand",
 ) -> None:
-    """Record one event by hand. The event is checked by the class of your code."""
+    """Record an event by hand. The event is checked by the class of your code."""
     how = manner.with_json(common)
     _order(common, words, ["TYPE", "JSON"], lambda outbox, given: orders.emit(outbox, given[0], given[1], action, how))
 

@@ -70,7 +70,7 @@ def status(
 ) -> None:
     """Show the state at a glance, and count notifications by state.
 
-    First what is wrong, in sentences, then the handlers, the worst first, the processes, and the exact counts.
+    First the faults, in sentences, then the handlers, the worst first, the processes, and the exact counts.
     """
 
     async def work() -> Exit:
@@ -84,7 +84,7 @@ def status(
 
 
 def doctor(common: Common, target: Target = None) -> None:
-    """Say what is wrong, and the command that mends each fault. Exits with 1 if anything is wrong."""
+    """Name each fault, and the command that mends the fault. Exits with 1 if there is a fault."""
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
@@ -94,7 +94,7 @@ def doctor(common: Common, target: Target = None) -> None:
 
 
 def handlers(common: Common, target: Target = None) -> None:
-    """Show the handlers, the worst first: backlog, dead letters, rates, who holds them."""
+    """Show the handlers, the worst first: backlog, dead letters, rates, and the process that holds each handler."""
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
@@ -223,7 +223,7 @@ def show(
     tree: Annotated[bool, typer.Option("--tree", help="Also show the events that the event has caused.")] = False,
     payload: Annotated[bool, typer.Option("--payload", help="Also show the payload and the parameters.")] = False,
 ) -> None:
-    """Show an event: its action, its notifications and their errors."""
+    """Show an event: the action, the notifications, and the errors of each notification."""
 
     async def work() -> Exit:
         named = common.of_namespace(words, most=1)
@@ -283,7 +283,7 @@ def paused(common: Common, target: Target = None) -> None:
 
 
 def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:
-    """List the orders of operators, the newest first: who has ordered what, and how far the order is."""
+    """List the orders of operators, the newest first: by whom, why, and how far the order is."""
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
