@@ -81,8 +81,7 @@ from outboxio.settings import Settings
 from outboxio.storage import Shard
 from outboxio.support.clock import Clock
 from outboxio.transaction import Transaction
-
-__version__ = "0.1.0"
+from outboxio.version import __version__
 
 __all__ = [
     "Action",

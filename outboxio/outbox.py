@@ -136,6 +136,7 @@ class Outbox(Registration, Recording):
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
+        self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.ordering.takeover import Takeover
+from outboxio.operations.reporting.minutes import MinuteKeeper
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
@@ -39,6 +40,7 @@ class ShardRuntime:
         self.clock = clock
         self.emitter = emitter
         self.statistics = ShardStatistics(emitter.sent)
+        self.minutes = MinuteKeeper(self.statistics)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -100,7 +102,7 @@ class ShardRuntime:
     def operation_ordered(self, id: UUID) -> None:
         """An operator has ordered an operation in the background, or its end: this process takes it, if it runs."""
         if self.work is not None:
-            self.work.takeover.expect(id)
+            self.work.loops.takeover.expect(id)
             self.work.loops.operations.wake()
 
     @property

@@ -267,4 +267,5 @@ async def _stop(runs: Sequence[BulkRun]) -> None:
         try:
             await run.stop()
         except Exception as error:  # the error or the cancellation that ended the call matters
-            logger.warning("operation %s could not be stopped: %s", run.operation.id, error)
+            id = run.operation.id
+            logger.warning("operation %s could not be stopped: %s", id, error, operation=str(id))

@@ -123,7 +123,12 @@ class Recorder:
             try:
                 await self.end(one, after_error(operation, error, self._redact), self.worker)
             except Exception as lost:  # the first error matters
-                logger.warning("the end of operation %s could not be recorded: %s", operation.id, lost)
+                logger.warning(
+                    "the end of operation %s could not be recorded: %s",
+                    operation.id,
+                    lost,
+                    operation=str(operation.id),
+                )
             raise
         numbers = found if isinstance(found, Numbers) else Numbers(found, found)
         if numbers.done:
@@ -145,11 +150,8 @@ def log_end(operation: Operation) -> None:
     """Log the end of an operation."""
     logger.info(
         "%s by %s is %s: %d of %d notifications changed", operation.kind, operation.actor, operation.state,
-        operation.done, operation.matched,
-        extra={
-            "operation": str(operation.id), "kind": operation.kind, "actor": operation.actor,
-            "origin": operation.origin, "reason": operation.reason,
-        },
+        operation.done, operation.matched, operation=str(operation.id), actor=operation.actor, origin=operation.origin,
+        reason=operation.reason, shard=operation.shard,
     )  # fmt: skip
 
 

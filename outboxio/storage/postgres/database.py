@@ -45,6 +45,7 @@ from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.probes import PostgresProbes
+from outboxio.storage.postgres.reports import PostgresReports
 from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
@@ -125,6 +126,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)
+        self.reports = PostgresReports(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

@@ -27,6 +27,7 @@ from outboxio.storage.protocols.operating import (
     EventSearchRepository,
     OperationRepository,
     ProbeRepository,
+    ReportRepository,
     SearchRepository,
 )
 
@@ -71,6 +72,11 @@ class Database(Protocol):
         ...
 
     @property
+    def connections_in_use(self) -> int:
+        """The number of connections that actions, handlers and reads of the application have in use."""
+        ...
+
+    @property
     def events(self) -> EventRepository: ...
 
     @property
@@ -107,6 +113,9 @@ class Database(Protocol):
 
     @property
     def probes(self) -> ProbeRepository: ...
+
+    @property
+    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...

@@ -23,6 +23,7 @@ from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.operations import SqliteOperations
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.probes import SqliteProbes
+from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
@@ -80,6 +81,7 @@ class SqliteDatabase:
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)
+        self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:
@@ -136,6 +138,10 @@ class SqliteDatabase:
     @property
     def has_one_writer(self) -> bool:
         return True
+
+    @property
+    def connections_in_use(self) -> int:
+        return self._connections.in_use if self._engine is None else self._engine.in_use
 
     @property
     def handler_transactions(self) -> int:
