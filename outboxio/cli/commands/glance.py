@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, indented, line, say, say_json, terminal
+from outboxio.cli.answer import Exit, indented, line, say, say_error, say_json, terminal
 from outboxio.cli.inside import admin_of
 from outboxio.cli.shown import ago, moment, span, table
 from outboxio.cli.target import TargetError
@@ -35,19 +35,20 @@ async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
             )
     else:
         say(*_verdict(overview))
-    return Exit.FINE if overview.level == "ok" else Exit.NO
+    return _code(overview, Exit.FINE if overview.level == "ok" else Exit.NO)
 
 
 async def handlers(outbox: Outbox, *, as_json: bool) -> Exit:
     """Print the handlers, the worst first."""
-    found = await admin_of(outbox).handlers()
+    overview = await admin_of(outbox).overview()
+    found = overview.handlers
     if as_json:
         say_json(found)
     elif found:
         say(_handlers(found))
     else:
         say(line(("no process has announced a handler yet", "dim")))
-    return Exit.FINE
+    return _code(overview)
 
 
 async def instances(outbox: Outbox, *, as_json: bool) -> Exit:
@@ -59,7 +60,7 @@ async def instances(outbox: Outbox, *, as_json: bool) -> Exit:
         say(_instances(overview.instances))
     else:
         say(line(("..", "yellow"), "  no process has reported: start a worker, or enter running()"))
-    return Exit.FINE
+    return _code(overview)
 
 
 async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
@@ -110,6 +111,14 @@ def shown(overview: Overview) -> RenderableType:
         parts += [Text(""), _handlers(overview.handlers)]
     parts += [Text(""), _processes(overview.instances)]
     return Group(*parts)
+
+
+def _code(overview: Overview, code: Exit = Exit.FINE) -> Exit:
+    """The exit code of an overview. Shards that cannot be reached are named on stderr."""
+    lost = [shard for shard in overview.shards if not shard.is_reachable]
+    for shard in lost:
+        say_error(f"shard {shard.shard}: {shard.error}")
+    return Exit.UNREACHABLE if lost else code
 
 
 def _verdict(overview: Overview) -> list[RenderableType]:
