@@ -18,6 +18,8 @@ from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
+from outboxio.health.reader import HealthReader
+from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import InlineRunner
 from outboxio.loops.owner import EventLoopGuard
@@ -25,7 +27,9 @@ from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
-from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.admin_base import AdminSetup
+from outboxio.operations.admin_shards import Ends
+from outboxio.operations.ordering.recorder import By
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -36,12 +40,14 @@ from outboxio.runtime.running import Leave, RunHandle
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
+from outboxio.telemetry.choice import AnyTelemetry, TelemetryChoice
 from outboxio.transaction import Transaction
 
 __all__ = ["Drained", "Outbox"]
@@ -68,6 +74,9 @@ class Outbox(Registration, Recording):
     failure in a log line, and the payloads, parameters, headers and errors that ``outbox.admin`` and the command line
     show, as JSON text. It is called only after a failure and for an operator. If the function fails, the text is left
     out. Handlers get unchanged events.
+
+    ``telemetry`` is told of actions, events and runs: ``outboxio.integrations.opentelemetry.OpenTelemetry()``, an
+    object of a subclass of :class:`outboxio.telemetry.Telemetry`, or a list of several.
 
     An outbox is used in one event loop at a time. A call in another event loop raises :class:`WrongEventLoop`,
     until the first event loop or the outbox is closed.
@@ -96,31 +105,26 @@ class Outbox(Registration, Recording):
         around: Around | None = None,
         on_dead: DeadHook | None = None,
         redact: Redact | None = None,
+        telemetry: AnyTelemetry | None = None,
     ) -> None:
         Registration.__init__(self, Wiring(resources, around))
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
-        self.resources = resources
+        self.resources, self._telemetry = resources, TelemetryChoice(telemetry)
         self._guard = EventLoopGuard(f"the outbox of namespace {self.namespace!r}")
         sources = database if isinstance(database, Mapping) else {"default": database}
         if not sources:
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         environment, clock = self._environment(hook, redact), _checked_clock(clock)
-        self._shards = {
-            checked_name(name, "shard name"): self._shard(environment, name, source, clock)
-            for name, source in sources.items()
-        }
+        names = {checked_name(name, "shard name"): source for name, source in sources.items()}
+        self._shards = {name: self._shard(environment, name, source, clock) for name, source in names.items()}
+        self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
+        """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
+        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
-        self.executor = ActionExecutor(
-            namespace,
-            self._shards,
-            resources=resources,
-            record_empty_actions=self.settings.record_empty_actions,
-            owner=self,
-            redact=redact,
-        )
+        self.executor = self._action_executor(redact)
         """Runs actions."""
         self.execute = self.executor.execute
         """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
@@ -131,6 +135,7 @@ class Outbox(Registration, Recording):
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
+        self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -248,6 +253,20 @@ class Outbox(Registration, Recording):
             await shard.database.schema.check()
         await refuse_same_database(list(self._shards.values()))
 
+    async def health(self) -> Health:
+        """The health of this process and of the tables: alive, ready, in order, and the reasons if not.
+
+        Reads the memory of the process, and asks the database at most once in 5 s, for at most 1 s. Never raises for a
+        database that is down. Works inside and outside of ``running()``, and in any event loop: for a second event
+        loop, the event loop of the outbox answers, and if that event loop is blocked, the result is not live.
+
+        Example::
+
+            health = await outbox.health()
+            print(health.status, *health.reasons)
+        """
+        return await self._health.read()
+
     async def close(self) -> None:
         """Close every connection that this outbox opened. The outbox may be used again, then also in a new event loop.
 
@@ -277,15 +296,28 @@ class Outbox(Registration, Recording):
             join=self._join,
             resources=self.resources,
             redact=redact,
+            telemetry=self._telemetry,
             on_dead=on_dead,
         )
 
+    def _action_executor(self, redact: Redact) -> ActionExecutor:
+        return ActionExecutor(
+            self.namespace,
+            self._shards,
+            resources=self.resources,
+            record_empty_actions=self.settings.record_empty_actions,
+            owner=self,
+            redact=redact,
+            telemetry=self._telemetry,
+        )
+
     def _admin(self, redact: Redact) -> Admin:
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        shards = list(self._shards.values())
+        return Admin(AdminSetup(
+            namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
+            settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
+            process=shards[0].environment.owner, ends=Ends(),
+        ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}
@@ -295,6 +327,7 @@ class Outbox(Registration, Recording):
             stores_nul=database.stores_nul,
             max_hops=self.settings.max_hops,
             validates=self.settings.validate_events,
+            telemetry=self._telemetry,
         )
         return ShardRuntime(environment, database, ShardClock(clock, name), emitter)
 

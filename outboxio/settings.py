@@ -167,8 +167,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         nested at any word: ``handling_poll_delay``, ``handling-poll-delay``, ``handlingPollDelay`` and
         ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given only once.
 
-        ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``
-        and ``OUTBOXIO_TEST_*`` are no settings.
+        ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``,
+        ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE`` and ``OUTBOXIO_TEST_*`` are no settings.
 
         Durations are spelled as everywhere; text is converted (``"50"``; ``"true"``, ``"yes"``, ``"on"``, ``"1"`` and
         the opposites).
@@ -257,6 +257,13 @@ _CHECKS: Final[Mapping[object, Callable[[str, object, str], object]]] = {
 # --- sources of values ---------------------------------------------------------------------------
 
 _PREFIX: Final = "OUTBOXIO_"
+_OF_OTHERS: Final = {
+    "OUTBOXIO_DATABASE",
+    "OUTBOXIO_TARGET",
+    "OUTBOXIO_NAMESPACE",
+}  # of examples, and of the command line
+_OF_COMMAND_LINE: Final = ("target", "namespace")
+"""Keys in the table ``tool.outboxio`` of ``pyproject.toml`` that say which outbox the command line works on."""
 
 
 def _table_of(source: Mapping[str, object] | str | Path) -> Mapping[str, object]:
@@ -265,7 +272,8 @@ def _table_of(source: Mapping[str, object] | str | Path) -> Mapping[str, object]
     if "outboxio" in everything:
         return _table("outboxio", everything["outboxio"])
     if _is_table(tool) and "outboxio" in tool:
-        return _table("tool.outboxio", tool["outboxio"])
+        table = _table("tool.outboxio", tool["outboxio"])
+        return {key: value for key, value in table.items() if key not in _OF_COMMAND_LINE}
     return everything
 
 
@@ -314,7 +322,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_ours(variable: str) -> bool:
-    foreign = variable == f"{_PREFIX}DATABASE" or variable.startswith(f"{_PREFIX}TEST_")
+    foreign = variable in _OF_OTHERS or variable.startswith(f"{_PREFIX}TEST_")
     return variable.startswith(_PREFIX) and not foreign
 
 

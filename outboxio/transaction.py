@@ -216,10 +216,14 @@ class Transaction:
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of an action; :class:`TransactionEnded` if the transaction has ended."""
         self.require_open("a statement on tx.connection")
+        sending = self._emitter.telemetry.chosen.sending(self.shard, record, events)
+        record = sending.marked(record)
         try:
-            await self._session.insert_events(record, events)
+            with sending:
+                await self._session.insert_events(record, events)
         except TransactionLost as error:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
+        self._emitter.count(events)
         if watchers:
             self._tell((record, events))
 
@@ -239,8 +243,10 @@ class Transaction:
                 raise cancelled from error
             raise
         finally:
-            if watchers and self.is_committed:
-                self._tell_after_commit(action, events)
+            if self.is_committed:
+                self._emitter.count(events)
+                if watchers:
+                    self._tell_after_commit(action, events)
         if cancelled is not None:
             raise cancelled
 

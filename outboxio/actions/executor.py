@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -18,6 +20,7 @@ from outboxio.errors import (
     RightsMissing,
     StaleRecord,
 )
+from outboxio.loops.flood import Flood
 from outboxio.model.action import (
     Performs,
     Result_co,
@@ -32,12 +35,15 @@ from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.redaction import Redact, keep_all
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock
 from outboxio.support.ids import uuid7
-from outboxio.support.log import log_of, log_text
+from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.text import briefly
+from outboxio.telemetry.choice import TelemetryChoice
+from outboxio.telemetry.protocol import Execution
 from outboxio.transaction import Transaction, roll_back, transactions_around, work_in, work_outside
 
 T = TypeVar("T")
@@ -59,6 +65,9 @@ class WritableShard(Protocol):
     @property
     def emitter(self) -> Emitter: ...
 
+    @property
+    def statistics(self) -> ShardStatistics: ...
+
     def committed(self, events: Sequence[EventRecord] | None = None) -> None:
         """Is called after each commit that wrote events; ``None`` if joined actions have written events too."""
 
@@ -75,6 +84,7 @@ class ActionExecutor:
         record_empty_actions: bool,
         owner: object,
         redact: Redact = keep_all,
+        telemetry: TelemetryChoice | None = None,
     ) -> None:
         self._namespace = namespace
         self._shards = shards
@@ -83,6 +93,8 @@ class ActionExecutor:
         self._record_empty_actions = record_empty_actions
         self._owner = owner
         self._redact = redact
+        self._flood = Flood(logger)
+        self.telemetry = telemetry or TelemetryChoice()
 
     async def execute(
         self,
@@ -113,33 +125,43 @@ class ActionExecutor:
         name, own_entries = name_and_retries(action)
         action_id, entries = uuid7(), (*as_entries(retry), *own_entries)
         retries: RetryCounter | None = None  # most actions succeed at once
-        while True:
-            try:
-                async with self.transaction(
-                    name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
-                ) as tx:
-                    result: Result_co = await _awaitable(action.perform(tx), name)
-                return result
-            except Exception as error:
-                retries = retries or self.retries(entries, shard)
-                if (delay := self.delay_before_retry(retries, error, name, action_id)) is None:
-                    raise
-            await asyncio.sleep(delay)
+        with self.executing(name, shard, headers) as execution:
+            while True:
+                try:
+                    async with self.attempt(
+                        name, action, shard=shard, correlation_id=correlation_id, headers=headers, action_id=action_id
+                    ) as tx:
+                        result: Result_co = await _awaitable(action.perform(tx), name)
+                    return result
+                except Exception as error:
+                    retries = retries or self.retries(entries, shard)
+                    if (delay := self.delay_before_retry(retries, error, name, action_id, shard)) is None:
+                        raise
+                await asyncio.sleep(delay)
+                execution.repeated()
+
+    def executing(self, action_name: str, shard: str | None, headers: Mapping[str, Any] | None) -> Execution:
+        """Surrounds all runs of an action."""
+        return self.telemetry.chosen.executing(self._namespace, shard or self._default_shard, action_name, headers)
 
     def retries(self, entries: Sequence[Retry], shard: str | None = None) -> RetryCounter:
         """Counts the failed runs of an execution: by ``entries``, then by the failures that are always retried."""
         return RetryCounter(entries, retried_by_default(self.shard(shard).database))
 
     def delay_before_retry(
-        self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID
+        self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID, shard: str | None
     ) -> float | None:
         """The seconds to wait before the next run, which the log announces; ``None`` if ``error`` is final."""
         if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
             return None
-        logger.info(
-            "%s failed with %s and is run again in %.0f ms", action_name, log_text(error, self._redact), delay * 1000,
-            extra={"action_name": action_name, "action_id": str(action_id)},
-        )  # fmt: skip
+        key = (action_name, type_name(error))
+        if self._flood.admits(key, logging.INFO):
+            self._flood.log(
+                key, logging.INFO, "action %r failed with %s and is run again in %.0f ms",
+                action_name, log_text(error, self._redact), delay * 1000,
+                namespace=self._namespace, shard=shard or self._default_shard, action=action_name, action_id=action_id,
+                error_type=type_name(error),
+            )  # fmt: skip
         return delay
 
     @asynccontextmanager
@@ -151,17 +173,33 @@ class ActionExecutor:
         shard: str | None = None,
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        action_id: UUID | None = None,
-        source: str | None = None,
     ) -> AsyncGenerator[Transaction]:
         """Open a transaction. The end of the block commits it with the events; an error in the block rolls it back."""
+        with self.executing(action_name, shard, headers):
+            async with self.attempt(
+                action_name, params, shard=shard, correlation_id=correlation_id, headers=headers, action_id=uuid7()
+            ) as tx:
+                yield tx
+
+    @asynccontextmanager
+    async def attempt(
+        self,
+        action_name: str,
+        params: object,
+        *,
+        shard: str | None,
+        correlation_id: str | None,
+        headers: Mapping[str, Any] | None,
+        action_id: UUID,
+        source: str | None = None,
+    ) -> AsyncGenerator[Transaction]:
+        """A run of an action, in a new transaction."""
         self.refuse_nesting(action_name)
         target = self.shard(shard)
         cause = current_cause()
-        record = self.action_record(
-            target, action_name, params, headers, action_id or uuid7(), correlation_id, cause, source
-        )
+        record = self.action_record(target, action_name, params, headers, action_id, correlation_id, cause, source)
         tx: Transaction | None = None
+        outcome = "refused"
         try:
             async with target.database.session() as session:
                 await session.begin(soon=True)
@@ -180,15 +218,20 @@ class ActionExecutor:
                     raise
                 finally:
                     work_outside(token)
+                record, events = record.completed(target.clock()), self._events_of(tx)
+                sending = self.telemetry.chosen.sending(tx.shard, record, events)
+                began = perf_counter()
                 try:
-                    await tx.commit(record.completed(target.clock()), self._events_of(tx))
+                    with sending:
+                        await tx.commit(sending.marked(record), events)
                 except Exception as error:
+                    outcome = "unknown" if isinstance(error, CommitUnknown) else outcome
                     await _explain(target, error)
                     raise
+                target.statistics.sends.add(perf_counter() - began)
         finally:
             # Even if this task was cancelled meanwhile: committed events wait for fan-out.
-            if tx is not None and tx.is_committed and (tx.events or tx.was_joined):
-                target.committed(None if tx.was_joined else tx.events)
+            _end(target, tx, action_name, outcome)
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
         """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
@@ -197,10 +240,11 @@ class ActionExecutor:
         joined = tx.joined_by(record)
         token = work_in(joined, self._owner)
         try:
-            result: Result_co = await _awaitable(action.perform(joined), name)
-            await joined.flush()
-            joined.close()
-            await self._write(target, joined, record)
+            with self.telemetry.chosen.executing(self._namespace, tx.shard, name, None, joins=True):
+                result: Result_co = await _awaitable(action.perform(joined), name)
+                await joined.flush()
+                joined.close()
+                await self._write(target, joined, record)
             return result
         except BaseException:
             joined.abandon()
@@ -285,6 +329,15 @@ class ActionExecutor:
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
         return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+
+
+def _end(target: WritableShard, tx: Transaction | None, action_name: str, outcome: str) -> None:
+    """Count a transaction that has ended, and wake fan-out for the events. ``outcome``: if nothing is committed."""
+    if tx is not None and tx.is_committed:
+        outcome = "committed"
+        if tx.events or tx.was_joined:
+            target.committed(None if tx.was_joined else tx.events)
+    target.statistics.executed(action_name, outcome)
 
 
 async def _explain(target: WritableShard, error: Exception) -> None:

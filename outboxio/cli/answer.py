@@ -29,6 +29,8 @@ class Exit(IntEnum):
     """The answer is no: a check failed, work is left."""
     USAGE = 2
     UNREACHABLE = 3
+    PARTLY = 4
+    """A part of the order was not carried out."""
 
 
 def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = False, verbose: bool = False) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
 from outboxio.handlers.handler import Handler
+from outboxio.health.values import Health
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -26,6 +27,16 @@ def clock_of(outbox: Outbox, shard: str) -> Callable[[], datetime]:
 
 def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
+
+
+async def is_live(outbox: Outbox) -> bool:
+    """True if this process need not be restarted. The database is not asked."""
+    return (await outbox._health.probe(asks=False)).live
+
+
+async def health_of(outbox: Outbox, patience: float) -> Health:
+    """The health of the tables, with ``patience`` seconds for the first connection."""
+    return await outbox._health.read(patience)
 
 
 class Tally:

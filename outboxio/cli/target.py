@@ -5,18 +5,29 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import AsyncGenerator, Callable
+import tomllib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, OutboxError
 from outboxio.outbox import Outbox
 from outboxio.settings import Settings
 from outboxio.support.text import without_passwords
 
-_EXPECTED = "expected module:outbox, as in app.main:outbox"
+_EXPECTED = "expected module:outbox, as in app.main:outbox, or a database URL"
+_NO_TARGET = (
+    "Name an outbox of yours (module:outbox) or a database (--database URL), set OUTBOXIO_TARGET, or write target = "
+    '"module:outbox" into the table tool.outboxio of pyproject.toml'
+)
+_KEYS = ("target", "namespace")
+_LIKE_A_TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*|[\w+]+://.*", re.DOTALL)
 _ANY_NAMESPACE = "outboxio"  # the tables are the same for every namespace
 
 
@@ -24,31 +35,86 @@ class TargetError(ConfigurationError):
     """There is no outbox where the command was told to look."""
 
 
+class Named(Struct, frozen=True):
+    """The outbox that a command works on: an outbox of the application, or a database and a namespace."""
+
+    target: str | None = None
+    """``module:outbox``, or a database URL."""
+    namespace: str | None = None
+    words: Sequence[str] = ()
+    """The words of the command line behind the target."""
+
+    @property
+    def url(self) -> str | None:
+        """The database URL, unless the target is an outbox of the application."""
+        return self.target if self.target is not None and "://" in self.target else None
+
+
+def named(
+    words: Sequence[str], database: str | None, namespace: str | None, *, environ: Mapping[str, str] = os.environ
+) -> Named:
+    """The outbox that the command line names, or else ``OUTBOXIO_TARGET``, or else ``pyproject.toml``.
+
+    The first word is the target if it looks like ``module:outbox`` or like a URL. ``--database`` is a target too.
+    Raises :class:`TargetError` without any target, and with two.
+    """
+    first, *rest = words or ("",)
+    is_target = _LIKE_A_TARGET.fullmatch(first) is not None
+    if is_target and database is not None:
+        raise TargetError(f"{first!r} and --database name two outboxes; give one of them, and not both")
+    if is_target:
+        return Named(first, namespace, rest)
+    elsewhere = _elsewhere(environ)
+    target = database or elsewhere.get("target")
+    if target is None:
+        raise TargetError(_NO_TARGET if not first else f"{first!r} names no outbox: {_EXPECTED}. {_NO_TARGET}")
+    return Named(target, namespace or elsewhere.get("namespace"), list(words))
+
+
 @asynccontextmanager
-async def opened(
-    target: str | None, database: str | None = None, namespace: str | None = None
-) -> AsyncGenerator[Outbox]:
+async def opened(named: Named) -> AsyncGenerator[Outbox]:
     """The outbox that the command line names; closed at the end.
 
     Raises :class:`TargetError` for a target that does not exist or is no outbox. Errors of outboxio in the imported
     module, such as :class:`SettingsError`, pass through.
     """
-    outbox = await _outbox_of(target) if target is not None else _outbox_at(database, namespace)
+    if named.url is not None:
+        outbox = Outbox(named.url, namespace=named.namespace or _ANY_NAMESPACE, settings=Settings.load())
+    else:
+        assert named.target is not None
+        outbox = await _outbox_of(named.target)
     try:
         yield outbox
     finally:
         await outbox.close()
 
 
-def refuse_both_or_none(target: str | None, database: str | None) -> None:
-    """Raise :class:`TargetError` unless either ``target`` or ``database`` is given."""
-    if (target is None) == (database is None):
-        raise TargetError("name an outbox of yours (module:outbox), or give --database; one of them, and not both")
+def refuse_without_namespace(named: Named) -> None:
+    """Raise :class:`TargetError` for a database without a namespace, because rows of one service are asked for."""
+    if named.url is not None and named.namespace is None:
+        raise TargetError("a database may have rows of several services: give --namespace, or set OUTBOXIO_NAMESPACE")
 
 
-def _outbox_at(database: str | None, namespace: str | None) -> Outbox:
-    assert database is not None
-    return Outbox(database, namespace=namespace or _ANY_NAMESPACE, settings=Settings.load())
+def _elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
+    """The target and the namespace from the environment, or else from the nearest ``pyproject.toml``."""
+    given = {key: environ[f"OUTBOXIO_{key.upper()}"] for key in _KEYS if environ.get(f"OUTBOXIO_{key.upper()}")}
+    return given if "target" in given else _in_project() | given
+
+
+def _in_project() -> dict[str, str]:
+    here = Path.cwd()
+    file = next((folder / "pyproject.toml" for folder in (here, *here.parents) if _is_file(folder)), None)
+    if file is None:
+        return {}
+    try:
+        table: Any = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("outboxio", {})
+        return {key: str(table[key]) for key in _KEYS if key in table}
+    except (ValueError, OSError, AttributeError, TypeError) as error:
+        raise TargetError(f"{file} cannot be read: {error}") from error
+
+
+def _is_file(folder: Path) -> bool:
+    return (folder / "pyproject.toml").is_file()
 
 
 async def _outbox_of(target: str) -> Outbox:

@@ -41,10 +41,10 @@ from outboxio.dispatch.sickness import Sickness
 from outboxio.dispatch.slots.limits import TotalLimits
 from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
-from outboxio.dispatch.watchdog import Watchdog
+from outboxio.dispatch.watchdog import StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.invoker import Counters, HandlerInvoker
 from outboxio.invocation.resting import NewerRows
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
@@ -58,6 +58,7 @@ from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
+from outboxio.statistics.counters import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import as_micros
@@ -76,7 +77,7 @@ class Dispatcher:
         self._handlers, self._wakeups = setup.handlers, wakeups
         self._pauses: dict[str, Pause] | None = None
         self._cursors = Cursors()
-        self._state = state = DispatchState(signals, locks)
+        self._state = state = DispatchState(signals, locks, setup.context.telemetry)
         keys, self._partitions = KeyQueues(), Partitions(setup.clock)
         self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
         self._queues = _queues_of(setup)
@@ -85,7 +86,7 @@ class Dispatcher:
             setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
             left_behind=stuck.ids, signals=signals,
         )  # fmt: skip
-        self.caller = HandlerInvoker(
+        self.caller = handler_invoker(setup.context)(
             database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
             crashes=self._guard,
         )  # fmt: skip
@@ -107,7 +108,7 @@ class Dispatcher:
         )  # fmt: skip
         rows = KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked)
         self._gate = AdmissionGate(
-            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=self._settler.add
+            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=intake.skip
         )
         rehoming = Rehoming(setup, self._partitions, in_flight, stuck, moved=wakeups.moved)
         self._finder = Finder(
@@ -127,6 +128,17 @@ class Dispatcher:
     def running(self) -> list[tuple[str, asyncio.Task[None] | None]]:
         """The names and tasks of the handlers that run. Any thread may ask."""
         return [(run.queue.handler.name, run.task) for run in self._watchdog.runs]
+
+    def stuck_runs(self) -> list[StuckRun]:
+        """The stuck runs that still go on."""
+        return self._watchdog.stuck_runs()
+
+    @property
+    def paused(self) -> list[str]:
+        """The names of the paused handlers of this process."""
+        pauses = self._pauses or {}
+        ongoing = {name for name, pause in pauses.items() if pause.ended_date is None}
+        return sorted(handler.name for handler in self._handlers if handler.names & ongoing)
 
     # --- slots and pauses ----------------------------------------------------------------------
 
@@ -353,7 +365,9 @@ def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
     """The queue of each handler of a shard, by the id of the handler."""
     handlers = setup.handlers
     strict, number = handlers.strict_types(), len(handlers)
-    return {
-        id(handler): HandlerQueue(HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict))
-        for handler in handlers
-    }
+    queues: dict[int, HandlerQueue] = {}
+    for handler in handlers:
+        spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
+        queue = queues[id(handler)] = HandlerQueue(spec, setup.statistics.of(handler.name))
+        queue.statistics.queue = queue
+    return queues

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
+from time import perf_counter
 
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.state import DispatchState
@@ -27,7 +28,7 @@ from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, WakeUps
 from outboxio.runs.refused import RefusedOutcomes
 from outboxio.runs.run import Run
-from outboxio.support.log import log_of, log_text
+from outboxio.support.log import Fields, log_of, log_text, type_name
 
 logger = log_of(__name__)
 
@@ -154,6 +155,7 @@ class Settler:
         The part is empty, or the two halves of the bucket: halving leads to the value that the database refuses.
         """
         takes, notifications = self._cursors.takes, self._setup.database.notifications
+        began = perf_counter()
         try:
             if bucket.emitted:
                 settled = await self._settle_emitting(bucket)
@@ -165,6 +167,7 @@ class Settler:
             if len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             bucket, settled = await self._settle_without_value(bucket.outcomes[0], error)
+        self._setup.statistics.settles.add(perf_counter() - began)
         if settled < len(bucket.outcomes):
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
@@ -182,16 +185,23 @@ class Settler:
         if settled:
             self._wakeups.committed()
             for action, events in bucket.emitted:
+                self._setup.context.emitter.count(events)
                 tell_written(action, events)
         return settled
 
     async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:
         """Write an outcome without the value that the database refuses. A run with refused events has failed."""
         told = log_text(error, self._invoker.redact)
-        logger.error("the database refuses a value of notification %s: %s", refused.notification_id, told)
         run, outcome = self._in_flight.rows.get(refused.notification_id), refused
+        fields: Fields = {} if run is None else run.log_fields
+        fields["notification_id"] = refused.notification_id
+        logger.error(
+            "the database refuses a value of notification %s: %s", refused.notification_id, told,
+            **fields, state=refused.state, error_type=type_name(error),
+        )  # fmt: skip
         if refused.emitted is not None and run is not None:
             outcome = self._invoker.judge(run, error)
+            run.queue.statistics.count(outcome)
         (bucket,) = in_buckets([outcome.without_error_text()])
         if bucket.emitted:
             return bucket, await self._settle_emitting(bucket)
@@ -217,6 +227,7 @@ class Settler:
         logger.warning(
             "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
             number, len(bucket.outcomes), bucket.state, ", ".join(str(lease.slot) for lease in bucket.leases),
+            refused=number, state=bucket.state,
         )  # fmt: skip
         self._find_again_soon()
 
@@ -245,8 +256,9 @@ class Settler:
                     unwritten = [outcome for bucket in self.writing for outcome in bucket.outcomes] + self.waiting
                     if not unwritten:
                         logger.warning(
-                            "records of runs that have ended are left behind: %s", log_text(error, self._invoker.redact)
-                        )
+                            "records of runs that have ended are left behind: %s",
+                            log_text(error, self._invoker.redact), error_type=type_name(error),
+                        )  # fmt: skip
                         return
                     raise ShutdownError([outcome.notification_id for outcome in unwritten]) from error
                 await asyncio.sleep(pause)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 
-from outboxio.invocation.invoker import Counters
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import begin_inside
 from outboxio.runs.ports import LockTrust
+from outboxio.statistics.counters import Counters
 from outboxio.support.aio import Alarm
+from outboxio.telemetry.protocol import HandlingTelemetry
 
 
 class DispatchState:
@@ -19,7 +20,7 @@ class DispatchState:
     which moment the locks are proven (:attr:`proven_until`, by the event loop's clock).
     """
 
-    def __init__(self, signals: Signals, locks: LockTrust) -> None:
+    def __init__(self, signals: Signals, locks: LockTrust, telemetry: HandlingTelemetry | None = None) -> None:
         self.signals = signals
         self.locks = locks
         self.counters = Counters()
@@ -42,6 +43,8 @@ class DispatchState:
         self.handlers_context = contextvars.copy_context()
         """The context variables with which each task that calls handlers begins."""
         self.handlers_context.run(begin_inside)
+        if telemetry is not None:
+            self.handlers_context.run(telemetry.begin)
 
     def may_start(self, now: float) -> bool:
         """True if runs may start."""

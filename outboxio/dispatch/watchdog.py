@@ -12,14 +12,16 @@ import asyncio
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 from uuid import UUID
+
+from msgspec import Struct
 
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.state import DispatchState
 from outboxio.invocation.endings import thread_stack
 from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.loops.pulse import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ports import StuckRows
@@ -30,6 +32,17 @@ logger = log_of(__name__)
 
 SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
 LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
+
+
+class StuckRun(Struct, frozen=True):
+    """A stuck run, for operators."""
+
+    handler: str
+    event_id: str | None
+    seconds: float
+    """The time since the cancellation."""
+    place: str
+    """The line of code at which the run waits."""
 
 
 class Watchdog:
@@ -112,13 +125,16 @@ class Watchdog:
         run.give_up()
         self._state.counters.stuck += 1
         self.keep(run)
+        if not isinstance(run, HookRun):
+            seconds = asyncio.get_running_loop().time() - run.started
+            run.queue.statistics.durations_of("failed", "TimeoutError").add(seconds)
         frames = thread_stack(run) or _stack_of(run.task)
         error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown place")
         described = self._invoker.judge.describe(error)
         logger.error(
             "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
             run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown place",
-            extra={"handler_name": run.queue.handler.name, "event_id": run.notification.known_event_id},
+            **run.log_fields,
         )  # fmt: skip
         self._leave(run)
         if run.session is not None:
@@ -127,10 +143,21 @@ class Watchdog:
         untouched = {row for part in run.parts for row in part} if isinstance(run, BatchRun) else set[Run]()
         for row in run.undone:
             has_failed = run.session is None and row not in untouched
-            self._settler.end(row, self._invoker.judge(row, error, described) if has_failed else None)
+            self._end(run, row, self._invoker.judge(row, error, described) if has_failed else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
         self._replace(run.task)
+
+    def stuck_runs(self) -> list[StuckRun]:
+        """The stuck runs that still go on, of this shard run."""
+        now = asyncio.get_running_loop().time()
+        return [
+            StuckRun(
+                run.queue.handler.name, run.notification.known_event_id, now - (run.cancelled_at or now),
+                stack_line(thread_stack(run) or _stack_of(task)) or "an unknown place",
+            )
+            for task, (run, _) in self._stuck.items()
+        ]  # fmt: skip
 
     def keep(self, run: Run) -> None:
         """While a stuck run lasts, the rows do not start in this process, in a later shard run neither."""
@@ -138,12 +165,13 @@ class Watchdog:
         ids = [row.notification.id for row in run.undone]
         self._stuck[run.task] = run, ids
         self._stuck_rows.add(ids)
+        run.queue.statistics.stuck += 1
 
     def came_back(self, run: Run) -> None:
         """A stuck handler has ended: the result is refused."""
         logger.warning(
             "handler %r came back for event %s after it was given up; its result is refused",
-            run.queue.handler.name, run.notification.event_label,
+            run.queue.handler.name, run.notification.event_label, **run.log_fields,
         )  # fmt: skip
 
     # --- tasks that have ended -----------------------------------------------------------------
@@ -152,6 +180,7 @@ class Watchdog:
         """Account for the run of a task that has ended: the run was stuck, or is lost because the task has failed."""
         if task in self._stuck:
             run, ids = self._stuck.pop(task)
+            run.queue.statistics.stuck -= 1
             if run.abandoned:
                 self._scheduler.give_back(run)
             self._stuck_rows.discard(ids)
@@ -161,7 +190,7 @@ class Watchdog:
         for run in [run for run in self.runs if run.task is task]:
             self._leave(run)
             for row in tuple(run.undone):
-                self._settler.end(row, self._judge_lost(run, row, error))
+                self._end(run, row, self._judge_lost(run, row, error))
 
     def _judge_lost(self, run: Run, row: Run, error: BaseException | None) -> Outcome | None:
         """The outcome of a row after the end of the task. ``error``: the failure of the task; ``None``: a cancellation.
@@ -172,6 +201,12 @@ class Watchdog:
         if error is None or row.is_settled or (run.interrupted and not run.has_begun):
             return None
         return self._invoker.judge(row, error)
+
+    def _end(self, run: Run, row: Run, outcome: Outcome | None) -> None:
+        """A row has lost its run."""
+        if outcome is not None and not isinstance(run, HookRun):
+            run.queue.statistics.count(outcome)
+        self._settler.end(row, outcome)
 
     def _leave(self, run: Run) -> None:
         if isinstance(run, HookRun):
@@ -194,12 +229,15 @@ class Watchdog:
             logger.warning(
                 "cancelled %d handlers that were still running at shutdown: %s", len(runs),
                 ", ".join(f"{run.queue.handler.name} for {run.notification.event_label}" for run in runs),
+                runs=len(runs),
             )  # fmt: skip
         return runs
 
     def report_stuck(self) -> None:
         if self._stuck:
-            logger.error("%d handlers ignore their cancellation and are left behind", len(self._stuck))
+            logger.error(
+                "%d handlers ignore their cancellation and are left behind", len(self._stuck), runs=len(self._stuck)
+            )
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -209,16 +247,11 @@ class Watchdog:
 def _stack_of(task: asyncio.Task[None]) -> list[traceback.FrameSummary]:
     """Where the handler that a task runs is waiting, from the handler's own frame to the innermost frame."""
     frames: list[traceback.FrameSummary] = []
-    waiting: Any = task.get_coro()
-    while waiting is not None:
-        try:
-            frame = next(filter(None, (getattr(waiting, f"{kind}_frame", None) for kind in ("cr", "gi", "ag"))), None)
-            if frame is None:
-                break
+    try:
+        for frame in awaited_frames(task.get_coro()):
             frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            waiting = getattr(waiting, "cr_await", getattr(waiting, "gi_yieldfrom", getattr(waiting, "ag_await", None)))
-        except Exception:  # an awaitable of the application may answer with any error: the stack ends there
-            break
+    except Exception:  # an awaitable of the application may answer with any error: the stack ends there
+        pass
     return [frame for frame in frames if os.path.dirname(frame.filename) != _FOLDER]
 
 

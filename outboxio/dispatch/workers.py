@@ -19,7 +19,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.envelope import current_envelope
-from outboxio.model.outcome import Outcome, expired
+from outboxio.model.outcome import Outcome
 from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
 from outboxio.support.clock import as_micros
@@ -122,27 +122,38 @@ class WorkerPool:
         assert task is not None
         scheduler, watchdog, invoker = self._scheduler, self._watchdog, self._invoker
         self._hired.discard(task)
+        now = loop.time()
         while True:
-            now = loop.time()
             run = scheduler.next_run() if self._has_time(now, loop) else None
             if run is None:
                 if not await self._rest():
                     return
+                now = loop.time()
                 continue
             if scheduler.runnable and not self._called:
                 self.call()
             run.task = task
             if isinstance(run, BatchRun):
                 await self._run_batch(run, task)
+                now = loop.time()
             elif run.queue.spec.is_too_old(run.notification, self._settled_now):
-                self._finished(run, expired(run.notification, run.lease))
+                self._finished(run, self._expire(run))
+                now = loop.time()
                 continue
             else:
                 # A transactional run waits for a connection first, and that wait is not the handler's time.
                 run.started = 0.0 if run.queue.spec.needs_transaction else now
+                lag = self._settled_now - run.notification.next_retry_us
                 if watchdog.timer is None:
                     watchdog.watch()
-                self._finished(run, await invoker.call(run, task))
+                outcome = await invoker.call(run, task)
+                now = loop.time()
+                if outcome is not None and run.phase is not STUCK:
+                    if run.started:
+                        run.queue.statistics.ended(outcome, lag, now - run.started)
+                    else:
+                        run.queue.statistics.count(outcome)
+                self._finished(run, outcome)
             if run.phase > OVERDUE or not run.is_clean:
                 return
 
@@ -197,6 +208,7 @@ class WorkerPool:
     async def _run_batch(self, batch: BatchRun, task: asyncio.Task[None]) -> None:
         """Call a handler for many rows. The settler has each outcome as soon as the row is judged."""
         self._expire_old(batch)
+        batch.queue.statistics.waited(self._settled_now - row.notification.next_retry_us for row in batch.undone)
         batch.started = 0.0  # the handler's time begins when the handler is called
         if self._watchdog.timer is None:
             self._watchdog.watch()
@@ -205,7 +217,7 @@ class WorkerPool:
             return self._watchdog.came_back(batch)
         self._leave(batch)
         for row in batch.undone:  # the rows that were not judged
-            self._settler.end(row, None)
+            self._row_done(batch, row, None)
 
     def _expire_old(self, batch: BatchRun) -> None:
         """Rows that outlived the retention leave the batch before the handler is called."""
@@ -213,12 +225,22 @@ class WorkerPool:
         old = [row for row in rows if spec.is_too_old(row.notification, self._settled_now)]
         for row in old:
             batch.remaining.pop(row)
-            self._settler.end(row, expired(row.notification, row.lease))
+            self._settler.end(row, self._expire(row))
         batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
+
+    def _expire(self, row: Run) -> Outcome:
+        """The outcome of a row that outlived the retention."""
+        outcome = self._invoker.judge.expired(row)
+        row.queue.statistics.count(outcome)
+        return outcome
 
     def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:
         """A row of a batch has an outcome. The rest of the batch may go on for long."""
         if batch.remaining.pop(row, row) is None:
+            if outcome is not None:
+                row.queue.statistics.count(outcome)
+            elif row.is_settled:
+                row.queue.statistics.succeeded += 1
             self._settler.end(row, outcome)
 
     def _leave(self, run: Run) -> None:

@@ -104,6 +104,12 @@ class Registration(ABC):
         a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
         least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
 
+        ``alert_age`` (default: 60 s): the overview says that the handler is behind as soon as a notification has been
+        due for so long.
+
+        ``trace=False`` leaves the runs of the handler out of traces (``Outbox(telemetry=...)``). The events that the
+        handler emits continue the trace.
+
         Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function cannot be
         called with one envelope (with ``batch``: a list) and the resources; a plain function has
         ``delivery="transactional"``, or is a generator or a wrapper of an async function; an annotation names other

@@ -97,33 +97,42 @@ class Inbox:
         options: dict[str, Any] = {"headers": headers, "correlation_id": correlation_id, "source": source}
         try:
             if connection is None:
-                await self._store(delivery, given.params, shard=shard, **options)
-            else:
-                session = await self._wrap(target, connection)
-                await delivery.require_new(session, target.clock())
-                await self._executor.record(target, session, RECEIVED_ACTION, given.params, [delivery.event], **options)
+                seen = await self._store(delivery, given.params, shard=shard, **options)
+                return Received.RECEIVED if seen is None else self._seen_before(seen, delivery)
+            session = await self._wrap(target, connection)
+            await delivery.require_new(session, target.clock())
+            await self._executor.record(target, session, RECEIVED_ACTION, given.params, [delivery.event], **options)
         except _Seen as seen:
             return self._seen_before(seen, delivery)
         return Received.RECEIVED
 
     async def _store(
         self, delivery: _Delivery, params: Mapping[str, Any], *, shard: str | None, **options: Any
-    ) -> None:
-        """Store a message in a new transaction. Stale records and transient failures are retried."""
+    ) -> _Seen | None:
+        """Store a message in a new transaction, unless the message was received before.
+
+        Stale records and transient failures are retried.
+        """
         executor, action_id = self._executor, uuid7()
         retries = executor.retries((), shard)
-        while True:
-            try:
-                async with executor.transaction(
-                    RECEIVED_ACTION, params, shard=shard, action_id=action_id, **options
-                ) as tx:
-                    await delivery.require_new(tx, tx.now)
-                    tx.add(delivery.event)
-                return
-            except Exception as error:
-                if (delay := executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id)) is None:
-                    raise
-            await asyncio.sleep(delay)
+        with executor.executing(RECEIVED_ACTION, shard, options["headers"]) as execution:
+            while True:
+                try:
+                    async with executor.attempt(
+                        RECEIVED_ACTION, params, shard=shard, action_id=action_id, **options
+                    ) as tx:
+                        await delivery.require_new(tx, tx.now)
+                        tx.add(delivery.event)
+                    return None
+                except _Seen as seen:
+                    execution.was_duplicate()
+                    return seen
+                except Exception as error:
+                    delay = executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id, shard)
+                    if delay is None:
+                        raise
+                await asyncio.sleep(delay)
+                execution.repeated()
 
     async def consume(
         self,
@@ -214,6 +223,7 @@ class Inbox:
             failed=failed,
         )
         if failed and not stores:
+            inline.left_to_sender(failed)
             told = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source!r}"
             raise BaseExceptionGroup(told, list(failed.values()))
         return result
@@ -231,7 +241,7 @@ class Inbox:
         self.conflicts += 1
         logger.error(
             "%r delivered something else as %r than before; the first is kept", source, external_id,
-            extra={"source": source, "external_id": external_id},
+            source=source, external_id=external_id,
         )  # fmt: skip
 
     def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:

@@ -22,10 +22,10 @@ from outboxio.errors import CommitUnknown
 from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.handlers.options import DeadHook, Delivery
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResult
-from outboxio.invocation.counters import Counters
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import is_newer
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
@@ -36,10 +36,13 @@ from outboxio.runs.handler_spec import HandlerSpec
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings
+from outboxio.statistics.counters import Counters
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Database, NewNotification, Session
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import ShardClock, as_micros
 from outboxio.support.ids import uuid7
+from outboxio.support.log import type_name
 from outboxio.transaction import roll_back
 
 PAUSES_ARE_OLD = 1.0  # seconds
@@ -101,6 +104,7 @@ class InlineRunner:
         on_dead: DeadHook | None,
         committed: Callable[[], None],
         became_due: Callable[[], None],
+        statistics: ShardStatistics,
     ) -> None:
         """``committed`` is called after a COMMIT with events, ``became_due`` after a COMMIT with notifications."""
         self._namespace = context.namespace
@@ -112,7 +116,8 @@ class InlineRunner:
         self._on_dead = on_dead
         self._committed = committed
         self._became_due = became_due
-        self._judge = Judge(clock, context.redact, context.outbox)
+        self._statistics = statistics
+        self._judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
@@ -154,8 +159,13 @@ class InlineRunner:
             await asyncio.wait({stuck})
         async with self._slots.setdefault(handler.name, asyncio.Semaphore(queue.spec.limit)), self._place_of(handler):
             outcome = await self._watched(self._invoker(claim), run, key)
+        seconds = asyncio.get_running_loop().time() - run.started
         if claim.error is not None:
+            if not issubclass(type(claim.error), TakenByAnother):
+                queue.statistics.durations_of("failed", type_name(claim.error)).add(seconds)
             return claim.error
+        queue.statistics.succeeded += 1
+        queue.statistics.successes.add(seconds)
         if outcome is not None and not run.is_settled:
             await self._write_done(message, handler, outcome)
         if run.is_settled or (outcome is not None and outcome.emitted):
@@ -187,15 +197,22 @@ class InlineRunner:
         now, action, event = self._clock(), message.action, message.event
         owed = [self._owed(message, handler, None) for handler in waiting]
         owed += [self._owed(message, self._handler(name), error) for name, error in failed.items()]
+        sending = self._context.emitter.telemetry.chosen.sending(self._context.shard, action, [event])
 
         async def write(session: Session) -> None:
             ours = [o for o in owed if await self._write_row(session, message, o.handler_name, now)]
             if ours:
-                await session.insert_events(action.completed(now), [event])
+                await session.insert_events(sending.marked(action.completed(now)), [event])
                 await session.insert_notifications(event.id, ours, now)
 
-        await self._transact(message, write)
+        with sending:
+            await self._transact(message, write)
         self._became_due()
+
+    def left_to_sender(self, failed: Iterable[str]) -> None:
+        """These handlers have failed, and run again when the sender delivers the message again."""
+        for name in failed:
+            self._statistics.of(name).failed += 1
 
     # --- a run ---------------------------------------------------------------------------------
 
@@ -277,8 +294,10 @@ class InlineRunner:
         queue = self._queues.get(handler.name)
         if queue is None:
             queue = self._queues[handler.name] = HandlerQueue(
-                HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead)
+                HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead),
+                self._statistics.of(handler.name),
             )
+            queue.statistics.consuming = queue.running
         return queue
 
     def _handler(self, name: str) -> Handler:
@@ -336,7 +355,9 @@ class InlineRunner:
         )
         if error is None:
             return owed
-        outcome = self._judge(Run(notification, self._queue(handler), NO_LEASE), error)
+        queue = self._queue(handler)
+        outcome = self._judge(Run(notification, queue, NO_LEASE), error)
+        queue.statistics.count(outcome)
         return msgspec.structs.replace(
             owed,
             state=outcome.state,
@@ -346,7 +367,7 @@ class InlineRunner:
         )
 
     def _invoker(self, claim: Claim) -> HandlerInvoker:
-        return HandlerInvoker(
+        return handler_invoker(self._context)(
             self._database, self._handlers, self._clock, self._context, Counters(), emitted=lambda: None, claim=claim
         )
 

@@ -123,8 +123,8 @@ def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
     ``to=None`` applies what ``outbox.migrate()`` would apply: all files on a new database; on an older one a file that
     drops a part which an older version of outboxio uses (``..._contract.sql``) waits. A revision with ``to`` does the
     same whichever version of outboxio is installed; the number of a contract file asks for this file, as
-    ``migrate(contract=True)`` does. ``since`` is the version that the revisions before this one have reached. Only
-    ``--sql`` needs ``since``, because there is no database to ask.
+    ``migrate(contract=True)`` does, also where later files were applied. ``since`` is the version that the revisions
+    before this one have reached. Only ``--sql`` needs ``since``, because there is no database to ask.
 
     Raises :class:`SchemaNewer`, :class:`SchemaOccupied`, :class:`SchemaMissing` and :class:`SchemaInUse` as
     ``outbox.migrate()`` does, and :class:`ConfigurationError` for an unknown version or dialect.
@@ -132,7 +132,7 @@ def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
     Example::
 
         def upgrade() -> None:
-            outboxio.upgrade(op, to=6)  # from outboxio.integrations import alembic as outboxio
+            outboxio.upgrade(op, to=7)  # from outboxio.integrations import alembic as outboxio
     """
     context = op.get_context()
     dialect = _dialect_of(context)
@@ -187,7 +187,7 @@ class _Upgrade:
                     # CREATE SCHEMA needs a right on the whole database, even if the schema exists.
                     if not is_done(statement, found) and not (has_schema and _MAKES_SCHEMA.search(statement)):
                         self._execute(statement)
-                logger.info("applied sql/%s/%s", self._dialect, file.name)
+                logger.info("applied sql/%s/%s", self._dialect, file.name, dialect=self._dialect, file=file.name)
             for index in indexes:
                 self._execute(index.statements[0])
 
@@ -205,8 +205,8 @@ class _Upgrade:
         for table, column, *_ in self._rows(self._catalog.columns):
             columns.setdefault(table.removeprefix(PREFIX), set()).add(column)
         indexes = {row[-1 if self._dialect == "sqlite" else 1] for row in self._rows(self._catalog.indexes)}
-        [(version,)] = self._rows(self._catalog.version) if "version" in columns.get("schema_versions", ()) else [(0,)]
-        return Found(columns, {index.removeprefix(PREFIX) for index in indexes}, version)
+        rows = self._rows(self._catalog.version) if "version" in columns.get("schema_versions", ()) else ()
+        return Found(columns, {index.removeprefix(PREFIX) for index in indexes}, {version for (version,) in rows})
 
     @contextmanager
     def _turn(self) -> Generator[None]:
@@ -258,11 +258,15 @@ def _refuse_unknown(version: Any, parameter: str, *, lowest: int) -> None:
 
 
 def _files_since(dialect: str, since: int, to: int | None) -> list[SqlFile]:
-    """The files behind ``since``, for a database that cannot be asked."""
-    files = [file for file in sql_files(dialect) if file.version > since]
-    if to is None and since and files and files[-1].is_contract:
-        files.pop()  # an older version may still run
-    return [file for file in files if to is None or file.version <= to]
+    """The files behind ``since``, for a database that cannot be asked.
+
+    An older version may still run, so behind the first revision a contract file is applied only by its own number.
+    There ``since`` may be later than the file.
+    """
+    files = [file for file in sql_files(dialect) if to is None or file.version <= to]
+    if not since:
+        return files
+    return [file for file in files if (file.version == to if file.is_contract else file.version > since)]
 
 
 # --- writing a revision --------------------------------------------------------------------------
@@ -297,17 +301,15 @@ def write_revision(
     """
     try:
         scripts = ScriptDirectory.from_config(config)
-        since = max(map(_reached, scripts.walk_revisions()), default=0)
-        files = [file for dialect in CATALOGS for file in _files_since(dialect, since, _newest() if contract else None)]
-        if not files:
+        calls = _calls_behind(scripts, contract=contract)
+        if not calls:
             return None
-        last = max(file.version for file in files)
         script = scripts.generate_revision(
             revision or rev_id(),
             message,
             head=head,
             imports="from outboxio.integrations import alembic as outboxio",
-            upgrades=f"outboxio.upgrade(op, to={last}{f', since={since}' if since else ''})",
+            upgrades="\n    ".join(calls),
             downgrades="outboxio.downgrade_refused(op)",
         )
     except CommandError as error:
@@ -315,7 +317,24 @@ def write_revision(
     return None if script is None else Path(script.path)
 
 
-def _reached(script: Any) -> int:
-    """The newest version that a revision of the application asks for; 0 if the revision has no part of outboxio."""
+def _calls_behind(scripts: ScriptDirectory, *, contract: bool) -> list[str]:
+    """The calls of :func:`upgrade` that the next revision needs. A contract file gets a call of its own."""
+    asked = [to for script in reversed(list(scripts.walk_revisions())) for to in _asked_by(script)]
+    since, files = max(asked, default=0), {file.version: file for dialect in CATALOGS for file in sql_files(dialect)}
+    if not asked:
+        return [f"outboxio.upgrade(op, to={max(files)})"]
+    calls: list[str] = []
+    expand = [version for version, file in files.items() if version > since and not file.is_contract]
+    if expand:
+        calls.append(f"outboxio.upgrade(op, to={max(expand)}, since={since})")
+        since = max(expand)
+    if contract:  # the first revision has made all parts up to its number
+        left = [version for version, file in files.items() if file.is_contract and version > asked[0]]
+        calls += [f"outboxio.upgrade(op, to={version}, since={since})" for version in left if version not in asked]
+    return calls
+
+
+def _asked_by(script: Any) -> list[int]:
+    """The versions that a revision of the application asks for; none if the revision has no part of outboxio."""
     text = Path(script.path).read_text("utf-8")
-    return max(map(int, _CALL.findall(text)), default=0) if "outboxio" in text else 0
+    return list(map(int, _CALL.findall(text))) if "outboxio" in text else []

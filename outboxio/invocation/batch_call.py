@@ -25,9 +25,7 @@ from outboxio.model.outcome import Outcome
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.aio import Slice
-from outboxio.support.log import log_of, log_text
-
-logger = log_of(__name__)
+from outboxio.support.log import type_name
 
 SLICE = 0.005  # seconds that a batch may take before the event loop gets a turn
 
@@ -64,10 +62,15 @@ class BatchCall:
             except BaseException as error:
                 if is_thrown_away(task, error):
                     raise
-                batch.started = 0.0  # the handler's time is over
-                await self._split(batch, rows, self._endings.cause(batch, error, task), done)
+                seconds, batch.started = _time_of(batch), 0.0  # the handler's time is over
+                cause = self._endings.cause(batch, error, task)
+                if cause is not None and seconds is not None:
+                    batch.queue.statistics.durations_of("failed", type_name(cause)).add(seconds)
+                await self._split(batch, rows, cause, done)
             else:
-                batch.started = 0.0
+                seconds, batch.started = _time_of(batch), 0.0
+                if seconds is not None:
+                    batch.queue.statistics.successes.add(seconds)
                 await self._judge_rows(batch, rows, failed, done)
             if batch.cancelled_at is not None:
                 task.uncancel()
@@ -85,6 +88,7 @@ class BatchCall:
             return {}
         first = next(iter(envelopes.values()))
         current_envelope.set(first)
+        first.batch_size = len(envelopes)
         before = contextvars.copy_context()
         in_transaction = batch.queue.spec.needs_transaction
         # Waiting for a connection is not the handler's time.
@@ -114,7 +118,7 @@ class BatchCall:
             self._crashes.ended()
 
     async def _call_delivered(self, batch: BatchRun, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
-        if batch.queue.delivery is Delivery.TRANSACTIONAL:
+        if batch.queue.spec.delivery is Delivery.TRANSACTIONAL:
             return (await self._transactions.run(batch, envelopes, STARTABLE, _perform)).failed
         return await _call_with(batch, envelopes)
 
@@ -159,13 +163,14 @@ class BatchCall:
         elif len(left) == 1 or issubclass(type(cause), RetryAfter):
             await self._judge_rows(batch, left, dict.fromkeys(left, cause), done)
         else:
-            logger.info(
-                "handler %r failed for %d events at once; trying halves of them: %s",
-                batch.queue.handler.name, len(left), log_text(cause, self._judge.redact),
-                extra={"handler_name": batch.queue.handler.name},
-            )  # fmt: skip
+            self._judge.split(batch, len(left), cause)
             middle = len(left) // 2
             batch.parts += [left[middle:], left[:middle]]
+
+
+def _time_of(batch: BatchRun) -> float | None:
+    """The seconds that the handler took; ``None`` if the handler was not called."""
+    return asyncio.get_running_loop().time() - batch.started if batch.started else None
 
 
 async def _perform(run: Run, envelopes: Mapping[Run, Envelope]) -> WorkResult:

@@ -8,11 +8,11 @@ import traceback
 from typing import Any
 
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
-from outboxio.invocation.counters import Counters
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
 from outboxio.model.outcome import Outcome, success
 from outboxio.runs.run import INTERRUPTED, Run
+from outboxio.statistics.counters import Counters
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of
@@ -37,7 +37,7 @@ class Endings:
     def succeeded(self, run: Run, envelope: Envelope) -> Outcome:
         outcome = success(run.notification, run.lease)
         if envelope.has_emitted:
-            outcome.emitted = (action_of(run, envelope, self._clock), envelope.emitted)
+            outcome.emitted = (envelope.send_later(action_of(run, envelope, self._clock)), envelope.emitted)
         return outcome
 
     def failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
@@ -59,7 +59,7 @@ class Endings:
             self._counters.refused += len(tuple(run.undone))
             return None
         if issubclass(kind, EndUnknown):
-            logger.warning("%s; the row says what became of it", error.__cause__)
+            logger.warning("%s; the row says what became of it", error.__cause__, **run.log_fields)
             return None
         if run.interrupted or run.abandoned:
             return error if run.has_begun and not run.abandoned else None

@@ -105,8 +105,10 @@ class HandlerTransactions:
     ) -> None:
         """Write the emitted events. The cause of each is the event of the emitting envelope."""
         if tx.events:
-            await tx.write(record.completed(self._clock()), tx.events)
+            first = next(iter(envelopes.values()))
+            await tx.write(first.continues_trace(record.completed(self._clock())), tx.events)
         for row, envelope in envelopes.items():
             if envelope.emitted and row not in ended.failed:
-                await tx.write(action_of(run, envelope, self._clock).completed(self._clock()), envelope.emitted)
+                action = action_of(run, envelope, self._clock).completed(self._clock())
+                await tx.write(envelope.continues_trace(action), envelope.emitted)
         tx.require_open("a statement on envelope.tx.connection")

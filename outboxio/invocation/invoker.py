@@ -20,7 +20,6 @@ from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import Delivery
 from outboxio.invocation.batch_call import BatchCall, Done
 from outboxio.invocation.claim import STARTABLE, Claim, Envelope, RowClaim, TakenByAnother, WorkResult
-from outboxio.invocation.counters import Counters as Counters
 from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, stuck_error, timeout_error
 from outboxio.invocation.handler_transactions import HandlerTransactions
 from outboxio.invocation.judge import Judge
@@ -30,6 +29,7 @@ from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
+from outboxio.statistics.counters import Counters
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 
@@ -53,7 +53,7 @@ class HandlerInvoker:
     ) -> None:
         """``claim`` is a notification's row by default. ``emitted`` is called after a handler's COMMIT with events."""
         self.redact = context.redact
-        self.judge = Judge(clock, context.redact, context.outbox)
+        self.judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         """Makes the outcome of a failed run."""
         claim = claim or RowClaim(self.judge, counters, clock)
         self._endings = Endings(claim, counters, clock)
@@ -119,9 +119,9 @@ class HandlerInvoker:
         """Call hooks, or a handler with at-most-once or transactional delivery, or a watched handler."""
         if run.notification.state == DYING:
             await self._transactions.run(run, {run: envelope}, (DYING,), self._bury)
-        elif run.queue.delivery is Delivery.TRANSACTIONAL:
+        elif run.queue.spec.delivery is Delivery.TRANSACTIONAL:
             await self._transactions.run(run, {run: envelope}, STARTABLE, self._perform)
-        elif run.queue.delivery is Delivery.AT_LEAST_ONCE:
+        elif run.queue.spec.delivery is Delivery.AT_LEAST_ONCE:
             await run.queue.function(cast(Any, envelope))
         else:
             await self._start_only_run(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Protocol, TypedDict, cast
@@ -28,6 +28,7 @@ from outboxio.support.clock import naive_utc
 from outboxio.support.codec import encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
+from outboxio.telemetry.choice import TelemetryChoice
 
 
 class Cause(Struct, frozen=True):
@@ -93,12 +94,31 @@ class Emission(Struct, frozen=True):
 class Emitter:
     """Makes event records for a database, with the event types of the outbox and the limits of the database."""
 
-    def __init__(self, types: EventTypes, *, stores_nul: bool, max_hops: int, validates: bool = True) -> None:
+    def __init__(
+        self,
+        types: EventTypes,
+        *,
+        stores_nul: bool,
+        max_hops: int,
+        validates: bool = True,
+        telemetry: TelemetryChoice | None = None,
+    ) -> None:
+        self.telemetry = telemetry or TelemetryChoice()
+        """Is told when the records are written."""
         self._types = types
         self.stores_nul = stores_nul
         self._max_hops = max_hops
         self._validates = validates
         self._emissions: dict[type, Emission] = {}
+        self.sent: dict[str, int] = {}
+        """How many events of each type were written to the database, sentinel events left out."""
+
+    def count(self, events: Iterable[EventRecord]) -> None:
+        """Events were written to the database."""
+        sent = self.sent
+        for event in events:
+            if (name := event.event_type) is not None:
+                sent[name] = sent.get(name, 0) + 1
 
     def record(
         self,

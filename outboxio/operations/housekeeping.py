@@ -8,7 +8,7 @@ from datetime import datetime
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.operations.partitions.unowned import UnownedWatch
 from outboxio.operations.partitions.upkeep import PartitionUpkeep
-from outboxio.operations.retention import Retention
+from outboxio.operations.retention import Retention, nowhere
 from outboxio.operations.stranded import StrandedWatch
 from outboxio.operations.unroutable import UnroutableWatch
 from outboxio.settings import Settings
@@ -32,15 +32,18 @@ class Housekeeping:
         seen_since: Callable[[], datetime],
         expired: Callable[[int], None],
         hears_of_partitions: bool,
+        purged: Callable[[str, int], None] = nowhere,
     ) -> None:
         """``seen_since``: see ``Announcer``. ``expired``: called with the number of rows that were ended, if any.
+
+        ``purged``: called with a table and the number of rows that retention has removed.
 
         ``hears_of_partitions``: True if :meth:`heed_partitions` is called. Otherwise the database is asked each time.
         """
         self.stranded = StrandedWatch(namespace, database, clock, settings.subscription_ttl)
         self.unowned = UnownedWatch(namespace, database, clock)
         self._unroutable = UnroutableWatch(namespace, database, clock, settings)
-        self._retention = Retention(namespace, database, clock, settings)
+        self._retention = Retention(namespace, database, clock, settings, purged)
         self._upkeep = PartitionUpkeep(namespace, database, clock, settings, hears_of_partitions=hears_of_partitions)
         self._fans_out = fans_out
         self._seen_since = seen_since

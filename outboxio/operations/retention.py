@@ -6,6 +6,7 @@ is never removed. The inbox keeps the id of an inbox message longer than the eve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from uuid import UUID
 
 from msgspec import Struct
@@ -20,6 +21,10 @@ BETWEEN_PIECES, BETWEEN_PASSES = 0.1, 60.0  # seconds
 _BEGINNING = UUID(int=0)
 
 
+def nowhere(table: str, rows: int) -> None:
+    """Forget the number of removed rows."""
+
+
 class Removed(Struct, frozen=True):
     """How many rows a purge removed."""
 
@@ -31,12 +36,22 @@ class Removed(Struct, frozen=True):
 class Retention:
     """Removes the rows of a database that were kept long enough."""
 
-    def __init__(self, namespace: str, database: Database, clock: ShardClock, settings: Settings) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        database: Database,
+        clock: ShardClock,
+        settings: Settings,
+        purged: Callable[[str, int], None] = nowhere,
+    ) -> None:
+        """``purged``: called with a table and the number of rows that were removed, if any."""
         self._namespace = namespace
         self._database = database
         self._clock = clock
         self._settings = settings
+        self._purged = purged
         self._steps = (self._purge_notifications, self._purge_events, self._purge_consumed)
+        self._tables = tuple(Removed.__struct_fields__)
         self._step = 0
         self._position = _BEGINNING
         self.pause = BETWEEN_PIECES
@@ -44,6 +59,8 @@ class Retention:
     async def run_once(self) -> RoundResult:
         """Remove a piece of a table. A pass has as many pieces as all tables need."""
         done = await self._steps[self._step](self._position)
+        if done.removed:
+            self._purged(self._tables[self._step], done.removed)
         self._position = done.position or _BEGINNING
         self.pause = BETWEEN_PIECES
         if done.position is None:

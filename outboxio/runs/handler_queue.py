@@ -11,6 +11,7 @@ from outboxio.payloads.classes import Decoder
 from outboxio.runs.handler_spec import HOOKS_AHEAD, HandlerSpec
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.runs.transaction_shares import Claim
+from outboxio.statistics.handlers import HandlerStatistics
 
 QUICK, SLOW = 0.25, 2.0  # seconds between two full reads that double, or halve, the window of a handler
 
@@ -57,15 +58,15 @@ class ReadAhead:
 class HandlerQueue:
     """The state of a handler in this process."""
 
-    def __init__(self, spec: HandlerSpec) -> None:
+    def __init__(self, spec: HandlerSpec, statistics: HandlerStatistics | None = None) -> None:
         self.spec = spec
+        self.statistics = statistics or HandlerStatistics()
         self.handler = spec.handler
         self.limit = spec.limit
         """Runs at the same time, at most: fewer than the spec says if this process has few of the cluster's runs."""
         self.gives_back_at = -1
         """With so many runs a halted slot can be given back (``dispatch/slots/limits.py``)."""
         self.function = spec.handler.function
-        self.delivery = spec.delivery
         self.retention_renewed = 0
         """When the handler's last pause ended, in us since 1970: the retention of rows that waited begins there."""
         self.beginning: datetime | None = None
@@ -89,7 +90,7 @@ class HandlerQueue:
     def watch(self, *, is_watched: bool) -> None:
         """Record the starts of rows before the handler is called, or stop doing so (``runs/poison.py``)."""
         self.is_watched = is_watched
-        self.is_plain = self.delivery is Delivery.AT_LEAST_ONCE and self.spec.batch is None and not is_watched
+        self.is_plain = self.spec.delivery is Delivery.AT_LEAST_ONCE and self.spec.batch is None and not is_watched
 
     def starts_now(self, run: Run, now: float) -> None:
         """The handler's time begins now: the run had to wait for a connection, or is the next part of a call."""

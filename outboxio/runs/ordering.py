@@ -24,7 +24,6 @@ from uuid import UUID
 
 from outboxio.model.event import RECEIVED_ACTION
 from outboxio.model.notification import State
-from outboxio.model.outcome import Outcome
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.key_queues import MOST_WAITING, KeyQueue, KeyQueues, KeyRows, ids_of, no_heads, sequence_of
@@ -44,7 +43,7 @@ class AdmissionGate:
         *,
         start: Callable[[Run], object],
         release: Callable[[Run], None],
-        skip: Callable[[Outcome], None],
+        skip: Callable[[Run], None],
     ) -> None:
         """``start`` makes a row ready, ``release`` gives a row back, ``skip`` ends a row without a run."""
         self.stranded = StrandedKeys(rows)
@@ -86,8 +85,7 @@ class AdmissionGate:
         for run in runs:
             notification = run.notification
             if notification.context.action_name == RECEIVED_ACTION and notification.state != State.DYING:
-                run.key = notification.context.ordering_key
-                self._skip(Outcome(notification.id, run.lease, State.SKIPPED, notification.attempts))
+                self._skip(run)
             else:
                 ours.append(run)
         return ours

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 from uuid import UUID
 
+import msgspec
 from msgspec import Struct
 
 from outboxio.handlers.handler import HandlerRegistry
@@ -13,6 +14,7 @@ from outboxio.handlers.options import DeadHook
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.outcome import Lease
 from outboxio.settings import Settings
+from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 
@@ -26,6 +28,7 @@ class HandlingSetup(Struct, frozen=True):
     settings: Settings
     context: HandlerContext
     on_dead: DeadHook | None = None
+    statistics: ShardStatistics = msgspec.field(default_factory=ShardStatistics)
 
     @property
     def namespace(self) -> str:

@@ -13,6 +13,7 @@ from outboxio.model.envelope import Execute, Join
 from outboxio.model.lock_name import LockName, channel_name
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
+from outboxio.telemetry.choice import TelemetryChoice
 
 
 class Roles(Struct, frozen=True):
@@ -35,6 +36,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     join: Join
     resources: Any = None
     redact: Redact
+    telemetry: TelemetryChoice
     on_dead: DeadHook | None = None
 
     @property

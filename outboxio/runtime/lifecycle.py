@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Literal
 
 from msgspec.structs import astuple
 
 from outboxio.actions.nesting import refuse_in_handler, refuse_in_transaction
 from outboxio.errors import RegistrationError
+from outboxio.loops.flood import end_floods
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import handler_around
 from outboxio.runtime.drain import Drained, drain_shard
@@ -19,6 +21,8 @@ from outboxio.runtime.shard import ShardRuntime
 from outboxio.support.duration import parse_duration
 
 _FOR_EVER = timedelta(days=36_500)
+
+Phase = Literal["stopped", "starting", "running", "leaving"]
 
 
 class Lifecycle:
@@ -30,12 +34,13 @@ class Lifecycle:
         self._shards = shards
         self._guard = guard
         self._running: Running | None = None
+        self._leaving: Running | None = None
         self._turn = asyncio.Lock()
         guard.when_taken_over(self._begin_anew)
 
     def _begin_anew(self) -> None:
         self._turn = asyncio.Lock()
-        self._running = None
+        self._running = self._leaving = None
         for shard in self._shards.values():
             shard.begin_anew()
 
@@ -53,6 +58,20 @@ class Lifecycle:
     def _with_one_writer(self) -> list[str]:
         """The shards with a single writer: the loops of such a shard wait for any open transaction."""
         return [name for name, shard in self._shards.items() if shard.database.has_one_writer]
+
+    @property
+    def running(self) -> Running | None:
+        """The run that is entered, or left at the moment; ``None`` outside of ``running()``."""
+        return self._leaving or self._running
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of ``running()``."""
+        if self._leaving is not None:
+            return "leaving"
+        if self._running is None:
+            return "stopped"
+        return "running" if self._running.has_begun else "starting"
 
     def refuse_while_running(self) -> None:
         """Raise :class:`RegistrationError` inside ``running()``."""
@@ -100,6 +119,7 @@ class Lifecycle:
             finally:
                 for shard in self._shards.values():
                     await shard.close()
+                end_floods()
                 self._guard.leave()
 
     async def drain(self, timeout: timedelta | float | str | None) -> Drained:
@@ -128,7 +148,11 @@ class Lifecycle:
     async def _stop(self) -> None:
         running, self._running = self._running, None
         if running is not None:
-            await running.stop()
+            self._leaving = running
+            try:
+                await running.stop()
+            finally:
+                self._leaving = None
 
     def _refuse_in_transaction(self, call: str, remedy: str) -> None:
         refuse_in_transaction(self._outbox, call, remedy, self._with_one_writer)

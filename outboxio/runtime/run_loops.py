@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from msgspec import Struct
 
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
-from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, RoundResult
+from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
+from outboxio.operations.reporting.figures import FIGURES_DELAY
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.reporting.run_reporting import RunReporting
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
+from outboxio.statistics.shard import ShardStatistics
+from outboxio.support.aio import Signal
+from outboxio.telemetry.protocol import Round, RoundKind
 
 HOUSEKEEPING_DELAY = 30.0
 QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
 SETTLE_DELAY = 1.0
-
-Round = Callable[[], Awaitable[RoundResult]]
 
 
 class Services(Struct, frozen=True):
@@ -33,6 +38,8 @@ class Services(Struct, frozen=True):
     fanout: Fanout
     dispatcher: Dispatcher
     housekeeping: Housekeeping
+    takeover: Takeover
+    reporting: RunReporting
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -51,10 +58,15 @@ class RunLoops:
         services: Services,
         *,
         wakes_across_processes: bool,
+        statistics: ShardStatistics,
+        watched: Callable[[RoundKind, Round], Round],
     ) -> None:
-        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes."""
+        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes.
+
+        ``watched`` lets telemetry surround the rounds of a kind.
+        """
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
-        housekeeping = services.housekeeping
+        housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
         self._purges = settings.purge_enabled
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
@@ -69,28 +81,51 @@ class RunLoops:
             _seconds(settings.handling_poll_delay),
             eager_for=lambda: 0.0 if services.fans_out() and not dispatcher.waits_for_others else eager,
         )
-        self.locks = Loop(f"locks of {name}", locks.run_once, PollSchedule(locks.poll_delay), signal=signals.locks)
-        self.share = Loop(
-            f"shared handlers of {name}", membership.look_once, PollSchedule(membership.look_delay),
-            signal=signals.share,
-        )  # fmt: skip
-        self.announce = Loop(f"subscriptions of {name}", services.announce, PollSchedule(membership.orders_delay))
-        self.fanout = Loop(f"fan-out of {name}", services.fanout.run_once, of_fanout, signal=signals.fan_out)
-        self.find = Loop(f"dispatch of {name}", dispatcher.find_once, of_finding, signal=signals.find)
-        self.settle = Loop(f"outcomes of {name}", dispatcher.settle_once, every(SETTLE_DELAY), signal=signals.settle)
-        self.housekeeping = Loop(f"housekeeping of {name}", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
-        self.retention = Loop(f"retention of {name}", housekeeping.purge, PollSchedule(housekeeping.purge_delay))
+
+        def loop(work: str, run_once: Round, schedule: PollSchedule, signal: Signal | None = None) -> Loop:
+            statistics.expect_loop(work)
+            return Loop(
+                f"{work} of {name}", run_once, schedule, signal=signal, failed=partial(statistics.loop_failed, work)
+            )
+
+        self.locks = loop("locks", locks.run_once, PollSchedule(locks.poll_delay), signals.locks)
+        self.share = loop("shared handlers", membership.look_once, PollSchedule(membership.look_delay), signals.share)
+        self.announce = loop("subscriptions", services.announce, PollSchedule(membership.orders_delay))
+        self.fanout = loop("fan-out", watched("fanout", services.fanout.run_once), of_fanout, signals.fan_out)
+        self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
+        settle_once = watched("settle", dispatcher.settle_once)
+        self.settle = loop("outcomes", settle_once, every(SETTLE_DELAY), signals.settle)
+        self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.takeover = services.takeover
+        self.operations = loop("operations", self.takeover.run_once, every(LOOK_DELAY))
+        purge = watched("purge", housekeeping.purge)
+        self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
+        self.reports = loop("reports", reporter.run_once, every(reporter.delay))
+        self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
+
+    def began_to_fan_out(self) -> None:
+        """This process fans out from now on, and so does what only the process that fans out does."""
+        for loop in (self.retention, self.operations, self.figures):
+            loop.wake()
 
     @property
     def all(self) -> list[Loop]:
         """The loops of the roles of this process, the most important loop for health first."""
-        loops = [self.locks, self.announce]
+        loops = [self.locks, self.announce, self.reports]
         if self._roles.fanout:
-            loops += [self.fanout, self.housekeeping]
+            loops += [self.fanout, self.housekeeping, self.operations, self.figures]
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]
         return loops
+
+    def answered_at(self, *, fans_out: bool) -> float:
+        """The event loop's moment of the last good round of a loop that asks the database in each round, or nearly so.
+
+        ``fans_out``: True if this process holds the fan-out lock; without the lock the fan-out loop asks nothing.
+        """
+        asking = [self.locks] + [self.announce] * self._roles.handling + [self.fanout] * fans_out
+        return max(loop.good_at for loop in asking)
 
 
 def every(seconds: float) -> PollSchedule:

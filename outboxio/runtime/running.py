@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -60,6 +60,16 @@ class Running:
         return self._task is not None and self._task.done()
 
     @property
+    def runs(self) -> Sequence[ShardRun]:
+        """The shard runs."""
+        return self._runs
+
+    @property
+    def problems(self) -> Sequence[Exception]:
+        """The errors that have ended shards."""
+        return self._problems
+
+    @property
     def is_in_last_block(self) -> bool:
         """True if a single block shares this run."""
         return self._blocks <= 1
@@ -90,7 +100,7 @@ class Running:
             await to_the_end(self._abandon())
             raise
         for name, reason in down.items():
-            logger.error("shard %s is down and is probed until it comes: %s", name, reason)
+            logger.error("shard %s is down and is probed until it comes: %s", name, reason, shard=name)
             self._runs.append(self._shard(name).start_run(self._roles))
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
 
@@ -129,7 +139,9 @@ class Running:
         except Exception as error:
             self._problems.append(error)
             if not self._stopping:
-                logger.critical("all loops of shard %s have ended, its events wait", run.name, exc_info=error)
+                logger.critical(
+                    "all loops of shard %s have ended, its events wait", run.name, exc_info=error, shard=run.name
+                )
 
     def _shard(self, name: str) -> ShardRuntime:
         return next(shard for shard in self._shards if shard.name == name)

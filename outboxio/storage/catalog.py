@@ -10,7 +10,7 @@ class Catalog(Struct, frozen=True, kw_only=True):
 
     - ``columns``: table and column, for every table of outboxio.
     - ``indexes``: table and index.
-    - ``version``: the newest version that was applied; needs the table ``schema_versions``.
+    - ``version``: the versions that were applied; needs the table ``schema_versions``.
     - ``announced``: the handlers that a process has announced within 2 minutes: namespace and handler name.
     - ``announced_by_older``: the same for processes of an older version; needs the column ``older_seen_date``.
     - ``take_turns``, ``end_turn``: processes that migrate at the same time take turns. Empty without need.
@@ -34,7 +34,7 @@ IN_EVENTLOG = "n.nspname = 'eventlog' AND t.relkind IN ('r', 'p', 'v', 'f')"
 _POSTGRES_WHILE_AGO = "clock_timestamp() AT TIME ZONE 'UTC' - INTERVAL '2 minutes'"
 _MYSQL_WHILE_AGO = "UTC_TIMESTAMP(6) - INTERVAL 2 MINUTE"
 _ANNOUNCED = "SELECT DISTINCT namespace, handler_name FROM eventlog.subscriptions WHERE"
-_VERSION = "SELECT coalesce(max(version), 0) FROM eventlog.schema_versions"
+_VERSION = "SELECT version FROM eventlog.schema_versions"
 
 POSTGRES = Catalog(
     columns=f"""
@@ -83,7 +83,7 @@ SELECT m.name AS of_table, c.name AS of_column FROM sqlite_schema m JOIN pragma_
 WHERE m.type = 'table' AND m.name GLOB 'eventlog_*'
 """,
     indexes="SELECT tbl_name, name AS of_index FROM sqlite_schema WHERE type = 'index' AND name GLOB 'eventlog_*'",
-    version="SELECT coalesce(max(version), 0) FROM eventlog_schema_versions",
+    version="SELECT version FROM eventlog_schema_versions",
     take_turns="BEGIN IMMEDIATE",
 )
 CATALOGS = {"postgres": POSTGRES, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}

@@ -31,16 +31,21 @@ class Found(Struct):
 
     - ``columns``: the columns by table.
     - ``indexes``: the names of the usable indexes.
-    - ``version``: the newest version that was applied (0: none).
+    - ``applied``: the versions of the files that were applied.
     - ``invalid``: the indexes that exist and are of no use.
     - ``keys``: the columns of unique keys by table, with commas; ``None`` if the keys were not read.
     """
 
     columns: Mapping[str, Collection[str]]
     indexes: Collection[str]
-    version: int
+    applied: Collection[int] = ()
     invalid: Collection[str] = ()
     keys: Mapping[str, Collection[str]] | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest version that was applied; 0 without any."""
+        return max(self.applied, default=0)
 
 
 class SqlFile(Struct, frozen=True):
@@ -71,20 +76,30 @@ def sql_files(dialect: str) -> list[SqlFile]:
 def files_to_apply(shard: str, dialect: str, found: Found, *, contract: bool = False) -> list[SqlFile]:
     """The files to apply now. Raises :class:`SchemaNewer` if a newer outboxio has migrated.
 
-    Without ``contract``, a contract file at the end waits while the part that the file drops exists: a process of an
-    older version may still use the part. So a database without tables gets all files at once. A contract file before a
-    further file does not wait, because the further file stops the older version anyway.
+    Without ``contract``, a contract file waits while the part that the file drops exists: a process of an older version
+    may still use the part. Later files do not wait for the contract file. A database without tables gets all files.
     """
     refuse_newer(shard, dialect, found)
-    files = [file for file in sql_files(dialect) if file.version > found.version]
-    while files and not contract and files[-1].is_contract and _drops_a_part(files[-1], found):
-        files.pop()
-    return files
+    files = _files_left(dialect, found)
+    return [file for file in files if contract or not (file.is_contract and _drops_a_part(file, found))]
 
 
 def pending_files(dialect: str, found: Found) -> list[str]:
     """The names of the contract files that wait until ``migrate(contract=True)``."""
-    return [file.name for file in sql_files(dialect) if file.version > found.version and file.is_contract]
+    return [file.name for file in _files_left(dialect, found) if file.is_contract]
+
+
+def _files_left(dialect: str, found: Found) -> list[SqlFile]:
+    """The files that were not applied. A contract file may have waited while later files were applied.
+
+    Without a contract file, a file below the newest version counts as applied: an operator may have removed the record.
+    """
+    newest, applied = found.version, found.applied
+    return [
+        file
+        for file in sql_files(dialect)
+        if file.version > newest or (file.is_contract and file.version not in applied)
+    ]
 
 
 def drops_parts(files: Iterable[SqlFile], found: Found) -> list[str]:
@@ -233,6 +248,9 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
         needed["subscriptions"] += ["INSERT", "UPDATE"]
         needed["event_notifications"] += ["UPDATE"]
         for table in {"handler_partitions", "instances"} & needed.keys():  # SQLite has neither table
+            needed[table] += ["INSERT", "UPDATE"]
+    if fanout or handling:
+        for table in ("handler_minutes", "instance_reports"):
             needed[table] += ["INSERT", "UPDATE"]
     return needed
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, ConfigurationError, HandlerPartitions, Outbox, UnknownHandler
-from outboxio.cli.partitions import Request, partitions
-from outboxio.cli.status import status
-from outboxio.cli.worker import _names_with_due_rows
+from outboxio.cli.commands.partitions import Request, partitions
+from outboxio.cli.commands.status import status
+from outboxio.cli.commands.worker import _names_with_due_rows
 from outboxio.handlers.subscription import OLDER_FOR
 from outboxio.model.lock_name import LockName
 from outboxio.operations.housekeeping import Housekeeping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import unicodedata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,11 +23,15 @@ from tests.kit.probes import MakeOutbox, open_transactions, written
 pytestmark = pytest.mark.every_version
 
 FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql",
-         "0005_partitions.sql"]  # fmt: skip
+         "0005_partitions.sql", "0007_operating.sql"]  # fmt: skip
 CONTRACT = "0006_partitions_contract.sql"
 """Drops the part for which only the older version has a use. On SQLite a handler has a single partition."""
+NEWEST = 7
 
 IDS = ("id", "action_id", "event_id", "notification_id")
+
+JSON_COLUMNS = ("action_params", "payload", "errors", "headers", "aliases", "names", "durations", "lags", "report",
+                "request", "reached")  # fmt: skip
 
 #: Every column of every table in its order; a question mark means that it may be NULL. Readers rely on these.
 COLUMNS = {
@@ -46,6 +50,12 @@ COLUMNS = {
     "started_runs": "notification_id namespace handler_name starts started_date",
     "consumed_events": "source external_id handler_name event_id payload_hash consumed_date",
     "schema_versions": "version file applied_date",
+    "handler_minutes": """
+        namespace minute_date handler_name instance succeeded failed dead expired skipped duration_us durations lags""",
+    "instance_reports": "namespace instance version started_date last_seen_date delay_seconds report",
+    "operations": """
+        id namespace kind state request actor origin reason? matched done refused reached? worker stop_ordered
+        created_date updated_date finished_date? error?""",
 }
 #: The tables of partitions, which SQLite lacks.
 SHARED = {
@@ -62,7 +72,11 @@ def columns_in(dialect: str) -> dict[str, str]:
 
 def files_in(dialect: str) -> list[str]:
     """The files that a database without tables gets."""
-    return FILES if dialect == "sqlite" else [*FILES, CONTRACT]
+    return FILES if dialect == "sqlite" else sorted([*FILES, CONTRACT])
+
+
+def versions_of(files: Iterable[str]) -> list[int]:
+    return [int(file[:4]) for file in files]
 
 
 @pytest.fixture
@@ -132,7 +146,7 @@ async def test_migrate_applies_every_file_once(bare: Outbox, look: Look) -> None
     assert await bare.migrate() == {"default": []}
     assert await everything_in(look) == before
     rows = await look.fetch("SELECT version, file FROM {schema_versions} ORDER BY version")
-    assert [(row["version"], row["file"]) for row in rows] == list(enumerate(files, 1))
+    assert [(row["version"], row["file"]) for row in rows] == list(zip(versions_of(files), files, strict=True))
 
 
 async def test_instances_that_migrate_at_once_take_turns(database_url: str, look: Look) -> None:
@@ -175,17 +189,17 @@ async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look
     outbox = await make_outbox()
     values = "(99, '0099_future.sql', '2030-01-01')"
     await look.fetch(f"INSERT INTO {{schema_versions}} VALUES {values}")
-    before, known = await everything_in(look), len(files_in(look.dialect))
+    before = await everything_in(look)
 
     async def run() -> None:
         async with outbox.running():
             pytest.fail("it runs")
 
     for way in (outbox.migrate, outbox.check, run, outbox.drain):
-        says = f"the schema of shard 'default' is at version 99, this outboxio knows versions up to {known}: upgrade"
+        says = f"the schema of shard 'default' is at version 99, this outboxio knows versions up to {NEWEST}: upgrade"
         with pytest.raises(SchemaNewer, match=says) as caught:
             await way()
-        assert (caught.value.found, caught.value.known) == (99, known)
+        assert (caught.value.found, caught.value.known) == (99, NEWEST)
     assert await everything_in(look) == before
 
 
@@ -303,7 +317,7 @@ def test_every_dialect_has_the_same_files() -> None:
     assert len(dialects) >= 2
     for dialect in dialects:
         assert [file.name for file in sql_files(dialect)] == files_in(dialect)
-        assert [file.version for file in sql_files(dialect)] == list(range(1, len(files_in(dialect)) + 1))
+        assert [file.version for file in sql_files(dialect)] == versions_of(files_in(dialect))
 
 
 async def test_tables_have_the_same_columns_in_the_same_order(make_outbox: MakeOutbox, look: Look) -> None:
@@ -344,7 +358,9 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
-        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1",
+        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "succeeded": "1", "failed": "0",
+        "dead": "0", "expired": "0", "skipped": "0", "duration_us": "1", "delay_seconds": "1", "matched": "1",
+        "done": "0", "refused": "0", "stop_ordered": "FALSE",
     }  # fmt: skip
     dates = "'2030-01-01 00:00:00.000000'"
     tables = {table: columns for table, columns in columns_in(look.dialect).items() if table != "schema_versions"}
@@ -354,7 +370,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
         filled = [
             values.get(column)
             or (dates if column.endswith(("_date", "_at", "_from")) else None)
-            or ("'{}'" if column in ("action_params", "payload", "errors", "headers", "aliases", "names") else None)
+            or ("'{}'" if column in JSON_COLUMNS else None)
             or ("'01a1fdcb-7f20-7da6-8e21-f7b5e40f66f0'" if column in IDS else None)
             or ("NULL" if column == "causation_id" else None)
             or f"'{name[:24]}'"

@@ -12,8 +12,8 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox, SchemaInUse, SchemaMissing, SchemaNewer
-from outboxio.cli.schema import check as check_command
-from outboxio.cli.schema import migrate as migrate_command
+from outboxio.cli.commands.schema import check as check_command
+from outboxio.cli.commands.schema import migrate as migrate_command
 from outboxio.storage import schema
 from outboxio.storage.ddl import Change, change_of, statements_in
 from outboxio.storage.schema import SqlFile, sql_files
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.every_version
 PREVIOUS = 4
 """The newest file of the previous version. Released files are never edited."""
 EXPAND = "0005_partitions.sql"
+LATER = "0007_operating.sql"
+"""Does not wait for the contract file."""
 OLD_INDEX, NEW_INDEX = "event_notifications_due", "event_notifications_partition"
 
 DATE = f"'{utc_now() - timedelta(hours=1)}'"
@@ -91,7 +93,7 @@ async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: O
     await add_notification(look, 3, "SUCCEEDED")
     await add_event(look, 4)
 
-    assert await outbox.migrate() == {"default": [EXPAND]}
+    assert await outbox.migrate() == {"default": [EXPAND, LATER]}
     await add_notification(look, 5)  # by a process of the previous version that still runs
 
     journal = Journal()
@@ -103,7 +105,7 @@ async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: O
 
 async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(outbox: Outbox, look: Look) -> None:
     steps: list[tuple[bool, list[str], set[str]]] = [
-        (False, [EXPAND], {OLD_INDEX, NEW_INDEX}),
+        (False, [EXPAND, LATER], {OLD_INDEX, NEW_INDEX}),
         (False, [], {OLD_INDEX, NEW_INDEX}),
         (True, [CONTRACT], {NEW_INDEX}),
         (True, [], {NEW_INDEX}),
@@ -118,7 +120,7 @@ async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(ou
 
 
 async def test_both_steps_may_be_made_at_once(outbox: Outbox, look: Look) -> None:
-    assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT]}
+    assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT, LATER]}
     await outbox.check()
     assert await indexes_of(look) == {NEW_INDEX}
 
@@ -194,11 +196,12 @@ async def test_both_steps_at_once_are_refused_beside_the_previous_version_and_no
         await outbox.migrate(contract=True)
 
     assert await indexes_of(look) == {OLD_INDEX}
-    assert await outbox.migrate() == {"default": [EXPAND]}
+    assert await outbox.migrate() == {"default": [EXPAND, LATER]}
 
 
 async def test_a_process_of_this_version_does_not_start_on_the_previous_tables(outbox: Outbox) -> None:
-    says = rf"column event_notifications\.partition_number, .*call `await outbox\.migrate\(\)`.*apply sql/\w+/{EXPAND}$"
+    files = rf"sql/\w+/{EXPAND}, sql/\w+/{LATER}"
+    says = rf"column event_notifications\.partition_number, .*call `await outbox\.migrate\(\)`.*apply {files}$"
     with pytest.raises(SchemaMissing, match=says) as caught:
         await outbox.check()
     assert "table handler_partitions" in caught.value.missing
@@ -217,7 +220,7 @@ async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_t
     for way in (outbox.check, outbox.migrate):
         with pytest.raises(SchemaNewer) as caught:
             await way()
-        assert (caught.value.found, caught.value.known) == (5, 4)
+        assert (caught.value.found, caught.value.known) == (7, 4)
 
 
 async def test_statements_of_the_previous_version_work_between_the_steps(outbox: Outbox, look: Look) -> None:
@@ -241,7 +244,7 @@ async def test_processes_that_migrate_at_once_take_turns(server_url: str, outbox
     finally:
         for other in outboxes:
             await other.close()
-    assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND]]
+    assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND, LATER]]
 
 
 async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) -> None:
@@ -258,7 +261,7 @@ async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) 
     number = "SELECT 'eventlog.event_notifications_partition'::regclass::oid"
     before = await look.value(number)
     async with Outbox(postgres_url, namespace="app") as outbox:
-        assert await outbox.migrate() == {"default": [EXPAND]}
+        assert await outbox.migrate() == {"default": [EXPAND, LATER]}
         await outbox.check()
     assert await look.value(number) == before
 
@@ -283,7 +286,7 @@ async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for
         async with asyncio.timeout(10):
             await fanout.execute("UPDATE eventlog.event_notifications SET attempts = 0")
             await round_of_fanout.commit()
-            assert await migrating == {"default": [EXPAND]}
+            assert await migrating == {"default": [EXPAND, LATER]}
     await fanout.close()
 
 
@@ -370,7 +373,7 @@ async def test_the_command_line_says_what_waits_and_applies_it_when_asked(
         "version runs any more"
     )
     assert await migrate_command(outbox, contract=False, as_json=False) == 0
-    assert told() == [f"ok default: applied {EXPAND}", waits]
+    assert told() == [f"ok default: applied {EXPAND}, {LATER}", waits]
     assert await check_command(outbox, as_json=False) == 0
     assert told()[1:] == [waits]
     assert await migrate_command(outbox, contract=True, as_json=False) == 0
@@ -397,7 +400,7 @@ async def test_the_command_line_tells_machines_what_waits(outbox: Outbox, capsys
         return msgspec.json.decode(capsys.readouterr().out)
 
     await migrate_command(outbox, contract=False, as_json=True)
-    assert told() == {"applied": {"default": [EXPAND]}, "pending": {"default": [CONTRACT]}}
+    assert told() == {"applied": {"default": [EXPAND, LATER]}, "pending": {"default": [CONTRACT]}}
     await check_command(outbox, as_json=True)
     assert told()["shards"]["default"]["pending"] == [CONTRACT]
     await migrate_command(outbox, contract=True, as_json=True)

@@ -267,7 +267,7 @@ async def test_complete_tables_of_another_tool_are_adopted(path: Path) -> None:
             "ALTER TABLE other RENAME TO eventlog_event_notifications;"
             + "".join(
                 f"CREATE INDEX eventlog_event_notifications_{index} ON eventlog_event_notifications (namespace);"
-                for index in ("due", "line", "parked")
+                for index in ("due", "line", "parked", "dead")
             ),
             "id PRIMARY KEY and UNIQUE (event_id, handler_name) of table event_notifications",
         ),

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -447,14 +448,38 @@ async def test_the_log_of_a_worker_is_json_if_it_is_asked_for(local: Command, lo
 
     answer = await local("worker", "shop:outbox", "--drain", "--log-format", "json")
 
-    *lines, last = answer.err.splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in answer.err.splitlines()]
     [failure] = [record for record in records if record["level"] == "WARNING"]
-    assert failure["handler_name"] == "ship"
-    assert failure["attempt"] == 1
+    assert failure["template"] == "handler %r failed for event %s (attempt %d, now %s): %s%s"
+    assert (failure["outboxio_handler"], failure["outboxio_attempt"]) == ("ship", 1)
+    assert {"outboxio_namespace", "outboxio_shard", "outboxio_event_id"} < set(failure)
     assert {"time", "level", "logger", "message"} <= set(records[0])
     assert any("fans out and runs handlers" in record["message"] for record in records)
-    assert last.startswith("error: ")
+    assert (records[-1]["level"], records[-1]["outboxio_failed"]) == ("ERROR", 1)
+
+
+SPEAKING = """
+import logging
+from shop import Ordered, outbox
+
+@outbox.handler(Ordered, name="speak")
+async def speak(envelope):
+    logging.getLogger("shop").warning("shipping")
+"""
+
+
+async def test_the_handlers_own_lines_in_the_json_log_of_a_worker_say_for_which_event_they_are(
+    local: Command, local_shop: Outbox
+) -> None:
+    (local.directory / "speaking.py").write_text(SPEAKING)
+    await local_shop.executor.execute(Order(1))
+
+    answer = await local("worker", "speaking:outbox", "--drain", "--log-format", "json")
+
+    assert answer.code == 0, answer
+    [spoken] = [record for record in map(json.loads, answer.err.splitlines()) if record["logger"] == "shop"]
+    assert (spoken["message"], spoken["outboxio_handler"], spoken["outboxio_attempt"]) == ("shipping", "speak", 1)
+    assert UUID(spoken["outboxio_event_id"])
 
 
 async def test_a_worker_leaves_logging_alone_if_it_is_told_to(local: Command, local_shop: Outbox) -> None:
@@ -493,6 +518,29 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
     assert (await local("worker", target, "--drain")).code == 0
 
 
+async def test_the_target_may_stand_in_the_environment_or_in_pyproject(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "pyproject.toml").write_text('[tool.outboxio]\ntarget = "shop:outbox"\nconcurrency = 7\n')
+
+    from_environment = await local("status", "--json", OUTBOXIO_TARGET=local.database, OUTBOXIO_NAMESPACE="other")
+    from_project = await local("status", "--json")
+    of_the_command_line = await local("describe", "shop:handlerless", "--json")
+
+    assert from_environment.json["namespace"] == "other"
+    assert from_project.json["namespace"] == "shop"
+    assert of_the_command_line.json["handlers"] == []
+
+
+async def test_describe_shows_what_the_code_has_registered_without_a_database(local: Command) -> None:
+    answer = await local("describe", "shop:outbox", "--json", SHOP_DATABASE="postgresql://127.0.0.1:1/app")
+    for_people = await local("describe", "shop:handlerless")
+
+    assert answer.code == 0, answer
+    [ship] = answer.json["handlers"]
+    assert (ship["name"], ship["aliases"], ship["event_types"]) == ("ship", ["send"], ["Ordered"])
+    assert answer.json["unhandled"] == []
+    assert "no handler here wants Ordered" in for_people.out
+
+
 # --- what is refused -------------------------------------------------------------------------------
 
 
@@ -510,11 +558,15 @@ async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: 
         (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
         (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
         (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
-        (["check"], "give --database"),
+        (["worker", "shop:outbox", "--drain", "--health-port", "0"], "--health-port is for a worker that goes on"),
+        (["check"], "set OUTBOXIO_TARGET"),
+        (["check", "shop"], "'shop' names no outbox: expected module:outbox"),
         (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
         (["status", "--database", "sqlite://"], "give --namespace"),
+        (["status", "sqlite://"], "give --namespace"),
+        (["worker", "sqlite://"], "a worker needs the handlers of your code"),
         (["partitions", "--database", "sqlite://"], "give --namespace"),
-        (["partitions"], "give --database"),
+        (["partitions"], "set OUTBOXIO_TARGET"),
         (["partitions", "shop:outbox", "ship", "many"], "'many' is no number of partitions"),
         (["partitions", "shop:outbox", "ship", "8", "send"], "'send' is one word too many"),
         (["check", "--database", "gopher://host"], "the scheme 'gopher'"),

@@ -136,7 +136,7 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
     await asyncio.sleep(1)
 
     async with Outbox(server_url, namespace="app") as outbox:
-        assert await outbox.migrate() == {"default": ["0005_partitions.sql"]}
+        assert await outbox.migrate() == {"default": ["0005_partitions.sql", "0007_operating.sql"]}
         await asyncio.sleep(1)
         for number in range(PROCESSES):
             await fleet.stop(f"old{number}")

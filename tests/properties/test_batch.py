@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outboxio import Batch, Event, Settings, State
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.invocation.invoker import Counters, HandlerInvoker
+from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import EventEnvelope, HandlerContext
 from outboxio.model.event import EventTypes
@@ -24,6 +24,7 @@ from outboxio.model.outcome import Lease, Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
 from outboxio.runs.run import BatchRun, Run
+from outboxio.statistics.counters import Counters
 from outboxio.support.clock import ShardClock, as_micros
 
 NOW = datetime(2030, 1, 1, 12)

@@ -114,23 +114,72 @@ def test_a_printed_revision_has_the_files_behind_the_former_version_only(config:
     assert "0006_" not in text, "a file that drops a part waits until a revision asks for it"
 
 
-def written(path: Path | None) -> str:
+def test_a_printed_contract_file_is_alone_behind_later_files(config: Config) -> None:
+    config.set_main_option("sqlalchemy.url", "postgresql://")
+    add_revision(config, "contract", "outboxio.upgrade(op, to=6, since=7)")
+
+    text = printed(config)
+
+    assert "DROP INDEX" in text
+    assert "0006_partitions_contract.sql" in text
+    assert "0005_" not in text
+    assert "0007_" not in text
+
+
+def test_a_printed_first_revision_has_every_file_up_to_its_number(config: Config) -> None:
+    config.set_main_option("sqlalchemy.url", "postgresql://")
+    add_revision(config, "first", "outboxio.upgrade(op, to=6)")
+
+    text = printed(config)
+
+    assert "0006_partitions_contract.sql" in text
+    assert "0007_" not in text
+
+
+def written(path: Path | None) -> list[str]:
     assert path is not None
-    [call] = [line.strip() for line in path.read_text().splitlines() if "outboxio.upgrade" in line]
-    return call
+    return [line.strip() for line in path.read_text().splitlines() if "outboxio.upgrade" in line]
 
 
 def test_a_written_revision_continues_where_the_revisions_before_it_end(config: Config) -> None:
-    assert written(write_revision(config)) == "outboxio.upgrade(op, to=6)"
+    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=7)"]
     assert write_revision(config) is None, "the newest version is reached"
+    assert write_revision(config, contract=True) is None, "the first revision has made all tables"
 
 
 def test_behind_an_older_revision_the_contract_file_waits_for_a_revision_of_its_own(config: Config) -> None:
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
 
-    assert written(write_revision(config)) == "outboxio.upgrade(op, to=5, since=4)"
+    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=7, since=4)"]
     assert write_revision(config) is None
-    assert written(write_revision(config, contract=True)) == "outboxio.upgrade(op, to=6, since=5)"
+    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=6, since=7)"]
+    assert write_revision(config, contract=True) is None
+
+
+def test_both_steps_in_one_revision_are_two_calls(config: Config) -> None:
+    add_revision(config, "first", "outboxio.upgrade(op, to=4)")
+
+    assert written(write_revision(config, contract=True)) == [
+        "outboxio.upgrade(op, to=7, since=4)",
+        "outboxio.upgrade(op, to=6, since=7)",
+    ]
+    assert write_revision(config, contract=True) is None
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ["outboxio.upgrade(op, to=6)"],
+        ["outboxio.upgrade(op, to=4)", "outboxio.upgrade(op, to=6, since=4)"],
+        ["outboxio.upgrade(op, to=4)", "outboxio.upgrade(op, to=5, since=4)", "outboxio.upgrade(op, to=6, since=5)"],
+    ],
+    ids=["first", "both-steps", "step-by-step"],
+)
+def test_a_contract_file_that_a_revision_has_asked_for_is_not_asked_for_again(config: Config, calls: list[str]) -> None:
+    for number, call in enumerate(calls):
+        add_revision(config, f"r{number}", call)
+
+    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=7, since=6)"]
 
 
 def test_a_written_revision_is_one_of_alembic(config: Config) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from outboxio import State
 from outboxio.invocation.claim import STARTABLE, RowClaim, TakenByAnother, WorkResult
-from outboxio.invocation.counters import Counters
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import NO_LEASE
 from outboxio.runs.run import Run
+from outboxio.statistics.counters import Counters
 from outboxio.support.clock import ShardClock
 
 NOW = datetime(2030, 1, 1, 12)

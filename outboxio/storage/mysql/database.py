@@ -33,16 +33,21 @@ from outboxio.storage.mysql.connection import (
     limit,
     waits_for,
 )
+from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
+from outboxio.storage.mysql.operations import MysqlOperations
 from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
+from outboxio.storage.mysql.probes import MysqlProbes
+from outboxio.storage.mysql.reports import MysqlReports
 from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
+from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.starts import MysqlStarts
@@ -89,6 +94,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
+        self.operations = MysqlOperations(self._admin, name)
+        self.search = MysqlSearch(self._admin, name)
+        self.event_search = MysqlEventSearch(self._admin, self.search)
+        self.probes = MysqlProbes(self._admin)
+        self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 

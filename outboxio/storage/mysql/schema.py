@@ -123,8 +123,9 @@ class MysqlSchema:
             held |= {table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, table)}
         [(user,)] = await fetch(connection, USER)
         refuse_lacking(self._shard, user, _quoted(user), needed, held)
-        version = (await fetch(connection, MYSQL.version))[0][0] if "version" in columns["schema_versions"] else 0
-        return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), version))
+        rows = await fetch(connection, MYSQL.version) if "version" in columns["schema_versions"] else ()
+        applied = {version for (version,) in rows}
+        return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), applied))
 
     async def _with_indexes(self, connection: Any, found: Found) -> Found:
         listed: dict[tuple[str, str, int], list[str]] = defaultdict(list)

@@ -124,8 +124,9 @@ class PostgresSchema:
             (indexes if is_valid else invalid).add(index)
             if is_key and is_valid:
                 keys[table].add(of_columns)
-        version = await connection.fetchval(POSTGRES.version) if "version" in columns["schema_versions"] else 0
-        return Found({t: c for t, c in columns.items() if c}, indexes, version, invalid, keys)
+        rows = await connection.fetch(POSTGRES.version) if "version" in columns["schema_versions"] else ()
+        applied = {version for (version,) in rows}
+        return Found({t: c for t, c in columns.items() if c}, indexes, applied, invalid, keys)
 
     async def _refuse_lacking(self, connection: Any, needed: Rights) -> None:
         user = await _user(connection)

@@ -23,6 +23,13 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
+from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
+    OperationRepository,
+    ProbeRepository,
+    ReportRepository,
+    SearchRepository,
+)
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -65,6 +72,11 @@ class Database(Protocol):
         ...
 
     @property
+    def connections_in_use(self) -> int:
+        """The number of connections that actions, handlers and reads of the application have in use."""
+        ...
+
+    @property
     def events(self) -> EventRepository: ...
 
     @property
@@ -89,6 +101,21 @@ class Database(Protocol):
     def partitions(self) -> PartitionRepository | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
+
+    @property
+    def operations(self) -> OperationRepository: ...
+
+    @property
+    def search(self) -> SearchRepository: ...
+
+    @property
+    def event_search(self) -> EventSearchRepository: ...
+
+    @property
+    def probes(self) -> ProbeRepository: ...
+
+    @property
+    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...

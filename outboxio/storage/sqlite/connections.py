@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import sqlite3
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -72,6 +73,11 @@ class Connections:
             self._reader, self._inspector = self._reader.successor(), self._inspector.successor()
         return None
 
+    @property
+    def in_use(self) -> int:
+        """The connections in use: those that the application reads on, and the writer."""
+        return len(self.readers.used) + self.turn.is_taken
+
     async def read(self, work: Work[T]) -> T:
         """Call ``work`` with the loops' connection for reading."""
         self.guard.enter()
@@ -83,6 +89,17 @@ class Connections:
         """Run a query that may take long; the first column of the first row."""
         self.guard.enter()
         query = partial(fetch_value, sql=sql, parameters=parameters)
+        if not self._in_memory or self.turn.is_mine:
+            return await self._inspector.submit(query)
+        return await self._in_turn(query)
+
+    async def inspect_each(self, statements: Sequence[tuple[str, Parameters]]) -> list[Any]:
+        """Run several queries as :meth:`inspect` does, one after the other; the first column of each first row."""
+        self.guard.enter()
+
+        def query(connection: sqlite3.Connection) -> list[Any]:
+            return [fetch_value(connection, sql, parameters) for sql, parameters in statements]
+
         if not self._in_memory or self.turn.is_mine:
             return await self._inspector.submit(query)
         return await self._in_turn(query)

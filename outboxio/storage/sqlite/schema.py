@@ -35,6 +35,7 @@ ADOPT = """
 CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
   version INTEGER NOT NULL PRIMARY KEY, file TEXT NOT NULL, applied_date TEXT NOT NULL)
 """
+VERSIONS = "SELECT json_group_array(version) FROM eventlog_schema_versions"
 ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
 
 # SQLite numbers rows only for an INTEGER PRIMARY KEY. And statements name SQLite's own indexes of the first and the
@@ -80,7 +81,7 @@ class SqliteSchema:
     async def check(self, needed: Rights | None = None) -> None:
         """Raise a :class:`SchemaError` unless all parts exist. ``needed`` is ignored: SQLite has no rights of users."""
         if self._is_still_to_be_made():
-            refuse_incomplete(self._shard, "sqlite", Found({}, (), 0))
+            refuse_incomplete(self._shard, "sqlite", Found({}, ()))
         found, keys = await self._connections.read(
             lambda connection: (_found_in(connection), list(_missing_keys(connection)))
         )
@@ -126,9 +127,13 @@ def _found_in(connection: sqlite3.Connection) -> Found:
     for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
         columns[table.removeprefix(PREFIX)].add(column)
     indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
-    version = fetch_value(connection, SQLITE.version, ()) if "version" in columns["schema_versions"] else 0
+    applied = fetch_value(connection, VERSIONS, ()) if "version" in columns["schema_versions"] else "[]"
     indexes = [index.removeprefix(PREFIX) for index in indexes]
-    return Found({table: names for table, names in columns.items() if names}, indexes, version)
+    return Found(
+        {table: names for table, names in columns.items() if names},
+        indexes,
+        msgspec.json.decode(applied, type=set[int]),
+    )
 
 
 def _missing_keys(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import Exit, exit_code, in_words, line, say, say_error, say_json
+from outboxio.cli.commands.partitions import unowned_with_due_rows
 from outboxio.cli.inside import databases
-from outboxio.cli.partitions import unowned_with_due_rows
 from outboxio.errors import OutboxError
 from outboxio.operations.partitions.owners import HandlerPartitions, in_ranges
 from outboxio.operations.stranded import Stranded

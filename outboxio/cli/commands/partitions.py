@@ -22,22 +22,18 @@ _PATIENCE = 3.0  # seconds: a running process takes a new partition within a sec
 
 
 class Request(Struct, frozen=True):
-    """The words of the command line."""
+    """The words of the command line behind the target."""
 
-    target: str | None = None
     handler: str | None = None
     number: int | None = None
 
 
-def request_of(words: Sequence[str], *, has_database: bool) -> Request:
-    """The meaning of the words: ``[MODULE:OUTBOX] [NAME [NUMBER]]``, without the first word beside ``--database``."""
-    target, rest = (None, list(words)) if has_database else (next(iter(words), None), list(words[1:]))
-    if len(rest) > 2:
-        raise TargetError(f"{rest[2]!r} is one word too many; expected a handler and a number, as in: score 8")
-    name, number = (*rest, None, None)[:2]
+def request_of(words: Sequence[str]) -> Request:
+    """The meaning of the words: ``[NAME [NUMBER]]``."""
+    name, number = (*words, None, None)[:2]
     if number is not None and not number.isdecimal():
         raise TargetError(f"{number!r} is no number of partitions; expected a whole number from 1 to 64")
-    return Request(target, name, None if number is None else int(number))
+    return Request(name, None if number is None else int(number))
 
 
 async def partitions(outbox: Outbox, request: Request, *, as_json: bool) -> Exit:

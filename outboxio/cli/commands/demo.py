@@ -32,7 +32,7 @@ def _load_wallets() -> None:
 
 
 def _spec() -> ModuleSpec:
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     folders = (package / "examples" / "wallets", package.parent / "examples" / "wallets")
     folder = next(folder for folder in folders if folder.is_dir())
     spec = spec_from_file_location(_NAME, folder / "__init__.py", submodule_search_locations=[str(folder)])

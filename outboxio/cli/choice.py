@@ -1,0 +1,97 @@
+"""The filter of a command: the same options, with the same meaning, wherever notifications are chosen."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from outboxio.cli.options import Options
+from outboxio.errors import SettingsError
+from outboxio.model.operating.filter import Filter
+from outboxio.support.duration import parse_duration
+
+_MOMENT = "a date (2026-01-31, 2026-01-31T02:41), or how long ago (90s, 2h, 3d)"
+
+
+class Choice(Options, frozen=True):
+    """Which notifications."""
+
+    state: Annotated[
+        list[str] | None,
+        typer.Option("--state", "-s", metavar="STATE", help="Of this state; may be repeated.", show_default=False),
+    ] = None
+    handler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of this handler, its aliases included.", show_default=False)
+    ] = None
+    type: Annotated[str | None, typer.Option(metavar="TYPE", help="Of this event type.", show_default=False)] = None
+    key: Annotated[str | None, typer.Option(metavar="KEY", help="Of this ordering key.", show_default=False)] = None
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Of the model with this id.", show_default=False)] = (
+        None
+    )
+    action: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of this action, by name or by id.", show_default=False),
+    ] = None
+    correlation: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of this correlation id.", show_default=False)
+    ] = None
+    error: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="With this text in the last error, [cyan]TypeName: message[/]; * stands for any text.",
+            show_default=False,
+        ),
+    ] = None
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="MOMENT", help="Changed since: a date, or how long ago (2h, 3d).", show_default=False),
+    ] = None
+    until: Annotated[str | None, typer.Option(metavar="MOMENT", help="Changed before.", show_default=False)] = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True without any option: everything is chosen."""
+        return self == Choice()
+
+    def filter(self, *states: str) -> Filter:
+        """The filter. ``states``: the states if the command line names none."""
+        return Filter(
+            states=tuple(state.upper() for state in self.state) if self.state else states,
+            handler=self.handler,
+            event_type=self.type,
+            ordering_key=self.key,
+            model_id=self.model,
+            action=self.action,
+            correlation_id=self.correlation,
+            error=self.error,
+            since=None if self.since is None else moment(self.since, "--since"),
+            until=None if self.until is None else moment(self.until, "--until"),
+        )
+
+
+def moment(text: str, option: str) -> datetime:
+    """A moment as naive UTC: a date, or a duration before now. Raises a usage error that names the option."""
+    try:
+        given = datetime.fromisoformat(text)
+    except ValueError:
+        return datetime.now(UTC).replace(tzinfo=None) - _ago(text, option)
+    return given.astimezone(UTC).replace(tzinfo=None) if given.tzinfo is not None else given
+
+
+def given_id(text: str) -> UUID:
+    """The id of an event or a notification. Raises a usage error for any other text."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no id of a notification or an event; expected a UUID") from None
+
+
+def _ago(text: str, option: str) -> timedelta:
+    try:
+        return parse_duration(text.removesuffix(" ago"))
+    except SettingsError:
+        raise typer.BadParameter(f"{option} {text!r}: expected {_MOMENT}") from None

@@ -1,0 +1,138 @@
+"""``outboxio describe``: the handlers and settings of the application's code, without a database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from msgspec import Struct
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outboxio.cli.answer import Exit, indented, line, say, say_json
+from outboxio.cli.inside import databases, handlers
+from outboxio.handlers.batch import Batch
+from outboxio.handlers.handler import Handler
+from outboxio.handlers.options import HandlerOptions, checked_options
+from outboxio.model.event import Event, is_event_class, type_name, with_subclasses
+from outboxio.model.retry import RetryPolicy
+from outboxio.outbox import Outbox
+from outboxio.settings import Settings
+from outboxio.support.duration import format_duration
+
+
+class HandlerDescription(Struct, frozen=True):
+    """A handler, as the code has registered it."""
+
+    name: str
+    where: str
+    aliases: Sequence[str]
+    event_types: Sequence[str]
+    topic: str | None
+    options: dict[str, Any]
+    """The options that are not the defaults."""
+
+
+class OutboxDescription(Struct, frozen=True):
+    """An outbox, as the code has made it."""
+
+    namespace: str
+    shards: dict[str, str]
+    """The dialect of each shard."""
+    handlers: Sequence[HandlerDescription]
+    settings: dict[str, Any]
+    """The settings that are not the defaults."""
+    unhandled: Sequence[str]
+    """The event types of the code that no handler of this outbox wants."""
+
+
+def describe(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print the description."""
+    found = description_of(outbox)
+    if as_json:
+        say_json(found)
+    else:
+        _tell(found)
+    return Exit.FINE
+
+
+def description_of(outbox: Outbox) -> OutboxDescription:
+    registered = handlers(outbox)
+    wanted = {cls for handler in registered for cls in handler.accepts()}
+    defined = {cls for cls in with_subclasses(Event) if is_event_class(cls) and cls is not Event}
+    return OutboxDescription(
+        outbox.namespace,
+        {name: database.dialect for name, database in databases(outbox).items()},
+        [_described(handler) for handler in sorted(registered, key=lambda handler: handler.name)],
+        _changed(outbox.settings, Settings()),
+        sorted(map(type_name, defined - wanted)),
+    )
+
+
+def _described(handler: Handler) -> HandlerDescription:
+    return HandlerDescription(
+        handler.name,
+        handler.where,
+        sorted(handler.aliases),
+        sorted(map(type_name, handler.event_types)),
+        handler.topic,
+        _changed(handler.options, _DEFAULTS),
+    )
+
+
+def _changed(given: Struct, defaults: Struct) -> dict[str, Any]:
+    """The fields that differ from the defaults, as text where JSON has no form."""
+    names = given.__struct_fields__
+    changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(defaults, name)}
+    return {name: _plain(value) for name, value in changed.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, timedelta):
+        return format_duration(value)
+    if isinstance(value, RetryPolicy | Batch):
+        return _changed(value, type(value)()) or type(value).__name__
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return value
+
+
+def _tell(found: OutboxDescription) -> None:
+    shards = ", ".join(f"{name} ({dialect})" for name, dialect in found.shards.items())
+    say("", line("namespace ", (found.namespace, "bold"), f" on {shards}"), "")
+    if found.handlers:
+        say(_table(found.handlers), "")
+    else:
+        say(line(("no handlers are registered: import the modules that register them where the outbox is", "yellow")))
+    if found.settings:
+        say(line("settings that are not the defaults"))
+        say(indented(_grid(found.settings)), "")
+    if found.unhandled:
+        told = ", ".join(found.unhandled)
+        say(line(("..", "yellow"), f"  no handler here wants {told}: a different process may have one"))
+
+
+def _table(described: Sequence[HandlerDescription]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for column in ("handler", "wants", "options that are not the defaults"):
+        table.add_column(column, overflow="fold")
+    for one in described:
+        name = line((one.name, "bold"), *((f"\nalso {', '.join(one.aliases)}", "dim") for _ in one.aliases[:1]))
+        wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.event_types)
+        options = "\n".join(f"{option}={value}" for option, value in one.options.items())
+        table.add_row(Text.assemble(name), line(wants), Text(options))
+    return table
+
+
+def _grid(values: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in values.items():
+        table.add_row(line(name), line(str(value)))
+    return table
+
+
+_DEFAULTS: HandlerOptions = checked_options("", "", {})

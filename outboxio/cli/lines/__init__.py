@@ -1,0 +1,1 @@
+"""The command lines: words, options and help of the commands. The work is in ``outboxio/cli/commands``."""

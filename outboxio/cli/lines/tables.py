@@ -1,0 +1,80 @@
+"""Commands for the tables: ``migrate``, ``check``, ``alembic-revision``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outboxio.cli.answer import Exit, answer
+from outboxio.cli.commands import schema
+from outboxio.cli.options import Common, Target, command
+from outboxio.cli.target import opened
+
+PANEL = "The tables"
+
+Contract = Annotated[
+    bool,
+    typer.Option("--contract", help="Also drop what only older versions use; none of their processes may run."),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    command(app, example="migrate app.main:outbox", rich_help_panel=PANEL)(migrate)
+    command(app, example="check --database postgresql://localhost/app", rich_help_panel=PANEL)(check)
+    command(app, "alembic-revision", example="alembic-revision --config alembic.ini", rich_help_panel=PANEL)(
+        alembic_revision
+    )
+
+
+def migrate(common: Common, target: Target = None, contract: Contract = False) -> None:
+    """Make the tables, or bring them up to date.
+
+    Safe to run at every deployment and from several machines at once. Your own tables are never touched.
+    """
+
+    async def work() -> Exit:
+        async with opened(common.named(target)) as outbox:
+            return await schema.migrate(outbox, contract=contract, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def check(common: Common, target: Target = None) -> None:
+    """Check settings, connections, tables, columns and indexes.
+
+    Names the missing parts and the files that bring the parts. Changes nothing.
+    """
+
+    async def work() -> Exit:
+        async with opened(common.named(target)) as outbox:
+            return await schema.check(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def alembic_revision(
+    config: Annotated[str, typer.Option(metavar="FILE", help="The configuration of Alembic.")] = "alembic.ini",
+    message: Annotated[
+        str, typer.Option("--message", "-m", metavar="TEXT", help="The message of the revision.")
+    ] = "outboxio tables",
+    rev_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="The id of the revision; random by default.", show_default=False)
+    ] = None,
+    head: Annotated[str, typer.Option(metavar="REVISION", help="The revision to come after.")] = "head",
+    contract: Contract = False,
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write an Alembic revision that makes the tables, or brings them up to date.
+
+    The revision applies the files of the installed outboxio, behind the files of earlier revisions.
+    """
+
+    async def work() -> Exit:
+        return schema.write_revision(
+            config, message=message, revision=rev_id, head=head, contract=contract, as_json=json
+        )
+
+    answer(work, as_json=json, verbose=verbose)

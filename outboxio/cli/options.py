@@ -1,0 +1,119 @@
+"""Options that several commands share, each written once.
+
+A command takes a group of options as a parameter: ``def pause(common: Common, target: Target) -> None``. The decorator
+:func:`command` gives typer the options of the group one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from outboxio.cli.target import Named, TargetError, named, refuse_without_namespace
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="Your outbox, as in [cyan]app.main:outbox[/], a callable that returns it, or a database URL. "
+        "Default: $OUTBOXIO_TARGET, or [cyan]target[/] in the table [cyan]tool.outboxio[/] of pyproject.toml.",
+        show_default=False,
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Reason = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Why: kept in the record of the operation.", show_default=False)
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+
+
+class Options(Struct, frozen=True):
+    """A group of options. A field is an option of typer, with a default."""
+
+
+class Common(Options, frozen=True):
+    """The options of every command that works on an outbox."""
+
+    database: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A database instead: [cyan]postgresql://host/name[/], [cyan]mysql://host/name[/], "
+            "[cyan]mariadb://host/name[/] or [cyan]sqlite:///file.db[/]",
+            show_default=False,
+        ),
+    ] = None
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The namespace in that database. Default: $OUTBOXIO_NAMESPACE.",
+                     show_default=False),
+    ] = None  # fmt: skip
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False
+
+    def named(self, words: str | list[str] | None, most: int = 0) -> Named:
+        """The outbox of the command line, with at most ``most`` further words. Needs no namespace."""
+        words = [words] if isinstance(words, str) else words or []
+        found = named(words, self.database, self.namespace)
+        if len(found.words) > most:
+            raise TargetError(f"{found.words[most]!r} is one word too many")
+        return found
+
+    def of_namespace(self, words: str | list[str] | None, most: int = 0) -> Named:
+        """The same, for a command that works on the rows of one namespace."""
+        found = self.named(words, most)
+        refuse_without_namespace(found)
+        return found
+
+
+def command(app: typer.Typer, name: str | None = None, *, example: str, **options: Any) -> Callable[[Any], Any]:
+    """Register a command. Each parameter whose type is a group of options becomes the options of the group."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        app.command(name, epilog=f"Example: [cyan]outboxio {example}[/]", **options)(spread(function))
+        return function
+
+    return register
+
+
+def spread(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with a parameter for each option, in place of a parameter for a group of options."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
+    parameters = list[inspect.Parameter]()
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in groups:
+            parameters += _parameters_of(groups[parameter.name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+
+    @wraps(function)
+    def call(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in msgspec.structs.fields(group)})
+        function(**given)
+
+    vars(call)["__signature__"] = inspect.Signature(sorted(parameters, key=_has_default))
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del vars(call)["__wrapped__"]  # typer would read the signature behind it
+    return call
+
+
+def _parameters_of(group: type[Options]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in msgspec.structs.fields(group)
+    ]
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.KEYWORD_ONLY

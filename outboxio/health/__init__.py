@@ -1,0 +1,1 @@
+"""Health: is this process alive, is it ready, and does the outbox work? For people, probes and service managers."""

@@ -1,0 +1,136 @@
+"""The verdict: from the memory of this process and the answers of the database to a :class:`Health`. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from outboxio.health.figures import Answers, Figures, ShardAnswer
+from outboxio.health.memory import Memory, ShardMemory
+from outboxio.health.values import SEVERITY, Fit, Health, ShardHealth, Status
+from outboxio.runtime.lifecycle import Phase
+
+REACHED_WITHIN = 30.0  # seconds for which an answer of a shard keeps the process ready
+STANDSTILL_TOLD = 60.0  # seconds for which a standstill of the event loop is told
+LONG_STANDSTILL = 5.0  # seconds: an event loop that does not answer for so long is dead
+
+_NO_ANSWER = ShardAnswer(asked=float("-inf"))
+
+
+class Moment(Struct, frozen=True):
+    """The present moment, by the event loop's clock and by ``time.monotonic``."""
+
+    loop: float
+    steady: float
+
+
+class _Reason(Struct, frozen=True):
+    level: Status
+    text: str
+
+
+def judge(memory: Memory, answers: Answers, now: Moment) -> Health:
+    """The health, from all that is known at a moment."""
+    known = {name: (shard, answers.shards.get(name, _NO_ANSWER)) for name, shard in memory.shards.items()}
+    shards = {name: _shard(shard, answer, now.loop) for name, (shard, answer) in known.items()}
+    deaths = [*memory.ended, *(text for shard in memory.shards.values() for text in shard.dead)]
+    works = any(_is_ready(shard, answer, now.loop) for shard, answer in known.values())
+    reasons = [_Reason("down", text) for text in deaths]
+    reasons += _of_shards(shards)
+    reasons += _of_figures(answers.figures, memory)
+    reasons += _of_memory(memory, now)
+    reasons.sort(key=lambda reason: -SEVERITY[reason.level])
+    status: Status = reasons[0].level if reasons else "ok"
+    return Health(
+        status=status,
+        live=not deaths,
+        ready=memory.phase == "running" and works and not deaths,
+        reasons=tuple(reason.text for reason in reasons),
+        phase=memory.phase,
+        shards=shards,
+        loops={name: loop for shard in memory.shards.values() for name, loop in shard.loops.items()},
+        lag=answers.figures.lag,
+        oldest_due=answers.figures.oldest_due,
+        stuck=sum(shard.stuck for shard in memory.shards.values()),
+        unroutable=answers.figures.unroutable,
+    )
+
+
+def _shard(memory: ShardMemory, answer: ShardAnswer, now: float) -> ShardHealth:
+    fit: Fit = memory.fit if memory.fit != "unknown" else answer.fit
+    return ShardHealth(
+        reachable=_is_reachable(memory, answer, now),
+        schema=fit,
+        clock_offset=memory.clock_offset,
+        locks_held=memory.locks_held,
+        locks_lacking=memory.locks_lacking,
+    )
+
+
+def _answered_at(memory: ShardMemory, answer: ShardAnswer) -> float:
+    """When the shard has last answered a loop or a question, by the event loop's clock."""
+    return max(memory.answered, answer.asked if answer.answered else float("-inf"))
+
+
+def _is_reachable(memory: ShardMemory, answer: ShardAnswer, now: float) -> bool | None:
+    """True after an answer within 30 s, unless the shard has refused a question since. ``None`` if never asked."""
+    answered = _answered_at(memory, answer)
+    if answered == float("-inf"):
+        return None if answer is _NO_ANSWER and not memory.runs else False
+    return now - answered <= REACHED_WITHIN and not (answer.refused and answer.asked > answered)
+
+
+def _is_ready(memory: ShardMemory, answer: ShardAnswer, now: float) -> bool:
+    """True if loops work on the shard. A refused question is no reason yet: the server may be back in a moment."""
+    return memory.runs and memory.fit == "fits" and now - _answered_at(memory, answer) <= REACHED_WITHIN
+
+
+def _of_shards(shards: dict[str, ShardHealth]) -> Iterator[_Reason]:
+    wrong = {name: text for name, shard in shards.items() if (text := _wrong_with(name, shard)) is not None}
+    level: Status = "down" if len(wrong) == len(shards) else "degraded"
+    for text in wrong.values():
+        yield _Reason(level, text)
+
+
+def _wrong_with(name: str, shard: ShardHealth) -> str | None:
+    if shard.schema == "missing":
+        return f"the tables of shard {name!r} do not fit this version of outboxio: run outboxio check"
+    if shard.schema == "newer":
+        return f"the tables of shard {name!r} are of a newer version of outboxio: deploy that version"
+    return f"shard {name!r} cannot be reached" if shard.reachable is False else None
+
+
+def _of_figures(figures: Figures, memory: Memory) -> Iterator[_Reason]:
+    """The faults of the tables. A process in ``running()`` knows better than the tables if a process is there."""
+    for told in figures.findings:
+        if not (told.rule == "no_instance" and memory.phase == "running"):
+            yield _Reason(told.level, told.text)
+
+
+def _of_memory(memory: Memory, now: Moment) -> Iterator[_Reason]:
+    for name, shard in memory.shards.items():
+        for text in shard.failing:
+            yield _Reason("degraded", text)
+        if shard.is_sick:
+            yield _Reason(
+                "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
+            )
+    if stuck := sum(shard.stuck for shard in memory.shards.values()):
+        yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")
+    ended, seconds = memory.standstill
+    if now.steady - ended <= STANDSTILL_TOLD:
+        yield _Reason(
+            "degraded",
+            f"the event loop stood still for {seconds:.1f} s, {now.steady - ended:.0f} s ago: give a call that blocks "
+            "to await asyncio.to_thread(...)",
+        )
+    if memory.phase != "running":
+        yield _Reason("ok", PHASES[memory.phase])
+
+
+PHASES: Mapping[Phase, str] = {
+    "stopped": "running() is not entered in this process",
+    "starting": "running() is being entered",
+    "leaving": "this process leaves running(), and starts no further run",
+}

@@ -1,0 +1,62 @@
+"""All names of spans and attributes.
+
+The conventions for messaging are in development, and constants for names in development are not stable in Python. So
+the names are literals, and belong to the version of the conventions in :data:`SCHEMA_URL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+INSTRUMENTATION = "outboxio"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
+SYSTEM = "outboxio"
+
+# Of the conventions.
+MESSAGING_SYSTEM = "messaging.system"
+OPERATION_NAME = "messaging.operation.name"
+OPERATION_TYPE = "messaging.operation.type"
+DESTINATION = "messaging.destination.name"
+SUBSCRIPTION = "messaging.destination.subscription.name"
+MESSAGE_ID = "messaging.message.id"
+CONVERSATION_ID = "messaging.message.conversation_id"
+BATCH_COUNT = "messaging.batch.message_count"
+ERROR_TYPE = "error.type"
+
+# Of outboxio.
+NAMESPACE = "outboxio.namespace"
+SHARD = "outboxio.shard"
+ACTION = "outboxio.action"
+ATTEMPTS = "outboxio.attempts"
+ATTEMPT = "outboxio.attempt"
+DELIVERY = "outboxio.delivery"
+OUTCOME = "outboxio.outcome"
+RETRY_AT = "outboxio.retry_at"
+HANDLER = "outboxio.handler"
+ROWS = "outboxio.rows"
+
+# Values of OUTCOME, for actions and for runs.
+COMMITTED, JOINED, DUPLICATE, REFUSED, UNKNOWN = "committed", "joined", "duplicate", "refused", "unknown"
+SUCCEEDED, RETRY, DEAD, EXPIRED, CUT_SHORT = "succeeded", "retry", "dead", "expired", "cut_short"
+
+
+def execute(action_name: str) -> str:
+    return f"execute {action_name}"
+
+
+def send(destination: str) -> str:
+    return f"send {destination}"
+
+
+def process(destination: str) -> str:
+    return f"process {destination}"
+
+
+def on_dead(handler_name: str) -> str:
+    return f"on_dead {handler_name}"
+
+
+def destination_of(event_types: Iterable[str], namespace: str) -> str:
+    """The event type, or the namespace if there are several types."""
+    distinct = set(event_types)
+    return distinct.pop() if len(distinct) == 1 else namespace

@@ -1,0 +1,125 @@
+"""Telemetry by OpenTelemetry, as an application gives it to an outbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from outboxio.errors import ConfigurationError
+from outboxio.integrations.opentelemetry import names
+from outboxio.integrations.opentelemetry.context import Carrying
+from outboxio.integrations.opentelemetry.handling import Choices, Propagation, SpannedHandling
+from outboxio.integrations.opentelemetry.work import Attributes, SpannedExecution
+from outboxio.integrations.opentelemetry.writing import Writing, parent_around
+from outboxio.loops.loop import RoundResult
+from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.support.clock import Clock
+from outboxio.support.duration import parse_duration
+from outboxio.support.log import type_name
+from outboxio.support.text import briefly
+from outboxio.telemetry.protocol import Execution, HandlingTelemetry, Round, RoundKind, Sending, Telemetry
+
+_PROPAGATIONS = ("auto", "link", "parent", "none")
+
+
+class OpenTelemetry(Telemetry):
+    """Spans by OpenTelemetry, for ``Outbox(telemetry=OpenTelemetry())``.
+
+    ``tracer_provider``: the provider of the SDK; by default the global provider of the process. ``propagation`` says
+    how the span of a run belongs to the trace of the event:
+
+    * ``"auto"``: the first attempt within ``child_within`` (5 minutes) after the event is a child. A later attempt
+      begins a new trace, with a link: a retry neither stretches the old trace nor inherits an old sampling decision.
+    * ``"parent"``: every attempt is a child. ``"link"``: every attempt begins a new trace, with a link.
+    * ``"none"``: every attempt begins a new trace.
+
+    ``baggage=True`` stores the baggage of the trace with each event, for handlers in any process; baggage may hold
+    secrets. ``trace_unsampled=True`` makes spans for events whose trace is absent or not sampled too, and lets the
+    sampler decide. ``internals=True`` adds spans of the rounds of fan-out, settling and retention that did something.
+
+    Raises :class:`ConfigurationError` for another ``propagation``, and :class:`SettingsError` for a ``child_within``
+    that is no duration.
+
+    Example::
+
+        outbox = Outbox(url, namespace="wallets", telemetry=OpenTelemetry())
+    """
+
+    def __init__(
+        self,
+        tracer_provider: trace.TracerProvider | None = None,
+        *,
+        propagation: Propagation = "auto",
+        baggage: bool = False,
+        trace_unsampled: bool = False,
+        internals: bool = False,
+        child_within: timedelta | float | str = timedelta(minutes=5),
+    ) -> None:
+        if propagation not in _PROPAGATIONS:
+            expected = ", ".join(map(repr, _PROPAGATIONS))
+            raise ConfigurationError(f"propagation is {briefly(propagation)}; expected one of {expected}")
+        within = parse_duration(child_within, key="child_within")
+        self._tracer = trace.get_tracer(
+            names.INSTRUMENTATION, _version(), tracer_provider=tracer_provider, schema_url=names.SCHEMA_URL
+        )
+        self._carrying = Carrying(baggage=baggage)
+        self._choices = Choices(propagation, within, trace_unsampled)
+        self._has_internals = internals
+        self._writing = Writing(self._tracer, self._carrying)
+
+    def executing(
+        self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False
+    ) -> Execution:
+        parent = parent_around(headers, self._carrying)
+        attributes = _place(namespace, shard) | {names.ACTION: action_name}
+        span = self._tracer.start_span(names.execute(action_name), context=parent, attributes=attributes)
+        return SpannedExecution(span, parent, joins=joins)
+
+    def sending(self, shard: str, action: ActionRecord, events: Sequence[EventRecord]) -> Sending:
+        return self._writing.sending(shard, action, events)
+
+    def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry:
+        return SpannedHandling(
+            self._tracer, self._carrying, self._choices, _place(namespace, shard), clock, inline=inline
+        )
+
+    def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
+        if not self._has_internals:
+            return run_once
+        attributes, start_span = _place(namespace, shard), self._tracer.start_span
+
+        async def spanned() -> RoundResult:
+            began = time.time_ns()
+            try:
+                result = await run_once()
+            except Exception as error:
+                span = start_span(kind, Context(), SpanKind.INTERNAL, attributes, start_time=began)
+                span.set_attribute(names.ERROR_TYPE, type_name(error))
+                span.set_status(Status(StatusCode.ERROR))
+                span.end()
+                raise
+            if result.found:
+                span = start_span(kind, Context(), SpanKind.INTERNAL, attributes, start_time=began)
+                span.set_attribute(names.ROWS, result.found)
+                span.end()
+            return result
+
+        return spanned
+
+
+def _place(namespace: str, shard: str) -> Attributes:
+    return {names.NAMESPACE: namespace, names.SHARD: shard}
+
+
+def _version() -> str | None:
+    try:
+        return version("outboxio")
+    except PackageNotFoundError:  # run from a folder, without an installation
+        return None

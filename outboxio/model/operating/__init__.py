@@ -1,0 +1,1 @@
+"""The values of orders of operators: filters and operations."""

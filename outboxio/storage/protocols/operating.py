@@ -1,0 +1,390 @@
+"""The protocols behind what operators see and order: search, probes, operations, reports of processes.
+
+Every read is bounded: no statement reads all the rows that retention keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Protocol
+from uuid import UUID
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.operation import Operation
+from outboxio.storage.protocols.values import Waiting
+
+
+class FoundRows(Struct, frozen=True):
+    """A page of matching notifications."""
+
+    rows: Sequence[NotificationRecord]
+    next: Place | None
+    """The place after which to go on; ``None`` after the last match. A page may have few rows and a place: the read
+    ended at its bound."""
+
+
+class Counted(Struct, frozen=True):
+    """A bounded count."""
+
+    number: int
+    is_complete: bool
+    """False if there are more matches, or there may be."""
+
+
+class LastError(Struct, frozen=True):
+    """The last error of a matching notification."""
+
+    id: UUID
+    event_id: UUID
+    handler_name: str
+    updated_date: datetime
+    type: str
+    message: str
+
+
+class FoundErrors(Struct, frozen=True):
+    """The last errors of the newest matches. A match without a last error is left out."""
+
+    rows: Sequence[LastError]
+    next: Place | None
+    """The place after which further matches may be; ``None`` if all matches were read."""
+
+
+class Piece(Struct, frozen=True):
+    """The result of a piece of a bulk order."""
+
+    matched: int
+    done: int
+    refused: int
+    next: Place | None
+    """The place after which the next piece begins; ``None`` after the last piece."""
+    is_ours: bool = True
+    """False if the operation is not RUNNING any longer, has a different worker, or is to be stopped. Then nothing was
+    changed."""
+
+
+class SearchRepository(Protocol):
+    """Matching notifications, newest first, along the index that fits the search (decision 43).
+
+    The walks, each with its own order:
+
+    - ``dead``: only DEAD and EXPIRED rows are wanted. By the date of the end, newest first.
+    - ``waiting``: only PENDING, FAILED and DYING rows. By due date, latest first.
+    - ``blocked``: only BLOCKED rows. By handler name, ordering key and sequence.
+    - ``events``: the events of a correlation id or of an action id are known, at most 5,000. Newest event first.
+    - ``all``: everything else, along the unique key (event_id, handler_name), newest event first. Ids of events are in
+      the order of time.
+
+    A search of several states takes several walks, one after the other. A row that does not change is in exactly one
+    page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
+    rows.
+    """
+
+    async def find(
+        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 20_000
+    ) -> FoundRows:
+        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        ...
+
+    async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
+        """The place of a notification in the walk of the search.
+
+        ``None`` for an unknown id, and for a row in a state that the walk does not have, or no longer has.
+        """
+        ...
+
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 20_000) -> Counted:
+        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
+        ...
+
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 20_000) -> FoundErrors:
+        """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
+        ...
+
+    async def retry_piece(
+        self,
+        namespace: str,
+        operation: UUID,
+        worker: str,
+        search: Search,
+        after: Place | None,
+        limit: int,
+        now: datetime,
+    ) -> Piece:
+        """Retry up to ``limit`` matches after a place as ``retry`` does, and write the new place into ``operations``.
+
+        Both happen in a single transaction, in which the row of the operation is locked: the row must be RUNNING, with
+        this worker and without an order to stop. The search of a bulk order has ``until``, so a retried row, whose
+        ``updated_date`` is later, never matches again. The transaction also adds to ``matched``, ``done`` and
+        ``refused``, and sets ``updated_date``. A row that does not match any longer is left.
+        """
+        ...
+
+    async def skip_piece(
+        self,
+        namespace: str,
+        operation: UUID,
+        worker: str,
+        search: Search,
+        after: Place | None,
+        limit: int,
+        now: datetime,
+    ) -> Piece:
+        """The same for ``skip``. A row that is SUCCEEDED or SKIPPED is refused."""
+        ...
+
+
+class FoundEvents(Struct, frozen=True):
+    """A page of events."""
+
+    rows: Sequence[EventSummary]
+    next: UUID | None
+    """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
+
+
+class EventSearchRepository(Protocol):
+    """Events, what the events have caused, and the notifications of events."""
+
+    async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
+        """Up to ``limit`` notifications of these events, by event id and handler name."""
+        ...
+
+    async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
+        """The events with these ids, in the order of the sequence."""
+        ...
+
+    async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
+        """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
+        ...
+
+    async def newest(
+        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 20_000
+    ) -> FoundEvents:
+        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
+
+        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
+        """
+        ...
+
+
+class EventSummary(Struct, frozen=True, kw_only=True):
+    """A row of ``events`` for an operator."""
+
+    id: UUID
+    sequence: int
+    event_type: str | None
+    model_type: str | None
+    model_id: str | None
+    action_id: UUID
+    action_name: str
+    action_params: msgspec.Raw
+    payload: msgspec.Raw | None
+    headers: msgspec.Raw | None
+    event_date: datetime
+    available_at: datetime | None
+    delivered: bool
+    topic: str | None
+    source: str | None
+    ordering_key: str | None
+    correlation_id: str | None
+    causation_id: UUID | None
+    hops: int
+
+
+class DueFigures(Struct, frozen=True):
+    """The unfinished notifications of a stored handler name. Both numbers are counted up to a bound."""
+
+    handler_name: str
+    due: int
+    """PENDING, FAILED and DYING rows that are due now."""
+    waiting: int
+    """PENDING, FAILED and DYING rows that are due later: delayed, scheduled, or waiting for a retry."""
+    oldest_due: datetime | None
+    """The earliest due date of a row that is due now."""
+
+
+class DeadFigures(Struct, frozen=True):
+    """The DEAD and EXPIRED notifications of a stored handler name, counted up to a bound."""
+
+    handler_name: str
+    number: int
+    recent: int
+    """The number of rows that ended after a given moment."""
+    newest: datetime | None
+
+
+class ParkedKey(Struct, frozen=True):
+    """An ordering key that a DEAD or EXPIRED notification parks."""
+
+    handler_name: str
+    """The stored handler name of the notification that parks the key."""
+    ordering_key: str
+    id: UUID
+    """The notification that parks the key."""
+    event_id: UUID
+    since: datetime
+    """The moment at which the notification ended."""
+    blocked: int
+    """The BLOCKED rows behind, counted up to a bound."""
+
+
+class ProbeRepository(Protocol):
+    """The figures of overview, health and metrics. Every statement reads index entries up to a bound.
+
+    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
+    to ``most`` stands for "``most`` or more".
+    """
+
+    async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
+        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
+
+        ``oldest_due`` is exact. Resting rows do not count.
+        """
+        ...
+
+    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
+        """The number of BLOCKED rows of each stored handler name.
+
+        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
+        is not complete may be small.
+        """
+        ...
+
+    async def dead_names(self, namespace: str) -> list[str]:
+        """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
+        ...
+
+    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
+        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
+        ...
+
+    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
+        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
+
+        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
+        at.
+        """
+        ...
+
+    async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
+        """The undelivered events of each event type, by jumps in the index.
+
+        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the later of the
+        moments at which the event was emitted and became available. An event that becomes available after ``now`` does
+        not wait; ``None`` if no counted event waits.
+        """
+        ...
+
+
+class HandlerMinute(Struct, frozen=True, kw_only=True):
+    """The runs of a handler within a minute in one process, or in several."""
+
+    handler_name: str
+    minute_date: datetime
+    succeeded: int
+    failed: int
+    dead: int
+    expired: int
+    skipped: int
+    duration_us: int
+    durations: tuple[int, ...]
+    lags: tuple[int, ...]
+
+
+class InstanceReport(Struct, frozen=True, kw_only=True):
+    """A row of ``instance_reports``: a process in ``running()``, by its own report."""
+
+    instance: str
+    """The name of the process in ``leases``."""
+    version: str
+    started_date: datetime
+    last_seen_date: datetime
+    delay_seconds: int
+    report: msgspec.Raw
+    """A JSON object."""
+
+
+class ReportRepository(Protocol):
+    """The tables ``handler_minutes`` and ``instance_reports``."""
+
+    async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
+        """Write the minutes of this process, in one statement. A row that exists is replaced."""
+        ...
+
+    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
+        """The minutes after a moment, the processes added up."""
+        ...
+
+    async def write_report(self, namespace: str, report: InstanceReport) -> None: ...
+
+    async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]: ...
+
+    async def remove_report(self, namespace: str, instance: str) -> None:
+        """Remove the row of a process that leaves."""
+        ...
+
+    async def remove_old(self, namespace: str, minutes_before: datetime, seen_before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` old rows of each table; the number of rows."""
+        ...
+
+
+class Taken(Struct, frozen=True):
+    """An operation that this process carries out from now on."""
+
+    operation: Operation
+    reached: Place | None
+    """The place after the last piece that was done."""
+
+
+class OperationRepository(Protocol):
+    """The table ``operations``."""
+
+    async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
+        """Write an operation. ``worker``: the process that carries the operation out.
+
+        An operation with the empty worker (``NOBODY``) waits for the process that fans out.
+        """
+        ...
+
+    async def get(self, namespace: str, id: UUID) -> Operation | None: ...
+
+    async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
+        """The newest operations."""
+        ...
+
+    async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
+        """Become the worker of a RUNNING operation without a worker, or whose worker has not written since a moment.
+
+        ``None`` if another process was faster, or the operation has ended.
+        """
+        ...
+
+    async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
+        """The RUNNING operations without a worker, or whose worker has not written since a moment, the oldest first."""
+        ...
+
+    async def order_stop(self, namespace: str, id: UUID) -> bool:
+        """Ask the worker of a RUNNING operation to stop; False if the operation has ended."""
+        ...
+
+    async def is_to_stop(self, namespace: str, id: UUID) -> bool:
+        """True if the worker was asked to stop."""
+        ...
+
+    async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
+        """Write the end of an operation; False if this process is not the worker any longer."""
+        ...
+
+    async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` ended operations that were ordered before a moment; the number of rows."""
+        ...
+
+    async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
+        """The states of the notifications with these ids. An id that does not exist is left out."""
+        ...

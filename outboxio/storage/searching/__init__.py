@@ -1,0 +1,1 @@
+"""What all dialects share of the search for notifications: the walks, their places, and how a walk goes on."""

@@ -1,0 +1,218 @@
+"""A search along its walks: page by page, in reads of a bounded number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from outboxio.model.operating.filter import Place, Search
+from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.searching.merging import Merge
+from outboxio.storage.searching.reading import FEWEST_ROWS, Cursor, Pace, Reader
+from outboxio.storage.searching.walks import (
+    ALL,
+    END,
+    EVENTS,
+    MERGED,
+    Chunk,
+    Key,
+    Match,
+    Stretch,
+    key_behind,
+    place_at,
+    start_of,
+    stretch_of,
+    takes_all,
+    walks_of,
+    walks_of_states,
+)
+
+STRETCHES_AT_ONCE = 64
+"""The stretches that a read counts."""
+MOST_EVENTS = 5000
+"""The events of a correlation id, or of an action, that are walked one by one. A search for more walks by state."""
+EVENTS_AT_ONCE = 200
+
+
+class Found(Struct, frozen=True):
+    """The ids of the matching rows, in the order of the walks, and the place after which to go on."""
+
+    ids: Sequence[str]
+    next: Place | None
+
+
+class Walker:
+    """Finds and counts the rows of a search."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int) -> Found:
+        """Up to ``limit`` matching rows after a place. The reads end after about ``most`` rows."""
+        if after == END:
+            return Found([], None)
+        walking = _Walking(self._reader, namespace, search, limit, most)
+        walks = await walking.walks(after)
+        for number, walk in enumerate(walks):
+            place = await walking.along(walk, after if after is not None and after.walk == walk else None)
+            if place is None and walking.is_over and number + 1 < len(walks):
+                place = place_at(walks[number + 1], Stretch(""), start_of(walks[number + 1], search))
+            if place is not None:
+                return Found(walking.found, place)
+        return Found(walking.found, None)
+
+    async def count(self, namespace: str, search: Search, most: int, reads: int) -> Counted:
+        """The number of matching rows, up to ``most``. The reads end after about ``reads`` rows."""
+        walking = _Walking(self._reader, namespace, search, most + 1, reads)
+        for walk in await walking.walks(None):
+            if not await walking.count(walk):
+                return Counted(min(walking.number, most), False)
+        return Counted(walking.number, True)
+
+
+class _Walking:
+    """A single search: what was found, and how many rows may still be read."""
+
+    def __init__(self, reader: Reader, namespace: str, search: Search, limit: int, most: int) -> None:
+        self.found: list[str] = []
+        self.number = 0
+        """The number of matching rows that were counted."""
+        self._reader = reader
+        self._namespace = namespace
+        self._search = search
+        self._limit = limit
+        self._most = most
+        self._event_ids: Sequence[str] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """True if enough rows were found or read."""
+        return len(self.found) >= self._limit or self._most <= 0
+
+    async def walks(self, after: Place | None) -> Sequence[str]:
+        """The walks from a place on."""
+        walks = walks_of(self._search)
+        if walks == (EVENTS,):
+            by_state = walks_of_states(self._search)
+            if (after is not None and after.walk in by_state) or not await self._find_events():
+                walks = by_state
+        return walks if after is None or after.walk not in walks else walks[walks.index(after.walk) :]
+
+    async def along(self, walk: str, after: Place | None) -> Place | None:
+        """Go along a walk; the place after which to go on, or ``None`` at the end of the walk."""
+        if walk == EVENTS:
+            return await self._along_events(after)
+        pace, cursors = self._pace(walk), await self._cursors(walk, after)
+        place = await (self._merge(walk, cursors, pace) if walk in MERGED else self._one_by_one(walk, cursors, pace))
+        self._most = pace.left
+        return place
+
+    async def count(self, walk: str) -> bool:
+        """Count the rows of a walk; False if too many rows match, or had to be read."""
+        if walk == EVENTS:
+            return await self._count_events()
+        pace = self._pace(walk)
+        cursors: list[Cursor] = await self._cursors(walk, None)
+        while cursors and self.number < self._limit and pace.left > 0:
+            some = cursors[:STRETCHES_AT_ONCE]
+            self.number += sum(chunk.matching for chunk in await self._read(walk, some, pace, only_counts=True))
+            cursors = [cursor for cursor in cursors if not cursor.is_at_end]
+        self._most = pace.left
+        return not cursors and self.number < self._limit
+
+    async def _merge(self, walk: str, cursors: Sequence[Cursor], pace: Pace) -> Place | None:
+        merge = Merge(cursors)
+        while True:
+            rows, last = merge.take(self._limit - len(self.found))
+            self.found += [row.id for row in rows]
+            if merge.is_at_end:
+                return None
+            if len(self.found) >= self._limit:
+                return last
+            if pace.left <= 0:
+                return merge.place
+            await self._read(walk, merge.lagging(self._limit - len(self.found)), pace)
+
+    async def _one_by_one(self, walk: str, cursors: Sequence[Cursor], pace: Pace) -> Place | None:
+        for cursor in cursors:
+            while not cursor.is_at_end:
+                if pace.left <= 0:
+                    return cursor.place
+                await self._read(walk, [cursor], pace)
+                wanted = self._limit - len(self.found)
+                rows = list(cursor.matches)
+                cursor.matches.clear()
+                self.found += [row.id for row in rows[:wanted]]
+                is_last = cursor is cursors[-1] and cursor.is_at_end and len(rows) <= wanted
+                if len(rows) >= wanted and not is_last:
+                    return place_at(walk, cursor.stretch, rows[wanted - 1].key)
+        return None
+
+    async def _along_events(self, after: Place | None) -> Place | None:
+        before = None if after is None else after.key[:-1]
+        ids = [event_id for event_id in self._event_ids if before is None or event_id <= before[0]]
+        for start in range(0, len(ids), EVENTS_AT_ONCE):
+            if self._most <= 0:
+                return place_at(EVENTS, Stretch(""), (ids[start - 1], ""))
+            chunk = await self._read_events(ids[start : start + EVENTS_AT_ONCE])
+            found = [match for match in chunk.matches or () if before is None or match.key < before]
+            rows = sorted(found, key=_key, reverse=True)
+            wanted = self._limit - len(self.found)
+            self.found += [row.id for row in rows[:wanted]]
+            if len(rows) > wanted or (len(rows) == wanted and start + EVENTS_AT_ONCE < len(ids)):
+                return place_at(EVENTS, Stretch(""), rows[wanted - 1].key)
+        return None
+
+    async def _count_events(self) -> bool:
+        for start in range(0, len(self._event_ids), EVENTS_AT_ONCE):
+            if self._most <= 0 or self.number >= self._limit:
+                return False
+            chunk = await self._read_events(self._event_ids[start : start + EVENTS_AT_ONCE])
+            self.number += chunk.matching
+        return self.number < self._limit
+
+    async def _find_events(self) -> bool:
+        """Read the ids of the events; False if there are too many."""
+        ids = await self._reader.event_ids(self._namespace, self._search, MOST_EVENTS + 1)
+        self._event_ids = sorted(ids, reverse=True)
+        return len(ids) <= MOST_EVENTS
+
+    async def _cursors(self, walk: str, after: Place | None) -> list[Cursor]:
+        """The stretches of a walk that have rows after a place."""
+        if walk == ALL:
+            stretches = [Stretch("")]
+        else:
+            stretches = await self._reader.stretches(self._namespace, walk, self._search)
+        start = start_of(walk, self._search)
+        if after is None:
+            return [Cursor(walk, stretch, start) for stretch in stretches]
+        if walk in MERGED:
+            return [Cursor(walk, stretch, key_behind(walk, stretch, after)) for stretch in stretches]
+        reached = stretch_of(after)
+        rest = [stretch for stretch in stretches if stretch >= reached]
+        return [Cursor(walk, stretch, after.key[:-1] if stretch == reached else start) for stretch in rest]
+
+    def _pace(self, walk: str) -> Pace:
+        first = self._limit + 1
+        return Pace(first if takes_all(walk, self._search) else max(first, FEWEST_ROWS), self._most)
+
+    async def _read(
+        self, walk: str, cursors: Sequence[Cursor], pace: Pace, *, only_counts: bool = False
+    ) -> Sequence[Chunk]:
+        size = pace.size(len(cursors))
+        requests = [cursor.request for cursor in cursors]
+        chunks = await self._reader.read(self._namespace, walk, self._search, requests, size, only_counts=only_counts)
+        for cursor, chunk in zip(cursors, chunks, strict=True):
+            cursor.heed(chunk, size)
+        pace.heed(chunks)
+        return chunks
+
+    async def _read_events(self, ids: Sequence[str]) -> Chunk:
+        chunk = await self._reader.read_events(self._namespace, self._search, ids)
+        self._most -= chunk.read
+        return chunk
+
+
+def _key(match: Match) -> Key:
+    return match.key

@@ -1,0 +1,162 @@
+"""The walks over matching notifications: which walk a search takes, and the places of each walk.
+
+A walk has *stretches*: the rows of a stored handler name, and further divided, in the order of an index. A walk over
+the DEAD rows or the waiting rows merges the stretches, so that the newest row of all handlers comes first. The other
+walks take one stretch after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.filter import Place, Search
+
+DEAD, WAITING, BLOCKED, EVENTS, ALL = "dead", "waiting", "blocked", "events", "all"
+END = Place("end", "", ())
+"""The place behind the last row of all walks."""
+
+STATES_OF: Mapping[str, frozenset[State]] = {
+    DEAD: frozenset({State.DEAD, State.EXPIRED}),
+    WAITING: frozenset({State.PENDING, State.FAILED, State.DYING}),
+    BLOCKED: frozenset({State.BLOCKED}),
+}
+"""The walks over rows of a few states, in the order in which a search of several states takes the walks."""
+MERGED = frozenset({DEAD, WAITING})
+
+KEYED, KEYLESS = 0, 1
+"""The two stretches of a name in the walk over BLOCKED rows: with an ordering key, and without."""
+
+LAST_MOMENT = "9999-12-31 23:59:59.999999"
+LAST_SEQUENCE = str(2**63 - 1)
+FIRST_ID, LAST_ID = "00000000-0000-0000-0000-000000000000", "ffffffff-ffff-ffff-ffff-ffffffffffff"
+
+Key = tuple[str, ...]
+"""The values of the index columns of a row within a stretch, as texts. A moment has six decimals."""
+
+
+class Stretch(NamedTuple):
+    """The rows of a stored handler name in a walk. ``part``: a partition, or KEYED or KEYLESS, or 0."""
+
+    name: str
+    part: int = 0
+
+
+class Match(Struct, frozen=True, array_like=True):
+    """A matching row of a stretch."""
+
+    key: Key
+    id: str
+
+
+class Request(Struct, frozen=True):
+    """A read of a part of a stretch: the rows behind ``after``."""
+
+    stretch: Stretch
+    after: Key
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """The rows that a request has read."""
+
+    read: int
+    """The number of rows that were read, matching or not."""
+    matching: int
+    last: Key | None
+    """The last row that was read; ``None`` if no row is left."""
+    matches: list[Match] | None
+    """The matching rows; ``None`` for a read that only counts, or without matching rows."""
+
+
+def walks_of(search: Search) -> tuple[str, ...]:
+    """The walks that find all rows of a search, in order."""
+    if search.correlation_id is not None or search.action_id is not None:
+        return (EVENTS,)
+    return walks_of_states(search)
+
+
+def walks_of_states(search: Search) -> tuple[str, ...]:
+    """The walks by the states alone."""
+    wanted = set(search.states)
+    walks = tuple(walk for walk, states in STATES_OF.items() if states & wanted)
+    is_covered = bool(wanted) and wanted <= frozenset[State]().union(*STATES_OF.values())
+    return walks if is_covered else (ALL,)
+
+
+def takes_all(walk: str, search: Search) -> bool:
+    """True if every row of the walk matches, so that a read need not be longer than a page."""
+    unbounded = Search(states=search.states, names=search.names, since=search.since, until=search.until)
+    is_by_date = walk == DEAD or (search.since is None and search.until is None)
+    return search == unbounded and is_by_date and STATES_OF.get(walk, frozenset()) <= set(search.states)
+
+
+def start_of(walk: str, search: Search) -> Key:
+    """The key before the first row of a stretch."""
+    match walk:
+        case "dead":
+            return (LAST_MOMENT, LAST_ID) if search.until is None else (as_text(search.until), FIRST_ID)
+        case "waiting":
+            return LAST_MOMENT, LAST_SEQUENCE
+        case "blocked":
+            return "", "-1"
+        case _:
+            return LAST_ID, ""
+
+
+def place_at(walk: str, stretch: Stretch, key: Key) -> Place:
+    """The place behind a row."""
+    return Place(walk, stretch.name, (*key, str(stretch.part)))
+
+
+def stretch_of(place: Place) -> Stretch:
+    return Stretch(place.name, int(place.key[-1]))
+
+
+def key_behind(walk: str, stretch: Stretch, place: Place) -> Key:
+    """The key behind which a stretch of a merged walk goes on after a place, possibly in a different stretch.
+
+    Of rows with equal dates (and sequences) in different stretches, the row of the greater stretch comes first.
+    """
+    key, reached = place.key[:-1], stretch_of(place)
+    if stretch == reached:
+        return key
+    is_behind = stretch < reached
+    if walk == DEAD:
+        return key[0], LAST_ID if is_behind else FIRST_ID
+    return key[0], str(min(int(key[1]) + is_behind, int(LAST_SEQUENCE)))
+
+
+def rank_of(walk: str, stretch: Stretch, key: Key) -> Any:
+    """What decides between rows of different stretches of a merged walk; the greatest rank comes first."""
+    return (key[0], stretch) if walk == DEAD else (key[0], int(key[1]), stretch)
+
+
+def place_of_row(walks: Sequence[str], row: NotificationRecord) -> Place | None:
+    """The place behind a row in these walks; ``None`` if the row is in no walk."""
+    for walk in walks:
+        if walk in (ALL, EVENTS):
+            return place_at(walk, Stretch(""), (str(row.event_id), row.handler_name))
+        if row.state in STATES_OF[walk]:
+            return place_at(walk, *_position(walk, row))
+    return None
+
+
+def _position(walk: str, row: NotificationRecord) -> tuple[Stretch, Key]:
+    match walk:
+        case "dead":
+            return Stretch(row.handler_name), (as_text(row.updated_date), str(row.id))
+        case "waiting":
+            key = (as_text(row.next_retry_at), str(row.sequence))
+            return Stretch(row.handler_name, row.partition_number), key
+        case _:
+            part = KEYLESS if row.ordering_key is None else KEYED
+            return Stretch(row.handler_name, part), (row.ordering_key or "", str(row.sequence))
+
+
+def as_text(moment: datetime) -> str:
+    """A naive moment, as keys have moments."""
+    return moment.isoformat(" ", "microseconds")

@@ -1,0 +1,214 @@
+"""The search for notifications on SQLite, and the pieces of bulk orders."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from outboxio.model.notification import NotificationRecord, record_of
+from outboxio.model.operating.filter import Search
+from outboxio.storage.protocols.operating import LastError
+from outboxio.storage.searching.patterns import glob
+from outboxio.storage.searching.repository import Change, WalkedSearch
+from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Request, Stretch
+from outboxio.storage.sqlite.columns import RECORD, RECORD_OBJECT, names
+from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED
+from outboxio.storage.sqlite.notifications import RETRY, SKIP, UNFINISHED_NAMES
+from outboxio.storage.sqlite.probes import BY_DEAD, BY_LINE, DEAD_NAMES, IN_DEAD, IN_LINE
+from outboxio.storage.sqlite.values import as_json, as_text
+
+BY_ID = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
+BY_EVENT = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_2"
+
+# The last error in the form of ``Filter.error``; NULL for anything but an object with two texts.
+_TYPE, _MESSAGE = "json_extract(errors, '$[#-1].type')", "json_extract(errors, '$[#-1].message')"
+_LAST_ERROR = """CASE WHEN NOT json_valid(errors) THEN NULL WHEN json_type(errors) = 'array'
+  AND json_type(errors, '$[#-1].type') = 'text' AND json_type(errors, '$[#-1].message') = 'text' THEN {text} END"""
+_ERROR_TEXT = _LAST_ERROR.format(text=f"{_TYPE} || ': ' || {_MESSAGE}")
+
+# No condition is of use for an index: the walk decides which rows are read.
+MATCHES = f"""namespace = :namespace AND (:states = '[]' OR state IN (SELECT value FROM json_each(:states)))
+  AND (:names IS NULL OR handler_name IN (SELECT value FROM json_each(:names)))
+  AND (:types = '[]' OR event_type IN (SELECT value FROM json_each(:types)))
+  AND (:ordering_key IS NULL OR ordering_key = :ordering_key) AND (:model_id IS NULL OR model_id = :model_id)
+  AND (:action_name IS NULL OR action_name = :action_name) AND (:action_id IS NULL OR action_id = :action_id)
+  AND (:correlation_id IS NULL OR correlation_id = :correlation_id)
+  AND (:since IS NULL OR updated_date >= :since) AND (:until IS NULL OR updated_date < :until)
+  AND (:error IS NULL OR {_ERROR_TEXT} GLOB :error)"""
+
+
+def _walk(one: str, two: str, source: str, condition: str, order: str) -> str:
+    """A part of a walk along an index, with the columns ``one`` and ``two`` of each row."""
+    key = "json_array(one, CAST(two AS TEXT))"
+    return f"""
+SELECT json_array(count(*), count(*) FILTER (WHERE is_match),
+  json(json_extract(json_group_array({key}), '$[#-1]')),
+  CASE WHEN NOT :only_counts THEN json_group_array(json_array({key}, id)) FILTER (WHERE is_match) END)
+FROM (SELECT {one} AS one, {two} AS two, id, {MATCHES} AS is_match FROM {source}
+  WHERE {condition} ORDER BY {order} LIMIT :size)
+"""
+
+
+_OF_NAME = "namespace = :namespace AND handler_name = :name"
+WALKS = {
+    (DEAD, 0): _walk(
+        "updated_date", "id", BY_DEAD,
+        f"""{_OF_NAME} AND {IN_DEAD} AND (updated_date, id) < (:one, :two) AND updated_date >= coalesce(:since, '')""",
+        "updated_date DESC, id DESC",
+    ),
+    (WAITING, 0): _walk(
+        "next_retry_at", "sequence", BY_DUE,
+        f"{_OF_NAME} AND {UNFINISHED} AND (next_retry_at, sequence) < (:one, CAST(:two AS INTEGER))",
+        "next_retry_at DESC, sequence DESC",
+    ),
+    (BLOCKED, KEYED): _walk(
+        "ordering_key", "sequence", BY_LINE,
+        f"{_OF_NAME} AND {IN_LINE} AND (ordering_key, sequence) > (:one, CAST(:two AS INTEGER))",
+        "ordering_key, sequence",
+    ),
+    (BLOCKED, KEYLESS): _walk(
+        "''", "sequence", BY_LINE,
+        f"{_OF_NAME} AND {IN_LINE} AND ordering_key IS NULL AND sequence > CAST(:two AS INTEGER)",
+        "sequence",
+    ),
+    (ALL, 0): _walk(
+        "event_id", "handler_name", BY_EVENT,
+        "(event_id, handler_name) < (:one, :two)",
+        "event_id DESC, handler_name DESC",
+    ),
+}  # fmt: skip
+
+EVENTS_OF_CORRELATION = """
+SELECT json_group_array(id) FROM (SELECT id FROM eventlog_events INDEXED BY eventlog_events_correlation
+  WHERE namespace = :namespace AND correlation_id = :correlation_id LIMIT :limit)
+"""
+EVENTS_OF_ACTION = """
+SELECT json_group_array(id) FROM (SELECT id FROM eventlog_events INDEXED BY eventlog_idx_events_action_id
+  WHERE action_id = :action_id LIMIT :limit)
+"""
+READ_EVENTS = f"""
+SELECT json_array(count(*), count(*) FILTER (WHERE is_match), NULL,
+  json_group_array(json_array(json_array(event_id, handler_name), id)) FILTER (WHERE is_match))
+FROM (SELECT event_id, handler_name, id, {MATCHES} AS is_match FROM {BY_EVENT}
+  WHERE event_id IN (SELECT value FROM json_each(:ids)))
+"""
+
+RECORDS = f"""
+SELECT json_group_array({RECORD_OBJECT}) FROM (SELECT {names(RECORD)} FROM {BY_ID}
+  WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)))
+"""
+ERRORS = f"""
+SELECT json_group_array(json_array(id, event_id, handler_name, updated_date, {_TYPE}, {_MESSAGE})) FROM {BY_ID}
+WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND {_LAST_ERROR.format(text="TRUE")}
+"""
+
+OPERATION = """
+SELECT 1 FROM eventlog_operations WHERE id = :operation AND namespace = :namespace AND worker = :worker
+  AND state = 'RUNNING' AND NOT stop_ordered
+"""
+MATCHING = f"""
+SELECT json_group_array(id) FROM {BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND {MATCHES}
+"""
+# The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
+RETRY_PIECE = RETRY.replace("updated_date = :now", "updated_date = :moment")
+SKIP_PIECE = SKIP.replace("updated_date = :now", "updated_date = :moment")
+WRITE_OPERATION = """
+UPDATE eventlog_operations SET matched = matched + :matched, done = done + :done, refused = refused + :matched - :done,
+  reached = :reached, updated_date = :now
+WHERE id = :operation
+"""
+
+_chunk = msgspec.json.Decoder(Chunk)
+_texts = msgspec.json.Decoder(list[str])
+_rows = msgspec.json.Decoder(list[dict[str, Any]])
+_errors = msgspec.json.Decoder(list[tuple[UUID, UUID, str, datetime, str, str]])
+
+
+class SqliteSearch(WalkedSearch):
+    def __init__(self, connections: Connections, shard: str) -> None:
+        super().__init__()
+        self._connections = connections
+        self._shard = shard
+
+    async def stretches(self, namespace: str, walk: str, search: Search) -> list[Stretch]:
+        found: Sequence[str] | None = search.names
+        if found is None:
+            statement = DEAD_NAMES if walk == DEAD else UNFINISHED_NAMES
+            found = _texts.decode(await self._connections.inspect(statement, {"namespace": namespace}))
+        parts = (KEYED, KEYLESS) if walk == BLOCKED else (0,)
+        return sorted(Stretch(name, part) for name in found for part in parts)
+
+    async def read(
+        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], size: int, *, only_counts: bool
+    ) -> Sequence[Chunk]:
+        scope = {**parameters_of(namespace, search), "size": size, "only_counts": only_counts}
+        statements = [(WALKS[walk, request.stretch.part], {**scope, **_parameters(request)}) for request in requests]
+        return [_chunk.decode(text) for text in await self._connections.inspect_each(statements)]
+
+    async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
+        scope = {**parameters_of(namespace, search), "limit": limit}
+        statement = EVENTS_OF_CORRELATION if search.action_id is None else EVENTS_OF_ACTION
+        return _texts.decode(await self._connections.inspect(statement, scope))
+
+    async def read_events(self, namespace: str, search: Search, event_ids: Sequence[str]) -> Chunk:
+        scope = {**parameters_of(namespace, search), "ids": as_json(event_ids)}
+        return _chunk.decode(await self._connections.inspect(READ_EVENTS, scope))
+
+    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
+        found = await self._connections.inspect(RECORDS, {"namespace": namespace, "ids": as_json(ids)})
+        return [record_of(row, self._shard) for row in _rows.decode(found)]
+
+    async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
+        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)})
+        return [LastError(*row) for row in _errors.decode(found)]
+
+    async def change(self, piece: Change) -> tuple[int, int] | None:
+        return await self._connections.transact(partial(_change, piece))
+
+
+def _change(piece: Change, connection: sqlite3.Connection) -> tuple[int, int] | None:
+    operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
+    if fetch_value(connection, OPERATION, operation) is None:
+        return None
+    matched, done = 0, 0
+    if piece.ids:
+        scope = {**parameters_of(piece.namespace, piece.search), "ids": as_json(piece.ids)}
+        ids = fetch_value(connection, MATCHING, scope)
+        moments = {"now": as_text(piece.now), "moment": as_text(piece.moment)}
+        changed = {"namespace": piece.namespace, "ids": ids, **moments}
+        matched = len(_texts.decode(ids))
+        done = connection.execute(RETRY_PIECE if piece.order == "retry" else SKIP_PIECE, changed).rowcount
+    written = {"matched": matched, "done": done, "reached": piece.reached_json, "now": as_text(piece.now)}
+    connection.execute(WRITE_OPERATION, {**operation, **written})
+    return matched, done
+
+
+def parameters_of(namespace: str, search: Search) -> dict[str, Any]:
+    """The parameters of MATCHES."""
+    return {
+        "namespace": namespace,
+        "states": as_json(search.states),
+        "names": None if search.names is None else as_json(search.names),
+        "types": as_json(search.event_types),
+        "ordering_key": search.ordering_key,
+        "model_id": search.model_id,
+        "action_name": search.action_name,
+        "action_id": None if search.action_id is None else str(search.action_id),
+        "correlation_id": search.correlation_id,
+        "since": None if search.since is None else as_text(search.since),
+        "until": None if search.until is None else as_text(search.until),
+        "error": glob(search.error),
+    }
+
+
+def _parameters(request: Request) -> dict[str, str]:
+    one, two = request.after
+    return {"name": request.stretch.name, "one": one, "two": two}

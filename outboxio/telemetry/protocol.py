@@ -1,0 +1,126 @@
+"""The protocol between an outbox and telemetry (decision 36).
+
+Every class here is complete, and does nothing: an outbox without telemetry uses :data:`NO_TELEMETRY`, and telemetry
+overrides some of the methods. Values are given as they are: no text is made and no JSON is decoded for telemetry that
+does not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+if TYPE_CHECKING:
+    from outboxio.handlers.handler import Handler
+    from outboxio.loops.loop import RoundResult
+    from outboxio.model.event import ActionRecord, EventRecord
+    from outboxio.model.notification import Notification
+    from outboxio.model.outcome import Outcome
+    from outboxio.model.redaction import Redact
+    from outboxio.outbox import Outbox
+    from outboxio.support.clock import Clock
+
+Round = Callable[[], Awaitable["RoundResult"]]
+RoundKind = Literal["fanout", "settle", "purge"]
+
+
+class Watched:
+    """A piece of work that telemetry surrounds. Leaving never swallows an error."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Execution(Watched):
+    """The execution of an action, with all its runs."""
+
+    __slots__ = ()
+
+    def repeated(self) -> None:
+        """The last run has failed, and the action is run again."""
+
+    def was_duplicate(self) -> None:
+        """Nothing was written: the inbox message was received before."""
+
+
+class Sending(Watched):
+    """The writing of an action's events."""
+
+    __slots__ = ()
+
+    def marked(self, action: ActionRecord) -> ActionRecord:
+        """The action with the headers by which handlers, in any process, continue the trace."""
+        return action
+
+
+class Call(Watched):
+    """A call of a handler for an event or a batch, or of the hooks for a verdict."""
+
+    __slots__ = ()
+
+    def ended(self, outcome: Outcome | None) -> None:
+        """A row of the call has this outcome; ``None`` if the row has no outcome, and runs again."""
+
+
+EXECUTION, SENDING, CALL = Execution(), Sending(), Call()
+"""Work that no telemetry surrounds."""
+
+
+class HandlingTelemetry:
+    """Telemetry for the handlers of a shard, from the beginning of a shard run on."""
+
+    def begin(self) -> None:
+        """The context begins from which all tasks that call handlers are made."""
+
+    def call(self, handler: Handler, row: Notification) -> Call | None:
+        """The call of a handler for an event, or of the hooks if the row is DYING; ``None`` to leave it alone."""
+        return None
+
+    def batch_call(self, handler: Handler, rows: Sequence[Notification]) -> Call | None:
+        """The call of a batch handler; ``None`` to leave it alone."""
+        return None
+
+    def failed(
+        self, handler: Handler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
+    ) -> None:
+        """A run has failed, and was judged. Called inside of the surrounding call, if there is one."""
+
+
+class Telemetry:
+    """What an outbox tells telemetry: give an object of a subclass as ``Outbox(telemetry=...)``."""
+
+    def attached(self, outbox: Outbox) -> None:
+        """An outbox was made with this telemetry. Metrics may read ``outbox.statistics`` from now on, in any thread."""
+
+    def executing(
+        self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False
+    ) -> Execution:
+        """An action is executed. ``joins``: in the open transaction of a handler, which commits the action."""
+        return EXECUTION
+
+    def sending(self, shard: str, action: ActionRecord, events: Sequence[EventRecord]) -> Sending:
+        """The events of an action are written. An action without events has a sentinel event, without a type."""
+        return SENDING
+
+    def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry | None:
+        """A shard begins to run handlers; ``None`` to leave every run alone. ``inline``: for ``inbox.consume``."""
+        return None
+
+    def yields_to(self, given: Telemetry) -> bool:
+        """True for telemetry of the whole process that an outbox with the telemetry ``given`` does not need."""
+        return False
+
+    def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
+        """The rounds of a service."""
+        return run_once
+
+
+NO_TELEMETRY = Telemetry()

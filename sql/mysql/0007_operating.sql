@@ -1,0 +1,81 @@
+-- For operators: figures by minute, reports of processes, orders of operators, and indexes for what operators ask.
+-- Processes of the former version run beside these parts: their statements use none of the tables and indexes.
+
+-- DEAD and EXPIRED rows of each handler, by the moment of their end. Both columns are computed, NULL for all other rows,
+-- and invisible: SELECT * leaves them out. So the entry of a row does not move when the row succeeds.
+ALTER TABLE eventlog.event_notifications ADD COLUMN dead_handler VARCHAR(255)
+    GENERATED ALWAYS AS (CASE WHEN state IN ('DEAD', 'EXPIRED') THEN handler_name END) VIRTUAL /*!80023 INVISIBLE */;
+ALTER TABLE eventlog.event_notifications ADD COLUMN dead_date DATETIME(6)
+    GENERATED ALWAYS AS (CASE WHEN state IN ('DEAD', 'EXPIRED') THEN updated_date END) VIRTUAL /*!80023 INVISIBLE */;
+ALTER TABLE eventlog.event_notifications ADD KEY event_notifications_dead (namespace, dead_handler, dead_date, id);
+
+-- The events that an event has caused.
+ALTER TABLE eventlog.events ADD KEY events_causation (causation_id), ALGORITHM=INPLACE, LOCK=NONE;
+
+-- The events of a request.
+ALTER TABLE eventlog.events ADD KEY events_correlation (namespace, correlation_id), ALGORITHM=INPLACE, LOCK=NONE;
+
+-- The runs of a handler within a minute in a process. Each process writes a row for each of its handlers with runs.
+-- durations and lags are histograms: JSON arrays of counts (outboxio/statistics/buckets.py).
+-- duration_us: the sum over all runs, in microseconds.
+CREATE TABLE IF NOT EXISTS eventlog.handler_minutes (
+    namespace    VARCHAR(255) NOT NULL,
+    minute_date  DATETIME(6)  NOT NULL,
+    handler_name VARCHAR(255) NOT NULL,
+    instance     VARCHAR(255) NOT NULL,
+    succeeded    BIGINT       NOT NULL,
+    failed       BIGINT       NOT NULL,
+    dead         BIGINT       NOT NULL,
+    expired      BIGINT       NOT NULL,
+    skipped      BIGINT       NOT NULL,
+    duration_us  BIGINT       NOT NULL,
+    durations    JSON         NOT NULL,
+    lags         JSON         NOT NULL,
+
+    PRIMARY KEY (namespace, minute_date, handler_name, instance)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
+
+-- The processes in running(), by their own report. report: a JSON object with the roles, the handlers, the runs under
+-- way, the stuck runs and the lag of the event loop. A process counts as alive until three delays after the last report.
+CREATE TABLE IF NOT EXISTS eventlog.instance_reports (
+    namespace      VARCHAR(255) NOT NULL,
+    instance       VARCHAR(255) NOT NULL,
+    version        VARCHAR(64)  NOT NULL,
+    started_date   DATETIME(6)  NOT NULL,
+    last_seen_date DATETIME(6)  NOT NULL,
+    delay_seconds  INT          NOT NULL,
+    report         JSON         NOT NULL,
+
+    PRIMARY KEY (namespace, instance)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
+
+-- The orders of operators: who has ordered what, and how far the order is. state: RUNNING, DONE, STOPPED, FAILED.
+-- request: a JSON object with the filter and the other arguments. reached: the place after the last piece that was
+-- changed, written in the transaction of the piece, so that a process that goes on repeats nothing.
+-- worker: the process that carries the order out; another process goes on when updated_date is too old.
+CREATE TABLE IF NOT EXISTS eventlog.operations (
+    id            CHAR(36) CHARACTER SET ascii COLLATE ascii_bin NOT NULL PRIMARY KEY,
+    namespace     VARCHAR(255) NOT NULL,
+    kind          VARCHAR(24)  NOT NULL,
+    state         VARCHAR(24)  NOT NULL,
+    request       JSON         NOT NULL,
+    actor         VARCHAR(255) NOT NULL,
+    origin        VARCHAR(24)  NOT NULL,
+    reason        VARCHAR(1000),
+    matched       BIGINT       NOT NULL,
+    done          BIGINT       NOT NULL,
+    refused       BIGINT       NOT NULL,
+    reached       JSON,
+    worker        VARCHAR(255) NOT NULL,
+    stop_ordered  BOOLEAN      NOT NULL,
+    created_date  DATETIME(6)  NOT NULL,
+    updated_date  DATETIME(6)  NOT NULL,
+    finished_date DATETIME(6),
+    error         VARCHAR(1000),
+
+    KEY operations_created (namespace, created_date, id),
+    KEY operations_running (namespace, state, updated_date)
+) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
+
+INSERT INTO eventlog.schema_versions VALUES (7, '0007_operating.sql', UTC_TIMESTAMP(6))
+ON DUPLICATE KEY UPDATE version = version;

@@ -1,0 +1,193 @@
+"""The figures of overview, health and metrics, on every database."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from outboxio import Outbox
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import FIRST_REST
+from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey, ProbeRepository
+from outboxio.storage.protocols.values import Waiting
+from tests.kit.app import Look
+from tests.kit.inside import database_of
+from tests.kit.rows import EPOCH, EventRow, Row, at, insert
+
+NOW = EPOCH
+MANY = 1000
+PENDING = Row()
+DEAD = Row(state="DEAD")
+
+
+@pytest.fixture
+def probes(outbox: Outbox) -> ProbeRepository:
+    probes: ProbeRepository = database_of(outbox).probes
+    return probes
+
+
+async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(
+    probes: ProbeRepository, look: Look
+) -> None:
+    await insert(look, [
+        PENDING.but(next_retry_at=at(-5)), PENDING.but(next_retry_at=NOW, state="FAILED"),
+        PENDING.but(next_retry_at=at(-3), state="DYING"), PENDING.but(next_retry_at=at(-9), state="BLOCKED"),
+        PENDING.but(next_retry_at=at(-9), state="SUCCEEDED"), PENDING.but(next_retry_at=at(-9), state="DEAD"),
+        PENDING.but(next_retry_at=at(-9), namespace="another"),
+        PENDING.but(next_retry_at=at(1)), PENDING.but(next_retry_at=at(3600), state="FAILED"),
+        PENDING.but(next_retry_at=FIRST_REST), PENDING.but(next_retry_at=datetime(9999, 12, 30, 5)),
+        PENDING.but(handler_name="later", next_retry_at=at(1)),
+        PENDING.but(handler_name="unasked", next_retry_at=at(-1)),
+    ])  # fmt: skip
+
+    found = await probes.due("app", [Slot("ledger"), Slot("later"), Slot("nobody")], NOW, MANY)
+
+    assert sorted(found, key=lambda figures: figures.handler_name) == [
+        DueFigures("later", 0, 1, None), DueFigures("ledger", 3, 2, at(-5)), DueFigures("nobody", 0, 0, None),
+    ]  # fmt: skip
+    assert await probes.due("app", [], NOW, MANY) == []
+
+
+async def test_no_number_is_greater_than_the_bound(probes: ProbeRepository, look: Look) -> None:
+    await insert(look, [PENDING.but(next_retry_at=at(number)) for number in range(-9, 10)])
+    await insert(look, [DEAD.but(updated_date=at(number)) for number in range(9)])
+    await insert(look, [EventRow(delivered=False) for _ in range(9)])
+    await insert(look, [PENDING.but(handler_name="ordered", state="BLOCKED", ordering_key="a") for _ in range(9)])
+
+    assert await probes.due("app", [Slot("ledger")], NOW, 4) == [DueFigures("ledger", 4, 4, at(-9))]
+    assert await probes.due("app", [Slot("ledger")], NOW, 20) == [DueFigures("ledger", 10, 9, at(-9))]
+    assert await probes.dead("app", ["ledger"], at(2), 4) == [DeadFigures("ledger", 4, 4, at(8))]
+    assert await probes.dead("app", ["ledger"], at(7), 4) == [DeadFigures("ledger", 4, 2, at(8))]
+    assert await probes.undelivered("app", NOW, 4) == {"MoneyDeposited": Waiting(4, EPOCH)}
+    assert await probes.blocked("app", ["ordered"], 4) == {"ordered": Counted(4, False)}
+    assert await probes.blocked("app", ["ordered"], 10) == {"ordered": Counted(9, True)}
+
+
+async def test_the_partitions_of_a_handler_are_counted_together(probes: ProbeRepository, look: Look) -> None:
+    if look.is_file:
+        pytest.skip("a handler on SQLite has a single partition")
+    await insert(look, [
+        PENDING.but(partition_number=number % 4, next_retry_at=at(number - 20)) for number in range(30)
+    ])  # fmt: skip
+
+    four = [Slot("ledger", partition) for partition in range(4)]
+    assert await probes.due("app", four, NOW, MANY) == [DueFigures("ledger", 21, 9, at(-20))]
+    assert await probes.due("app", four, NOW, 7) == [DueFigures("ledger", 7, 7, at(-20))]
+    assert await probes.due("app", four[:2], NOW, MANY) == [DueFigures("ledger", 11, 5, at(-20))]
+
+
+async def test_dead_and_expired_rows_are_counted_by_handler(probes: ProbeRepository, look: Look) -> None:
+    await insert(look, [
+        DEAD.but(updated_date=at(-90)), DEAD.but(updated_date=at(-60)), DEAD.but(updated_date=at(-30), state="EXPIRED"),
+        DEAD.but(handler_name="old", updated_date=at(-99)), DEAD.but(handler_name="A'\\", updated_date=at(1)),
+        DEAD.but(namespace="another", handler_name="stranger"), PENDING.but(handler_name="alive"),
+        DEAD.but(state="SKIPPED", handler_name="skipped"),
+    ])  # fmt: skip
+
+    names = await probes.dead_names("app")
+
+    assert sorted(names) == ["A'\\", "ledger", "old"]
+    figures = await probes.dead("app", [*names, "nobody"], at(-60), MANY)
+    assert {one.handler_name: one for one in figures} == {
+        "A'\\": DeadFigures("A'\\", 1, 1, at(1)), "ledger": DeadFigures("ledger", 3, 2, at(-30)),
+        "old": DeadFigures("old", 1, 0, at(-99)), "nobody": DeadFigures("nobody", 0, 0, None),
+    }  # fmt: skip
+    assert await probes.dead("app", [], at(-60), MANY) == []
+    assert await probes.dead_names("nobody's") == []
+
+
+async def test_the_names_of_many_handlers_are_found_by_jumps(probes: ProbeRepository, look: Look) -> None:
+    names = [f"handler-{number:03}" for number in range(150)]
+    await insert(look, [DEAD.but(handler_name=name, updated_date=at(day)) for name in names for day in range(3)])
+    await insert(look, [EventRow(event_type=f"T{number}", delivered=False) for number in range(150)])
+
+    assert sorted(await probes.dead_names("app")) == names
+    assert len(await probes.dead("app", names, at(1), MANY)) == 150
+    assert len(await probes.undelivered("app", NOW, MANY)) == 150
+    assert len(await probes.due("app", [Slot(name) for name in names], NOW, MANY)) == 150
+
+
+async def test_blocked_rows_are_counted_with_and_without_an_ordering_key(probes: ProbeRepository, look: Look) -> None:
+    blocked = Row(state="BLOCKED")
+    await insert(look, [
+        blocked.but(), blocked.but(ordering_key="a"), blocked.but(ordering_key="a"), blocked.but(ordering_key=""),
+        PENDING.but(ordering_key="b"), PENDING.but(), blocked.but(namespace="another"), DEAD.but(ordering_key="a"),
+    ])  # fmt: skip
+
+    assert await probes.blocked("app", ["ledger", "nobody"], MANY) == {
+        "ledger": Counted(4, True), "nobody": Counted(0, True),
+    }  # fmt: skip
+
+
+def line(key: str, *states: str, name: str = "ledger") -> list[Row]:
+    return [Row(handler_name=name, ordering_key=key, state=state, updated_date=at(place))
+            for place, state in enumerate(states)]  # fmt: skip
+
+
+async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(
+    probes: ProbeRepository, look: Look
+) -> None:
+    parked = {
+        "dead": line("dead", "DEAD", "BLOCKED", "BLOCKED"),
+        "expired": line("expired", "SUCCEEDED", "EXPIRED", "DEAD", "BLOCKED"),
+        "": line("", "DEAD", "BLOCKED"),
+        "z'\\": line("z'\\", "DEAD", "BLOCKED"),
+    }
+    not_parked = [
+        *line("no-waiting", "DEAD"), *line("alive", "DEAD", "PENDING", "BLOCKED"), *line("busy", "FAILED", "BLOCKED"),
+        *line("behind", "BLOCKED", "DEAD"), *line("skipped", "SKIPPED", "BLOCKED"),
+        *line("other", "DEAD", "BLOCKED", name="unasked"),
+        *(row.but(namespace="another") for row in line("stranger", "DEAD", "BLOCKED")),
+    ]  # fmt: skip
+    await insert(look, [row for rows in parked.values() for row in rows] + not_parked)
+
+    found = {key.ordering_key: key for key in await probes.parked("app", [["ledger"], ["nobody"]], MANY)}
+
+    def expected(key: str, place: int, blocked: int) -> ParkedKey:
+        row = parked[key][place]
+        return ParkedKey("ledger", key, row.id, row.event_id, row.updated_date, blocked)
+
+    assert found == {
+        "dead": expected("dead", 0, 2), "expired": expected("expired", 1, 1), "": expected("", 0, 1),
+        "z'\\": expected("z'\\", 0, 1),
+    }  # fmt: skip
+    assert len(await probes.parked("app", [["ledger"]], 2)) == 2
+    assert await probes.parked("app", [], MANY) == []
+
+
+async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: ProbeRepository, look: Look) -> None:
+    await insert(look, [*line("a", "DEAD", name="former"), *line("a", "BLOCKED", name="ledger")])
+
+    [found] = await probes.parked("app", [["ledger", "former"]], MANY)
+    assert (found.handler_name, found.ordering_key, found.blocked) == ("former", "a", 1)
+    assert await probes.parked("app", [["ledger"], ["former"]], MANY) == []
+
+
+async def test_parked_keys_are_found_among_many_keys(probes: ProbeRepository, look: Look) -> None:
+    await insert(look, [row for number in range(300) for row in line(f"{number:03}", "PENDING", "PENDING")])
+    await insert(look, [row for number in range(300, 600) for row in line(f"{number:03}", "DEAD")])
+    wanted = [f"{number:03}" for number in range(600, 720)]
+    await insert(look, [row for key in wanted for row in line(key, "DEAD", "BLOCKED")])
+
+    assert sorted(key.ordering_key for key in await probes.parked("app", [["ledger"]], MANY)) == wanted
+
+
+async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(
+    probes: ProbeRepository, look: Look
+) -> None:
+    await insert(look, [
+        EventRow(event_type="A", event_date=at(-9), available_at=at(60), delivered=False),
+        EventRow(event_type="A", event_date=at(-5), available_at=at(-1), delivered=False),
+        EventRow(event_type="A", event_date=at(-2), delivered=False),
+        EventRow(event_type="A", event_date=at(-99)),
+        EventRow(event_type="B", event_date=at(-3), topic="money", delivered=False),
+        EventRow(event_type="C", event_date=at(-3), available_at=at(1), delivered=False),
+        EventRow(event_type=None, payload=None, delivered=False),
+        EventRow(event_type="A", namespace="another", event_date=at(-99), delivered=False),
+    ])  # fmt: skip
+
+    assert await probes.undelivered("app", NOW, MANY) == {
+        "A": Waiting(3, at(-1)), "B": Waiting(1, at(-3)), "C": Waiting(1, None),
+    }  # fmt: skip
+    assert await probes.undelivered("nobody's", NOW, MANY) == {}

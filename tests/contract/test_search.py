@@ -1,0 +1,270 @@
+"""The search for notifications, on every database: beside a naive filter in Python, over rows of all kinds."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from uuid import UUID
+
+import pytest
+
+from outboxio import Outbox
+from outboxio.model.notification import FIRST_REST, NotificationRecord, State
+from outboxio.model.operating.filter import Place, Search
+from outboxio.storage.protocols.operating import Counted, SearchRepository
+from outboxio.storage.searching.walker import MOST_EVENTS
+from tests.kit.app import Look
+from tests.kit.inside import database_of
+from tests.kit.rows import EventRow, Row, at, insert
+
+STATES = tuple(State)
+NAMES = ("ledger", "mail", "Mail", "wide", "z'\\")
+TYPES = ("MoneyDeposited", "MoneySpent")
+KEYS = (None, None, "", "a", "A", "b'\\", "ä")
+CORRELATIONS = (None, "request-1", "request-2")
+ACTIONS = [UUID(int=number) for number in (1, 2, 3)]
+MANY = 100_000
+
+ERRORS = [
+    json.dumps([{"type": "ValueError", "message": "no 17"}]),
+    json.dumps([{"type": "ValueError", "message": "no"}, {"type": "Error", "message": "100% of 5_s *[?]| \\ '"}]),
+    json.dumps([{"type": "KeyError", "message": "ünknown “key”\nnext line"}]),
+    json.dumps([{"type": "valueerror", "message": "NO 17"}]),
+    "[]", "[{}]", "[7]", '"text"', "{}", "null", "[[1]]", '{"type": "ValueError", "message": "no 17"}',
+    '[{"type": "ValueError"}]', '[{"type": 7, "message": "no 17"}]', '[{"type": "ValueError", "message": null}]',
+    '[{"type": "ValueError", "message": "no 17"}, null]',
+]  # fmt: skip
+TEXTS: list[tuple[str, ...]] = [
+    ("ValueError",), ("ValueError: no",), ("no", "17"), ("17", "no"), ("100%",), ("5_s",), ("*[?]",), ("|",), ("\\",),
+    ("'",), ("%",), ("_",), ("ünknown",), ("“key”\n",), ("Value", "Error", ": "), ("ValueErrorr",), ("[",), ("?", "|"),
+]  # fmt: skip
+
+
+def generated(chance: random.Random) -> Iterator[Row]:
+    """Rows of all kinds, with many equal dates, and events with several handlers."""
+    for number in range(60):
+        event = Row().but(
+            sequence=number, correlation_id=chance.choice(CORRELATIONS), action_id=chance.choice(ACTIONS),
+            action_name=chance.choice(("Deposit", "deposit")), model_id=chance.choice((None, "1", "2")),
+            event_type=chance.choice(TYPES), namespace="app" if number % 10 else "another",
+        )  # fmt: skip
+        for name in chance.sample(NAMES, chance.randint(1, len(NAMES))):
+            yield event.but(
+                event_id=event.event_id, sequence=event.sequence, handler_name=name, state=chance.choice(STATES),
+                ordering_key=chance.choice(KEYS), errors=chance.choice(ERRORS),
+                updated_date=at(chance.randint(0, 20)),
+                next_retry_at=chance.choice((at(chance.randint(0, 9)), FIRST_REST)),
+                partition_number=chance.randrange(3) if name == "wide" else 0,
+            )  # fmt: skip
+
+
+def searches(chance: random.Random, number: int) -> Iterator[Search]:
+    """Each field alone, then fields together."""
+    yield Search()
+    for state in STATES:
+        yield Search(states=(state,))
+    for texts in TEXTS:
+        yield Search(error=texts)
+    for _ in range(number):
+        yield Search(
+            states=tuple(chance.sample(STATES, chance.choice((0, 1, 2, 3)))),
+            names=chance.choice((None, None, ("ledger",), ("mail", "wide", "nobody"), ())),
+            event_types=chance.choice(((), (), ("MoneySpent",), TYPES)),
+            ordering_key=chance.choice((None, None, None, "a", "")),
+            model_id=chance.choice((None, None, None, "1")),
+            action_name=chance.choice((None, None, None, "Deposit")),
+            action_id=chance.choice((None, None, None, ACTIONS[0])),
+            correlation_id=chance.choice((None, None, None, "request-1", "nobody's")),
+            error=chance.choice(((), (), (), ("ValueError",), ("no", "17"))),
+            since=chance.choice((None, None, at(5))), until=chance.choice((None, None, at(15), at(5))),
+        )  # fmt: skip
+
+
+def matches(search: Search, row: Row) -> bool:
+    return (
+        row.namespace == "app"
+        and (not search.states or row.state in search.states)
+        and (search.names is None or row.handler_name in search.names)
+        and (not search.event_types or row.event_type in search.event_types)
+        and search.ordering_key in (None, row.ordering_key)
+        and search.model_id in (None, row.model_id)
+        and search.action_name in (None, row.action_name)
+        and search.action_id in (None, row.action_id)
+        and search.correlation_id in (None, row.correlation_id)
+        and (not search.error or has_error(search.error, row))
+        and (search.since is None or row.updated_date >= search.since)
+        and (search.until is None or row.updated_date < search.until)
+    )
+
+
+def has_error(texts: Sequence[str], row: Row) -> bool:
+    errors = json.loads(row.errors)
+    last = errors[-1] if isinstance(errors, list) and errors else None
+    if not isinstance(last, dict):
+        return False
+    kind, message = last.get("type"), last.get("message")
+    if not isinstance(kind, str) or not isinstance(message, str):
+        return False
+    whole, start = f"{kind}: {message}", 0
+    for text in texts:
+        found = whole.find(text, start)
+        if found < 0:
+            return False
+        start = found + len(text)
+    return True
+
+
+@pytest.fixture
+def repository(outbox: Outbox) -> SearchRepository:
+    repository: SearchRepository = database_of(outbox).search
+    return repository
+
+
+@pytest.fixture
+async def rows(repository: SearchRepository, look: Look) -> list[Row]:
+    rows = list(generated(random.Random(7)))
+    await insert(look, rows)
+    await insert(look, {row.event_id: EventRow(
+        id=row.event_id, correlation_id=row.correlation_id, action_id=row.action_id, namespace=row.namespace,
+    ) for row in rows}.values())  # fmt: skip
+    if not look.is_file:
+        await look.fetch(f"INSERT INTO {{handler_partitions}} VALUES ('app', 'wide', 2, 3, 2, '{at(0)}')")
+    return rows
+
+
+async def paged(repository: SearchRepository, search: Search, limit: int, most: int) -> list[list[NotificationRecord]]:
+    pages: list[list[NotificationRecord]] = []
+    place: Place | None = None
+    while True:
+        page = await repository.find("app", search, limit, place, most=most)
+        pages.append(list(page.rows))
+        if page.next is None:
+            return pages
+        assert page.next != place, "a page moves on"
+        place = page.next
+
+
+async def test_each_matching_row_is_in_one_page_and_counted(repository: SearchRepository, rows: list[Row]) -> None:
+    chance = random.Random(11)
+    for search in searches(chance, 60):
+        expected = sorted(str(row.id) for row in rows if matches(search, row))
+        whole = await repository.find("app", search, 1000)
+        assert sorted(str(row.id) for row in whole.rows) == expected, search
+        assert whole.next is None
+
+        limit, most = chance.choice((1, 3, 7, 50)), chance.choice((1, 5, 20, MANY))
+        pages = await paged(repository, search, limit, most)
+        assert [row.id for page in pages for row in page] == [row.id for row in whole.rows], (search, limit, most)
+        assert all(len(page) <= limit for page in pages)
+
+        counted = await repository.count("app", search, MANY)
+        assert (counted.number, counted.is_complete) == (len(expected), True), search
+
+
+async def all_of(repository: SearchRepository, search: Search) -> list[NotificationRecord]:
+    return list((await repository.find("app", search, 1000)).rows)
+
+
+async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    found = await all_of(repository, Search(states=(State.DEAD, State.EXPIRED)))
+
+    assert len({row.handler_name for row in found}) == len(NAMES)
+    assert [row.updated_date for row in found] == sorted((row.updated_date for row in found), reverse=True)
+
+
+async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_and_partitions(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    found = await all_of(repository, Search(states=(State.PENDING, State.FAILED)))
+
+    places = [(row.next_retry_at, row.sequence) for row in found]
+    assert places == sorted(places, reverse=True)
+    assert found[0].next_retry_at == FIRST_REST
+
+
+async def test_all_rows_come_by_event_and_newest_first(repository: SearchRepository, rows: list[Row]) -> None:
+    for search in (Search(), Search(correlation_id="request-1")):
+        found = await all_of(repository, search)
+        assert len({row.state for row in found}) == len(STATES)
+        assert [row.event_id for row in found] == sorted((row.event_id for row in found), reverse=True)
+
+
+async def test_a_page_goes_on_after_the_id_of_a_row(repository: SearchRepository, rows: list[Row]) -> None:
+    for search in (
+        Search(), Search(states=(State.DEAD,)), Search(states=(State.PENDING, State.BLOCKED, State.EXPIRED)),
+        Search(action_id=ACTIONS[0]),
+    ):  # fmt: skip
+        found = await all_of(repository, search)
+        place = await repository.place_of("app", search, found[4].id)
+        page = await repository.find("app", search, 1000, place)
+        assert [row.id for row in page.rows] == [row.id for row in found[5:]], search
+
+    dead = await all_of(repository, Search(states=(State.DEAD,)))
+    assert await repository.place_of("app", Search(states=(State.PENDING,)), dead[0].id) is None, "not in this walk"
+    assert await repository.place_of("app", Search(), UUID(int=9)) is None
+    assert await repository.place_of("another", Search(), dead[0].id) is None
+
+
+async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchRepository, rows: list[Row]) -> None:
+    search = Search(states=(State.DEAD,))
+    number = len(await all_of(repository, search))
+
+    assert await repository.count("app", search, number) == Counted(number, True)
+    assert await repository.count("app", search, number - 1) == Counted(number - 1, False)
+    assert not (await repository.count("app", search, 1000, reads=1)).is_complete
+    few = await repository.count("app", Search(error=("nothing",)), 1000, reads=10)
+    assert few == Counted(0, False)
+    assert await repository.count("app", Search(correlation_id="request-1"), 2) == Counted(2, False)
+
+
+async def test_the_last_errors_of_the_newest_matches_are_found(repository: SearchRepository, rows: list[Row]) -> None:
+    search = Search(states=(State.DEAD, State.FAILED))
+    errors = [json.loads(row.errors) if row.errors != '"text"' else "" for row in rows]
+    told = {
+        row.id: entries[-1] for row, entries in zip(rows, errors, strict=True)
+        if has_error((), row) and isinstance(entries, list)
+    }  # fmt: skip
+    expected = [
+        (row.id, row.event_id, row.handler_name, row.updated_date, told[row.id]["type"], told[row.id]["message"])
+        for row in await all_of(repository, search) if row.id in told
+    ]  # fmt: skip
+
+    found = await repository.last_errors("app", search, 1000)
+
+    assert expected
+    assert [(e.id, e.event_id, e.handler_name, e.updated_date, e.type, e.message) for e in found.rows] == expected
+    assert found.next is None
+    few = await repository.last_errors("app", search, 5)
+    assert len(few.rows) <= 5
+    assert few.next is not None
+
+
+@pytest.mark.costly
+async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
+    repository: SearchRepository, rows: list[Row], look: Look
+) -> None:
+    await insert(look, [EventRow(correlation_id="request-1") for _ in range(MOST_EVENTS)])
+
+    for search in (Search(correlation_id="request-1"), Search(correlation_id="request-1", states=(State.DEAD,))):
+        expected = sorted(str(row.id) for row in rows if matches(search, row))
+        pages = await paged(repository, search, 4, MANY)
+        assert sorted(str(row.id) for page in pages for row in page) == expected
+        assert await repository.count("app", search, MANY) == Counted(len(expected), True)
+
+
+async def test_a_page_that_was_read_before_the_request_grew_goes_on(
+    repository: SearchRepository, rows: list[Row], look: Look
+) -> None:
+    search = Search(correlation_id="request-2")
+    first = await repository.find("app", search, 3)
+    late = EventRow(correlation_id="request-2")
+    await insert(look, [late])
+    await insert(look, [Row(event_id=late.id, correlation_id="request-2")])
+
+    assert first.next is not None
+    rest = await repository.find("app", search, 1000, first.next)
+    expected = sorted(str(row.id) for row in rows if matches(search, row))
+    assert sorted(str(row.id) for row in (*first.rows, *rest.rows)) == expected

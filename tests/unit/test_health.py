@@ -1,0 +1,255 @@
+"""``outbox.health()`` in a process: what is read, how often, and from which event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from outboxio import EventEnvelope, Health, Outbox, Settings, health_app
+from outboxio.health import figures, reader, verdict
+from outboxio.health.figures import Figures, Told
+from outboxio.loops import standstill
+from outboxio.testing import memory_outbox
+from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.inside import database_of, run_of
+
+Envelope = EventEnvelope[MoneyDeposited]
+
+
+class Asked:
+    """Counts the questions to a shard, and may fail or be late."""
+
+    def __init__(self, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self.error: Exception | None = None
+        self.late = 0.0
+        monkeypatch.setattr(database_of(outbox).subscriptions, "pauses", self._ask, raising=False)
+
+    async def _ask(self, namespace: str) -> Any:
+        self.number += 1
+        await asyncio.sleep(self.late)
+        if self.error is not None:
+            raise self.error
+        return []
+
+
+async def test_an_outbox_is_live_and_ok_before_running_and_ready_only_inside() -> None:
+    async with memory_outbox() as outbox:
+        before = await outbox.health()
+        async with outbox.running():
+            inside = await outbox.health()
+        after = await outbox.health()
+
+    assert [health.phase for health in (before, inside, after)] == ["stopped", "running", "stopped"]
+    assert [health.ready for health in (before, inside, after)] == [False, True, False]
+    assert {health.live for health in (before, inside, after)} == {True}
+    assert {health.status for health in (before, inside, after)} == {"ok"}
+    assert inside.reasons == ()
+
+
+async def test_the_loops_and_the_locks_are_named() -> None:
+    async with memory_outbox() as outbox:
+        outbox.handler(MoneyDeposited, name="receipt")(_nothing)
+        namespace = outbox.namespace
+        async with outbox.running():
+            await eventually(lambda: len(run_of(outbox).locks.held) == 2)
+            health = await outbox.health()
+
+    assert health.shards["default"].locks_held == [f"{namespace}/dispatch/receipt", f"{namespace}/fanout"]
+    assert health.shards["default"].locks_lacking == []
+    assert {"locks of default", "fan-out of default", "dispatch of default"} <= set(health.loops)
+    assert {loop.failures for loop in health.loops.values()} == {0}
+
+
+async def _nothing(envelope: Envelope) -> None: ...
+
+
+async def test_tables_that_are_missing_make_the_status_down_and_the_process_lives() -> None:
+    async with Outbox("sqlite://", namespace="app") as outbox:
+        health = await outbox.health()
+
+    assert (health.status, health.live, health.shards["default"].schema) == ("down", True, "missing")
+
+
+# --- the database is asked seldom --------------------------------------------------------------------
+
+
+async def test_callers_at_the_same_time_share_one_question_for_5_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with memory_outbox() as outbox:
+        asked = Asked(outbox, monkeypatch)
+        asked.late = 0.05
+
+        await asyncio.gather(*(outbox.health() for _ in range(20)))
+        await outbox.health()
+        assert asked.number == 1
+
+        monkeypatch.setattr(figures, "FRESH", 0.0)
+        await outbox.health()
+        assert asked.number == 2
+
+
+async def test_a_database_without_an_answer_costs_a_caller_one_time_limit_and_the_next_caller_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with memory_outbox() as outbox:
+        asked = Asked(outbox, monkeypatch)
+        asked.late = 60.0
+
+        async with asyncio.timeout(5):
+            first, second = await outbox._health.read(0.1), await outbox.health()
+
+    assert asked.number == 1
+    assert {first.status, second.status} == {"down"}
+    assert first.live
+
+
+async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with memory_outbox() as outbox:
+        asked = Asked(outbox, monkeypatch)
+        asked.late = 0.2
+        impatient, patient = asyncio.create_task(outbox.health()), asyncio.create_task(outbox.health())
+        await eventually(lambda: asked.number == 1)
+
+        impatient.cancel()
+
+        assert (await patient).status == "ok"
+        assert asked.number == 2
+
+
+async def test_the_figures_of_the_tables_join_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told("handler_behind", "degraded", "ship is behind")
+
+    class Source:
+        async def figures(self) -> Figures:
+            return Figures(findings=[told], lag=2.0, oldest_due={"ship": 90.0})
+
+    async with memory_outbox() as outbox:
+        monkeypatch.setattr(outbox._health._questions, "_source", Source())
+        async with outbox.running():
+            health = await outbox.health()
+
+    assert (health.status, health.ready, health.reasons) == ("degraded", True, ("ship is behind",))
+    assert (health.lag, health.oldest_due) == (2.0, {"ship": 90.0})
+
+
+# --- death -------------------------------------------------------------------------------------------
+
+
+async def test_a_loop_whose_task_was_cancelled_from_outside_ends_life() -> None:
+    async with memory_outbox() as outbox, outbox.running():
+        await eventually(lambda: run_of(outbox).loops.find.task is not None)
+        run = run_of(outbox)
+        run.loops.find.task.cancel()
+        await asyncio.sleep(0)
+        health = await outbox.health()
+
+    assert (health.status, health.live, health.ready) == ("down", False, False)
+    assert "'dispatch of default' has ended" in health.reasons[0]
+
+
+async def test_a_shard_that_has_ended_by_an_error_ends_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with memory_outbox() as outbox:
+        running = outbox.running()
+        await running.__aenter__()
+        loop = run_of(outbox).loops.find
+        monkeypatch.setattr(loop, "_failed", None)  # a bug in the loop itself
+        monkeypatch.setattr(loop, "_run_once", None)
+        loop.wake()
+        await eventually(lambda: outbox._lifecycle.running.problems)
+        health = await outbox.health()
+        with pytest.raises(ExceptionGroup):
+            await running.__aexit__(None, None, None)
+
+    assert (health.status, health.live, health.ready) == ("down", False, False)
+    assert "has ended" in health.reasons[0]
+
+
+async def test_a_standstill_is_told_when_it_is_over_and_is_no_death() -> None:
+    async with memory_outbox() as outbox, outbox.running():
+        await eventually(lambda: outbox._guard.loop in standstill._watches)
+        time.sleep(2.0)  # noqa: ASYNC251  # the block is the point
+        await eventually(lambda: standstill.last_standstill_of(asyncio.get_running_loop())[1] > 0)
+        health = await outbox.health()
+
+    assert (health.status, health.live, health.ready) == ("degraded", True, True)
+    assert "the event loop stood still for" in health.reasons[0]
+
+
+# --- a second event loop -------------------------------------------------------------------------------
+
+
+def asked_in_a_thread(ask: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(asyncio.run(ask())))
+    thread.start()
+    return thread, answers
+
+
+async def test_a_second_event_loop_reads_the_health_through_the_event_loop_of_the_outbox() -> None:
+    async with memory_outbox() as outbox, outbox.running():
+        thread, answers = asked_in_a_thread(outbox.health)
+        await eventually(lambda: answers)
+        thread.join()
+
+    assert (answers[0].status, answers[0].ready) == ("ok", True)
+
+
+async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "LONG_STANDSTILL", 0.5)
+    monkeypatch.setattr(reader, "LONG_STANDSTILL", 0.5)
+
+    async def over_http() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(health_app(outbox)), base_url="http://x") as client:
+            return await client.get("/live")
+
+    async with memory_outbox() as outbox, outbox.running():
+        assert (await outbox.health()).live
+        thread, answers = asked_in_a_thread(outbox.health)
+        pages, answered = asked_in_a_thread(over_http)
+        deadline = time.monotonic() + 10
+        while not (answers and answered) and time.monotonic() < deadline:
+            time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
+        thread.join()
+        pages.join()
+        recovered = await outbox.health()
+
+    health: Health = answers[0]
+    assert (health.status, health.live, health.ready) == ("down", False, False)
+    assert "has not answered" in health.reasons[0]
+    assert health.phase == "running"
+    assert answered[0].status_code == 503
+    assert recovered.live
+
+
+async def test_an_outbox_whose_event_loop_is_closed_is_read_and_not_bound() -> None:
+    outbox = Outbox("sqlite://", namespace="app", settings=Settings())
+    loop_ended = threading.Thread(target=lambda: asyncio.run(outbox.migrate()))  # type: ignore[arg-type]
+    loop_ended.start()
+    await asyncio.to_thread(loop_ended.join)
+
+    health = await outbox._health.probe(asks=True)
+
+    assert (health.live, health.ready) == (True, False)
+    assert not outbox._guard.is_bound
+
+
+async def test_handlers_run_while_probes_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "FRESH", 0.0)
+    async with memory_outbox() as outbox:
+        done: list[int] = []
+
+        @outbox.handler(MoneyDeposited, name="receipt")
+        async def receipt(envelope: Envelope) -> None:
+            done.append((await outbox.health()).live)
+
+        async with outbox.running():
+            await outbox.execute(Emit(tuple(range(20))))
+            await eventually(lambda: len(done) == 20)
+
+    assert set(done) == {True}

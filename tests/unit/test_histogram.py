@@ -1,0 +1,52 @@
+"""Histograms: which bucket a value belongs to, and the percentile that buckets tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram, added, percentile
+
+
+@pytest.mark.parametrize("bounds", [DURATIONS, LAGS])
+def test_there_are_sixteen_rising_bounds_because_the_counts_are_stored(bounds: tuple[float, ...]) -> None:
+    assert len(bounds) == 16
+    assert sorted(set(bounds)) == list(bounds)
+
+
+@pytest.mark.parametrize("bounds", [DURATIONS, LAGS])
+def test_a_value_at_a_bound_belongs_below_it_and_a_value_above_all_bounds_in_the_last_bucket(
+    bounds: tuple[float, ...],
+) -> None:
+    histogram = Histogram(bounds)
+    for value in (0.0, *bounds, bounds[-1] + 1):
+        histogram.add(value)
+
+    assert histogram.buckets == [2, *[1] * 16]
+    assert histogram.number == 18
+    assert histogram.seconds == pytest.approx(sum(bounds) + bounds[-1] + 1)
+
+
+def test_a_percentile_is_the_upper_bound_of_the_bucket_that_holds_it() -> None:
+    histogram = Histogram(DURATIONS)
+    for _ in range(95):
+        histogram.add(0.02)
+    for _ in range(5):
+        histogram.add(3.0)
+
+    assert histogram.percentile(0.5) == 0.025
+    assert histogram.percentile(0.95) == 0.025
+    assert histogram.percentile(0.951) == 5.0
+    assert histogram.percentile(1.0) == 5.0
+
+
+def test_without_values_there_is_no_percentile_and_above_all_bounds_it_is_infinite() -> None:
+    assert percentile(DURATIONS, [0] * 17, 0.95) is None
+    assert percentile(DURATIONS, [0] * 16 + [1], 0.95) == float("inf")
+
+
+def test_the_lowest_percentile_is_the_bucket_of_the_smallest_value() -> None:
+    assert percentile(DURATIONS, [0, 0, 3] + [0] * 14, 0.0) == 0.005
+
+
+def test_buckets_of_processes_are_added_up() -> None:
+    assert added([[1, 0, 2], [0, 5, 1]]) == [1, 5, 3]
