@@ -147,8 +147,8 @@ def _age(seconds: float | None) -> str:
 
 
 def _handlers(found: Sequence[HandlerStatus]) -> Table:
-    right = ["due", "oldest", "later", "dead 1 h", "a minute", "fails", "p95", "runs"]
-    made = table("", "handler", *right[:5], "last hour", *right[5:], "held by", right=right)
+    right = ["due", "oldest", "later", "dead/h", "ok/min", "fail", "p95", "runs"]
+    made = table("", "handler", *right[:5], "last 20 min", *right[5:], "held by", right=right)
     for one in found:
         holders = sorted({holder for each in one.holders.values() for holder in each})
         held = Text("paused", "yellow") if one.paused_since is not None else line(_held(holders))
