@@ -121,7 +121,7 @@ class Watchdog:
         logger.error(
             "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
             run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown place",
-            extra={"handler_name": run.queue.handler.name, "event_id": run.notification.known_event_id},
+            **run.log_fields,
         )  # fmt: skip
         self._leave(run)
         if run.session is not None:
@@ -147,7 +147,7 @@ class Watchdog:
         """A stuck handler has ended: the result is refused."""
         logger.warning(
             "handler %r came back for event %s after it was given up; its result is refused",
-            run.queue.handler.name, run.notification.event_label,
+            run.queue.handler.name, run.notification.event_label, **run.log_fields,
         )  # fmt: skip
 
     # --- tasks that have ended -----------------------------------------------------------------
@@ -205,12 +205,15 @@ class Watchdog:
             logger.warning(
                 "cancelled %d handlers that were still running at shutdown: %s", len(runs),
                 ", ".join(f"{run.queue.handler.name} for {run.notification.event_label}" for run in runs),
+                runs=len(runs),
             )  # fmt: skip
         return runs
 
     def report_stuck(self) -> None:
         if self._stuck:
-            logger.error("%d handlers ignore their cancellation and are left behind", len(self._stuck))
+            logger.error(
+                "%d handlers ignore their cancellation and are left behind", len(self._stuck), runs=len(self._stuck)
+            )
 
     def stop_timer(self) -> None:
         if self.timer is not None:

@@ -116,7 +116,10 @@ class Fanout:
         if found:
             self._statistics.fanned_out += found
             self._statistics.notifications += done.notifications
-            logger.debug("fanned out %d events into %d notifications", found, done.notifications)
+            logger.debug(
+                "fanned out %d events into %d notifications", found, done.notifications,
+                events=found, notifications=done.notifications,
+            )  # fmt: skip
             if handoff is None or handoff.taken < done.notifications:
                 self._fanned_out()
         wait = self._scan.wait(time())

@@ -182,6 +182,11 @@ class HandlerRegistry:
         """The handler with this name or alias."""
         return self._by_name.get(name)
 
+    def name_of(self, stored: str) -> str:
+        """The name of the handler for a stored name, which may be an alias; an unknown name as it is."""
+        handler = self.find(stored)
+        return stored if handler is None else handler.name
+
     @property
     def names(self) -> list[str]:
         """All names and aliases."""

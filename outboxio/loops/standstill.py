@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.loops.background import Background, call_soon
-from outboxio.support.log import log_of
+from outboxio.support.log import Fields, log_of
 
 logger = log_of(__name__)
 
@@ -143,7 +143,7 @@ class LoopWatch:
             logger.error(
                 "the event loop has not run for %.0f s, longer than any of its handlers may; running: %s; what cluster "
                 "locks this process holds are given up, and another one takes over",
-                self.silence(), _described(question.seen),
+                self.silence(), _described(question.seen), seconds=self.silence(),
             )  # fmt: skip
 
     # --- in the thread -------------------------------------------------------------------------
@@ -235,14 +235,17 @@ class LoopWatch:
             self._told.clear()
         self._told[key] = now, 0
         again = f", and {untold} more times since the last such line" if untold else ""
+        fields: Fields = {"seconds": seconds, "suppressed": untold or None}
         if is_frozen:
-            text = "this process stood still for %.1f s%s: it was stopped, or one call kept Python's lock; running: %s"
+            logger.warning(
+                "this process stood still for %.1f s%s: it was stopped, or one call kept Python's lock; running: %s",
+                seconds, again, _described(seen), **fields,
+            )  # fmt: skip
         else:
-            text = (
+            logger.warning(
                 "the event loop stood still for %.1f s%s; running: %s; nothing else went on meanwhile: give what "
-                "blocks to await asyncio.to_thread(...)"
-            )
-        logger.warning(text, seconds, again, _described(seen), extra={"seconds": seconds})
+                "blocks to await asyncio.to_thread(...)", seconds, again, _described(seen), **fields,
+            )  # fmt: skip
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
-from outboxio.support.codec import nests_deeper
-from outboxio.support.log import type_name, without_value
+from outboxio.support.codec import decode_object, nests_deeper
+from outboxio.support.log import Fields, trace_id_in, type_name, without_value
 from outboxio.telemetry.headers import seems_sampled
 
 
@@ -119,6 +119,20 @@ class Notification(Struct, gc=False):
         return str(self.event_id) if self.has_context else None
 
     @property
+    def log_fields(self) -> Fields:
+        """The fields of a log entry about the row. Parts that cannot be read are ``None``."""
+        context = self.context if self.has_context else None
+        return {
+            "handler": self.handler_name,
+            "event_id": None if context is None else context.event_id,
+            "notification_id": self.id,
+            "event_type": self.event_type or None,
+            "attempt": self.attempts + 1,
+            "action": None if context is None else context.action_name,
+            "trace_id": None if context is None else _trace_id(context.headers),
+        }
+
+    @property
     def may_have_version(self) -> bool:
         """False if the row surely has version 1: then the context need not be decoded."""
         raw = self.raw_context
@@ -147,6 +161,14 @@ class Notification(Struct, gc=False):
             self.context  # noqa: B018  # decodes the context and keeps it
         except Exception as error:
             return flaw_of(error, Context.__struct_fields__)
+        return None
+
+
+def _trace_id(headers: msgspec.Raw) -> str | None:
+    """The id of the trace in which the event was emitted, by the header ``traceparent``."""
+    try:
+        return trace_id_in(decode_object(headers).get("traceparent"))
+    except Exception:  # written by other tools
         return None
 
 

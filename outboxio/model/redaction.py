@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
+from outboxio.loops.flood import Flood
 from outboxio.model.notification import NotificationRecord
 from outboxio.support.log import log_of, type_name
 from outboxio.support.signature import is_async
@@ -40,6 +42,8 @@ def checked_redact(redact: Redact | None) -> Redact:
             "the text"
         )
 
+    flood = Flood(logger)
+
     def redacted(text: str) -> str:
         try:
             kept: Any = redact(text)
@@ -49,7 +53,8 @@ def checked_redact(redact: Redact | None) -> Redact:
         except BaseException as broken:  # a broken function must not lose the row that failed
             reason = f"failed with {type_name(broken)}"
         # Message and traceback are left out, because both may quote the text.
-        logger.error("redact %s; what it was given is left out", reason)
+        if flood.admits(reason, logging.ERROR):
+            flood.log(reason, logging.ERROR, "redact %s; what it was given is left out", reason)
         return f"<left out: redact {reason}>"
 
     return redacted

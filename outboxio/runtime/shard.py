@@ -21,6 +21,7 @@ from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
+from outboxio.support.log import Fields, shared_fields
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
@@ -39,7 +40,9 @@ class ShardRuntime:
 
     def begin_anew(self) -> None:
         """Forget the objects of the former event loop, because a new event loop takes over."""
-        self._wakes = {kind: WakeupSender(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)}
+        self._wakes = {
+            kind: WakeupSender(self._sender(kind), self.name) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)
+        }
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
@@ -49,6 +52,10 @@ class ShardRuntime:
     @property
     def name(self) -> str:
         return self.database.name
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"namespace": self.environment.namespace, "shard": self.name}
 
     # --- wake-ups ------------------------------------------------------------------------------
 
@@ -145,7 +152,8 @@ class ShardRuntime:
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
-        run = self.work = ShardRun(self, roles, drains=drains)
+        with shared_fields(**self.log_fields):  # for the tasks of handlers
+            run = self.work = ShardRun(self, roles, drains=drains)
         return run
 
     def handling(self, stopping: asyncio.Event, *, inline: bool = False) -> HandlingSetup:
@@ -162,6 +170,7 @@ class ShardRuntime:
             join=environment.join,
             outbox=environment.outbox,
             redact=environment.redact,
+            handler_name_of=environment.handlers.name_of,
             telemetry=telemetry.handling(environment.namespace, self.name, self.clock, inline=inline),
         )
         return HandlingSetup(

@@ -15,6 +15,7 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
+from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
@@ -28,7 +29,7 @@ from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.counters import Counters
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:
     from outboxio.runtime.shard import ShardRuntime
@@ -208,13 +209,15 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        with watched(self.dispatcher.running, self.stood_still):
+        with watched(self.dispatcher.running, self.stood_still), shared_fields(**self._shard.log_fields):
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
                 # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
                 await self.abandon()
                 raise
+            finally:
+                end_floods()
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
@@ -280,7 +283,9 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.membership.begin_to_leave()
         except Exception as error:
-            logger.warning("shard %s could not say that this process leaves: %s", self._shard.name, error)
+            logger.warning(
+                "shard %s could not say that this process leaves: %s", self._shard.name, error, shard=self._shard.name
+            )
 
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
@@ -298,7 +303,9 @@ class ShardRun:
                 await self.locks.release()
                 await self.membership.leave()
         except Exception as error:
-            logger.warning("the locks of shard %s end with their session: %s", self._shard.name, error)
+            logger.warning(
+                "the locks of shard %s end with their session: %s", self._shard.name, error, shard=self._shard.name
+            )
 
     async def _release_connections(self) -> None:
         """Close the loops' connections, after the end of every task that would open a connection again."""
@@ -306,7 +313,10 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self._shard.database.release_loops()
         except Exception as error:
-            logger.warning("the connections of shard %s could not be given back: %s", self._shard.name, error)
+            logger.warning(
+                "the connections of shard %s could not be given back: %s", self._shard.name, error,
+                shard=self._shard.name,
+            )  # fmt: skip
 
     # --- the rest ------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class TelemetryChoice:
 
     def choose(self) -> None:
         """Choose again: the telemetry of the process has changed."""
-        wanted = dict.fromkeys((*self._given, *_of_process))
-        match list(wanted):
+        of_process = [each for each in _of_process if not any(each.yields_to(given) for given in self._given)]
+        match [*self._given, *of_process]:
             case []:
                 self.chosen = NO_TELEMETRY
             case [one]:

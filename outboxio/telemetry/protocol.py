@@ -110,6 +110,10 @@ class Telemetry:
         """A shard begins to run handlers; ``None`` to leave every run alone. ``inline``: for ``inbox.consume``."""
         return None
 
+    def yields_to(self, given: Telemetry) -> bool:
+        """True for telemetry of the whole process that an outbox with the telemetry ``given`` does not need."""
+        return False
+
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
         """The rounds of a service."""
         return run_once

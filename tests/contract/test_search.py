@@ -12,7 +12,8 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.notification import FIRST_REST, NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.protocols.operating import SearchRepository
+from outboxio.storage.protocols.operating import Counted, SearchRepository
+from outboxio.storage.searching.walker import MOST_EVENTS
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert
@@ -159,3 +160,111 @@ async def test_each_matching_row_is_in_one_page_and_counted(repository: SearchRe
 
         counted = await repository.count("app", search, MANY)
         assert (counted.number, counted.is_complete) == (len(expected), True), search
+
+
+async def all_of(repository: SearchRepository, search: Search) -> list[NotificationRecord]:
+    return list((await repository.find("app", search, 1000)).rows)
+
+
+async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    found = await all_of(repository, Search(states=(State.DEAD, State.EXPIRED)))
+
+    assert len({row.handler_name for row in found}) == len(NAMES)
+    assert [row.updated_date for row in found] == sorted((row.updated_date for row in found), reverse=True)
+
+
+async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_and_partitions(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    found = await all_of(repository, Search(states=(State.PENDING, State.FAILED)))
+
+    places = [(row.next_retry_at, row.sequence) for row in found]
+    assert places == sorted(places, reverse=True)
+    assert found[0].next_retry_at == FIRST_REST
+
+
+async def test_all_rows_come_by_event_and_newest_first(repository: SearchRepository, rows: list[Row]) -> None:
+    for search in (Search(), Search(correlation_id="request-1")):
+        found = await all_of(repository, search)
+        assert len({row.state for row in found}) == len(STATES)
+        assert [row.event_id for row in found] == sorted((row.event_id for row in found), reverse=True)
+
+
+async def test_a_page_goes_on_after_the_id_of_a_row(repository: SearchRepository, rows: list[Row]) -> None:
+    for search in (
+        Search(), Search(states=(State.DEAD,)), Search(states=(State.PENDING, State.BLOCKED, State.EXPIRED)),
+        Search(action_id=ACTIONS[0]),
+    ):  # fmt: skip
+        found = await all_of(repository, search)
+        place = await repository.place_of("app", search, found[4].id)
+        page = await repository.find("app", search, 1000, place)
+        assert [row.id for row in page.rows] == [row.id for row in found[5:]], search
+
+    dead = await all_of(repository, Search(states=(State.DEAD,)))
+    assert await repository.place_of("app", Search(states=(State.PENDING,)), dead[0].id) is None, "not in this walk"
+    assert await repository.place_of("app", Search(), UUID(int=9)) is None
+    assert await repository.place_of("another", Search(), dead[0].id) is None
+
+
+async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchRepository, rows: list[Row]) -> None:
+    search = Search(states=(State.DEAD,))
+    number = len(await all_of(repository, search))
+
+    assert await repository.count("app", search, number) == Counted(number, True)
+    assert await repository.count("app", search, number - 1) == Counted(number - 1, False)
+    assert not (await repository.count("app", search, 1000, reads=1)).is_complete
+    few = await repository.count("app", Search(error=("nothing",)), 1000, reads=10)
+    assert few == Counted(0, False)
+    assert await repository.count("app", Search(correlation_id="request-1"), 2) == Counted(2, False)
+
+
+async def test_the_last_errors_of_the_newest_matches_are_found(repository: SearchRepository, rows: list[Row]) -> None:
+    search = Search(states=(State.DEAD, State.FAILED))
+    errors = [json.loads(row.errors) if row.errors != '"text"' else "" for row in rows]
+    told = {
+        row.id: entries[-1] for row, entries in zip(rows, errors, strict=True)
+        if has_error((), row) and isinstance(entries, list)
+    }  # fmt: skip
+    expected = [
+        (row.id, row.event_id, row.handler_name, row.updated_date, told[row.id]["type"], told[row.id]["message"])
+        for row in await all_of(repository, search) if row.id in told
+    ]  # fmt: skip
+
+    found = await repository.last_errors("app", search, 1000)
+
+    assert expected
+    assert [(e.id, e.event_id, e.handler_name, e.updated_date, e.type, e.message) for e in found.rows] == expected
+    assert found.next is None
+    few = await repository.last_errors("app", search, 5)
+    assert len(few.rows) <= 5
+    assert few.next is not None
+
+
+@pytest.mark.costly
+async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
+    repository: SearchRepository, rows: list[Row], look: Look
+) -> None:
+    await insert(look, [EventRow(correlation_id="request-1") for _ in range(MOST_EVENTS)])
+
+    for search in (Search(correlation_id="request-1"), Search(correlation_id="request-1", states=(State.DEAD,))):
+        expected = sorted(str(row.id) for row in rows if matches(search, row))
+        pages = await paged(repository, search, 4, MANY)
+        assert sorted(str(row.id) for page in pages for row in page) == expected
+        assert await repository.count("app", search, MANY) == Counted(len(expected), True)
+
+
+async def test_a_page_that_was_read_before_the_request_grew_goes_on(
+    repository: SearchRepository, rows: list[Row], look: Look
+) -> None:
+    search = Search(correlation_id="request-2")
+    first = await repository.find("app", search, 3)
+    late = EventRow(correlation_id="request-2")
+    await insert(look, [late])
+    await insert(look, [Row(event_id=late.id, correlation_id="request-2")])
+
+    assert first.next is not None
+    rest = await repository.find("app", search, 1000, first.next)
+    expected = sorted(str(row.id) for row in rows if matches(search, row))
+    assert sorted(str(row.id) for row in (*first.rows, *rest.rows)) == expected

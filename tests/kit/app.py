@@ -64,7 +64,7 @@ class Emit(Action):
 
 _NAMES = (
     "event_notifications", "events", "subscriptions", "leases", "pauses", "schema_versions", "consumed_events",
-    "started_runs", "handler_partitions", "instances",
+    "started_runs", "handler_partitions", "instances", "operations",
 )  # fmt: skip
 _DRIVERS = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "sqlite3"}
 

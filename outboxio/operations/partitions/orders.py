@@ -105,7 +105,7 @@ class PartitionOrders:
                 repository = _repository(one.database)
                 for name in names:
                     await repository.set_number(self._namespace, name, number, await one.now())
-                    logger.info("handler %r: %d partitions from now on", name, number, extra={"handler_name": name})
+                    logger.info("handler %r: %d partitions from now on", name, number, handler=name, partitions=number)
                 one.partitions_changed()
 
     async def _changes(self, one: AdminShard, handler: str, number: int) -> list[str]:

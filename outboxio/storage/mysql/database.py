@@ -33,6 +33,7 @@ from outboxio.storage.mysql.connection import (
     limit,
     waits_for,
 )
+from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
@@ -92,6 +93,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
         self.search = MysqlSearch(self._admin, name)
+        self.event_search = MysqlEventSearch(self._admin, self.search)
         self.probes = MysqlProbes(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)

@@ -36,15 +36,17 @@ _EQUAL = ("ordering_key", "model_id", "action_name", "action_id", "correlation_i
 class Conditions:
     """The conditions of a search on a notification ``n``, and the arguments.
 
-    No condition is of use for an index: the walk decides which rows are read.
+    No condition is of use for an index: the walk decides which rows are read. ``of_events``: the conditions on an event
+    ``n``, which has no state, no handler and no error.
     """
 
-    def __init__(self, namespace: str, search: Search) -> None:
+    def __init__(self, namespace: str, search: Search, *, of_events: bool = False) -> None:
         self.args: dict[str, Any] = {"namespace": namespace, "since": search.since, "until": search.until}
         parts = ["n.namespace = %(namespace)s"]
-        if search.states:
+        date = "event_date" if of_events else "updated_date"
+        if search.states and not of_events:
             parts.append(f"n.state IN ({self.listed('state', map(str, search.states))})")
-        if search.names is not None:
+        if search.names is not None and not of_events:
             parts.append(f"n.handler_name IN ({self.listed('name', search.names)})" if search.names else "FALSE")
         if search.event_types:
             parts.append(f"n.event_type IN ({self.listed('type', search.event_types)})")
@@ -54,10 +56,10 @@ class Conditions:
                 parts.append(f"n.{column} = %({column})s")
                 self.args[column] = str(value)
         if search.since is not None:
-            parts.append("n.updated_date >= %(since)s")
+            parts.append(f"n.{date} >= %(since)s")
         if search.until is not None:
-            parts.append("n.updated_date < %(until)s")
-        if search.error:
+            parts.append(f"n.{date} < %(until)s")
+        if search.error and not of_events:
             # The error comes last, because its column may be stored apart from the row.
             parts.append(_ERROR)
             self.args["error"] = like(search.error)

@@ -35,6 +35,7 @@ from outboxio.storage.postgres.connection import (
     quoted,
     underlying,
 )
+from outboxio.storage.postgres.event_search import PostgresEventSearch
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.lock import PostgresClusterLock
@@ -120,6 +121,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
         self.search = PostgresSearch(self._admin, name)
+        self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 

@@ -23,7 +23,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import ProbeRepository, SearchRepository
+from outboxio.storage.protocols.operating import EventSearchRepository, ProbeRepository, SearchRepository
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -93,6 +93,9 @@ class Database(Protocol):
 
     @property
     def search(self) -> SearchRepository: ...
+
+    @property
+    def event_search(self) -> EventSearchRepository: ...
 
     @property
     def probes(self) -> ProbeRepository: ...

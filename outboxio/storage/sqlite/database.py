@@ -16,6 +16,7 @@ from outboxio.storage.protocols import PartitionRepository
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
 from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
@@ -75,6 +76,7 @@ class SqliteDatabase:
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
         self.search = SqliteSearch(self._connections, name)
+        self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 

@@ -60,7 +60,7 @@ class Turn:
     def _tell_wait(self, seconds: float) -> None:
         logger.warning(
             "an action waited %.1f s for the one writer of shard %s: other actions keep it for long",
-            seconds, self._shard, extra={"shard": self._shard},
+            seconds, self._shard, shard=self._shard, seconds=seconds,
         )  # fmt: skip
 
     async def __aenter__(self) -> None:

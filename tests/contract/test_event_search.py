@@ -1,0 +1,132 @@
+"""The search for events, on every database: newest first, by their cause, and with their notifications."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+
+from outboxio import Outbox
+from outboxio.model.notification import State
+from outboxio.model.operating.filter import Search
+from outboxio.storage.protocols.operating import EventSearchRepository
+from tests.kit.app import Look
+from tests.kit.inside import database_of
+from tests.kit.rows import EventRow, Row, at, insert
+
+ACTIONS = [UUID(int=number) for number in (1, 2, 3)]
+
+
+@pytest.fixture
+def repository(outbox: Outbox) -> EventSearchRepository:
+    repository: EventSearchRepository = database_of(outbox).event_search
+    return repository
+
+
+def generated(chance: random.Random) -> Iterator[EventRow]:
+    for number in range(80):
+        yield EventRow(
+            namespace="app" if number % 8 else "another", event_type=chance.choice(("A", "B", None)),
+            ordering_key=chance.choice((None, "k")), model_id=chance.choice((None, "1")),
+            action_name=chance.choice(("Deposit", "deposit")), action_id=chance.choice(ACTIONS),
+            correlation_id=chance.choice((None, "request-1")), event_date=at(number),
+        )  # fmt: skip
+
+
+def searches(chance: random.Random) -> Iterator[Search]:
+    yield Search()
+    for _ in range(25):
+        yield Search(
+            states=chance.choice(((), (State.DEAD,))), names=chance.choice((None, ("nobody",))),
+            event_types=chance.choice(((), (), ("A",))), ordering_key=chance.choice((None, None, "k")),
+            model_id=chance.choice((None, None, "1")), action_name=chance.choice((None, None, "Deposit")),
+            action_id=chance.choice((None, None, ACTIONS[0])),
+            correlation_id=chance.choice((None, None, "request-1", "nobody's")),
+            since=chance.choice((None, at(20))), until=chance.choice((None, at(60))), error=chance.choice(((), ("E",))),
+        )  # fmt: skip
+
+
+def matches(search: Search, event: EventRow) -> bool:
+    return (
+        event.namespace == "app"
+        and (not search.event_types or event.event_type in search.event_types)
+        and search.ordering_key in (None, event.ordering_key)
+        and search.model_id in (None, event.model_id)
+        and search.action_name in (None, event.action_name)
+        and search.action_id in (None, event.action_id)
+        and search.correlation_id in (None, event.correlation_id)
+        and (search.since is None or event.event_date >= search.since)
+        and (search.until is None or event.event_date < search.until)
+    )
+
+
+async def test_each_matching_event_is_in_one_page_newest_first(repository: EventSearchRepository, look: Look) -> None:
+    chance = random.Random(3)
+    events = list(generated(chance))
+    await insert(look, events)
+    for search in searches(chance):
+        expected = sorted((event.id for event in events if matches(search, event)), reverse=True)
+        limit, most, after = chance.choice((1, 4, 100)), chance.choice((3, 1000)), None
+        found: list[UUID] = []
+        while True:
+            page = await repository.newest("app", search, limit, after, most=most)
+            assert len(page.rows) <= limit
+            found += [event.id for event in page.rows]
+            if page.next is None:
+                break
+            after = page.next
+        assert found == expected, search
+
+
+async def test_a_summary_has_the_columns_of_the_event(repository: EventSearchRepository, look: Look) -> None:
+    cause = uuid4()
+    event = EventRow(
+        payload='{"amount": 12345678901234567890}', headers=None, action_params='{"a": [1]}', model_type="Wallet",
+        model_id="7", topic="money", source="kafka", causation_id=cause, correlation_id="c", hops=2, delivered=False,
+        available_at=at(9), ordering_key="k",
+    )  # fmt: skip
+    await insert(look, [event])
+
+    [found] = await repository.events("app", [event.id, uuid4()])
+
+    assert (found.id, found.event_type, found.model_type, found.model_id) == (event.id, "MoneyDeposited", "Wallet", "7")
+    assert (found.topic, found.source, found.causation_id, found.correlation_id) == ("money", "kafka", cause, "c")
+    assert (found.hops, found.delivered, found.available_at, found.ordering_key) == (2, False, at(9), "k")
+    assert (found.event_date, found.headers, found.sequence) == (at(0), None, 1)
+    assert found.payload is not None
+    assert msgspec.json.decode(found.payload) == {"amount": 12345678901234567890}
+    assert msgspec.json.decode(found.action_params) == {"a": [1]}
+    assert await repository.events("another", [event.id]) == []
+    assert await repository.events("app", []) == []
+
+
+async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(
+    repository: EventSearchRepository, look: Look
+) -> None:
+    first, second = EventRow(), EventRow()
+    children = [EventRow(causation_id=(first if number % 2 else second).id) for number in range(8)]
+    await insert(look, [first, second, *children, EventRow(causation_id=first.id, namespace="another"), EventRow()])
+
+    found = await repository.caused_by("app", [first.id, second.id], 100)
+    assert [event.id for event in found] == [child.id for child in children]
+    assert len(await repository.caused_by("app", [first.id, second.id], 3)) == 3
+    assert await repository.caused_by("app", [children[0].id], 100) == []
+    assert await repository.caused_by("app", [], 100) == []
+
+
+async def test_the_notifications_of_events_come_by_event_and_handler(
+    repository: EventSearchRepository, look: Look
+) -> None:
+    rows = [Row(handler_name=name, event_id=event) for event in (uuid4(), uuid4(), uuid4()) for name in ("b", "a")]
+    await insert(look, [*rows, rows[0].but(event_id=rows[0].event_id, namespace="another", handler_name="c")])
+    events = [rows[0].event_id, rows[2].event_id]
+
+    found = await repository.notifications_of("app", events, 100)
+
+    expected = sorted((row for row in rows if row.event_id in events), key=lambda row: (row.event_id, row.handler_name))
+    assert [row.id for row in found] == [row.id for row in expected]
+    assert len(await repository.notifications_of("app", events, 3)) == 3
+    assert await repository.notifications_of("app", [], 100) == []
