@@ -26,7 +26,9 @@ from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
-from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.admin_base import AdminSetup
+from outboxio.operations.admin_shards import Ends
+from outboxio.operations.ordering.recorder import By
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -134,6 +136,7 @@ class Outbox(Registration, Recording):
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
+        self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -310,11 +313,12 @@ class Outbox(Registration, Recording):
         )
 
     def _admin(self, redact: Redact) -> Admin:
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        shards = list(self._shards.values())
+        return Admin(AdminSetup(
+            namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
+            settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
+            process=shards[0].environment.owner, ends=Ends(),
+        ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}

@@ -24,7 +24,7 @@ from outboxio.support.codec import decode_object
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import use_in_process
-from outboxio.telemetry.headers import with_trace
+from outboxio.telemetry.headers import headers_in, with_trace
 from outboxio.telemetry.protocol import SENDING, Call, HandlingTelemetry, Sending, Telemetry
 
 try:
@@ -171,7 +171,7 @@ class _Handling(HandlingTelemetry):
     def call(self, handler: Handler, row: Notification) -> Call | None:
         if not (self._has_spans and handler.options.trace and row.has_context):
             return None
-        headers = {name: value for name, value in decode_object(row.context.headers).items() if name in _OWN_HEADERS}
+        headers = {name: value for name, value in headers_in(row.context.headers).items() if name in _OWN_HEADERS}
         if str(headers.get(TRACE, "")).endswith("-0"):
             return None  # the trace is not sampled
         latency = (self._clock() - row.context.event_date).total_seconds() * 1000

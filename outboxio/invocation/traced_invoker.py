@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import logging
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.invocation.batch_call import Done
 from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.loops.flood import Flood
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.outcome import Outcome, success
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.counters import Counters
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
+from outboxio.support.log import log_of, type_name
 from outboxio.telemetry.protocol import Call
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = log_of(__name__)
+_flood = Flood(logger)
 
 
 class TracedInvoker(HandlerInvoker):
@@ -39,18 +49,18 @@ class TracedInvoker(HandlerInvoker):
     def call(  # pyright: ignore[reportIncompatibleMethodOverride]  # no frame is added to the calls that are left alone
         self, run: Run, task: asyncio.Task[None]
     ) -> Coroutine[Any, Any, Outcome | None]:
-        call = self._call_for(run.queue.handler, run.notification)
+        call = _safely(self._call_for, run.queue.handler, run.notification)
         calling = self._call_untold(run, task)
         return calling if call is None else _surrounded(calling, call, run)
 
     def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:
         rows = [run.notification for part in batch.parts for run in part]
-        call = self._batch_call_for(batch.queue.handler, rows) if rows else None
+        call = _safely(self._batch_call_for, batch.queue.handler, rows) if rows else None
         if call is None:
             return self._call_batch_untold(batch, task, done)
 
         def told(row: Run, outcome: Outcome | None) -> None:
-            call.ended(_known(row, outcome))
+            _safely(call.ended, _known(row, outcome))
             done(row, outcome)
 
         return _surrounded_batch(self._call_batch_untold(batch, task, told), call)
@@ -62,15 +72,38 @@ def handler_invoker(context: HandlerContext) -> type[HandlerInvoker]:
 
 
 async def _surrounded(calling: Coroutine[Any, Any, Outcome | None], call: Call, run: Run) -> Outcome | None:
-    with call:
+    with _harmless(call):
         outcome = await calling
-        call.ended(_known(run, outcome))
+        _safely(call.ended, _known(run, outcome))
     return outcome
 
 
 async def _surrounded_batch(calling: Coroutine[Any, Any, None], call: Call) -> None:
-    with call:
+    with _harmless(call):
         await calling
+
+
+@contextmanager
+def _harmless(call: Call) -> Generator[None]:
+    """Surrounds the block. Telemetry that fails is logged, and the run goes on: its row must get an outcome."""
+    _safely(call.__enter__)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        _safely(call.__exit__, None if error is None else type(error), error, None)
+
+
+def _safely(tell: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+    try:
+        return tell(*args, **options)
+    except Exception as error:
+        if _flood.admits(kind := type_name(error), logging.ERROR):
+            _flood.log(kind, logging.ERROR, "telemetry failed, and the run goes on: %s", error, error_type=kind)
+        return None
 
 
 def _known(run: Run, outcome: Outcome | None) -> Outcome | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outboxio.model.notification import Notification
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
+    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 AnyTelemetry = Telemetry | Sequence[Telemetry]
@@ -137,6 +138,10 @@ class Several(Telemetry):
 
     def __init__(self, parts: Sequence[Telemetry]) -> None:
         self._parts = parts
+
+    def attached(self, outbox: Outbox) -> None:
+        for part in self._parts:
+            part.attached(outbox)
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False

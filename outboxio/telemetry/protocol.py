@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outboxio.model.notification import Notification
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
+    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 Round = Callable[[], Awaitable["RoundResult"]]
@@ -95,6 +96,9 @@ class HandlingTelemetry:
 
 class Telemetry:
     """What an outbox tells telemetry: give an object of a subclass as ``Outbox(telemetry=...)``."""
+
+    def attached(self, outbox: Outbox) -> None:
+        """An outbox was made with this telemetry. Metrics may read ``outbox.statistics`` from now on, in any thread."""
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False

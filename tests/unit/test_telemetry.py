@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from outboxio import Outbox
 from outboxio.telemetry import Execution, Telemetry
 from outboxio.telemetry.choice import TelemetryChoice, use_in_process, use_no_more
 from outboxio.telemetry.headers import carried, seems_sampled, with_trace
@@ -59,6 +60,21 @@ def test_several_telemetries_are_told_in_order() -> None:
     execute(TelemetryChoice([first, second]))
 
     assert (first.executions, second.executions) == (1, 1)
+
+
+def test_telemetry_is_told_of_the_outboxes_that_have_it() -> None:
+    class Attached(Telemetry):
+        def __init__(self) -> None:
+            self.outboxes: list[Outbox] = []
+
+        def attached(self, outbox: Outbox) -> None:
+            self.outboxes.append(outbox)
+
+    first, second = Attached(), Attached()
+    one, two = Outbox("sqlite://", namespace="a", telemetry=[first, second]), Outbox("sqlite://", namespace="b")
+
+    assert first.outboxes == second.outboxes == [one]
+    assert two.statistics.keys() == {"default"}
 
 
 def test_telemetry_of_the_process_is_told_of_outboxes_made_before_and_after() -> None:
