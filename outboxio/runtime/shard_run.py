@@ -51,9 +51,8 @@ class ShardRun:
         settings, namespace = environment.settings, environment.namespace
         self.shard = shard
         self._roles = roles
-        self._leave = asyncio.Event()
+        self._leave, self.stopping = asyncio.Event(), asyncio.Event()
         self._proven_until = float("-inf")
-        self.stopping = asyncio.Event()
         self.prepared_at: float | None = None
         """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
         self.probe: Loop | None = None
@@ -87,13 +86,12 @@ class ShardRun:
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout)
         services = Services(
-            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self._reporting,
-            self.announce, fans_out=self._holds_fanout,
+            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
+            shard.takeover(self._holds_fanout), self._reporting, self.announce, fans_out=self._holds_fanout,
         )  # fmt: skip
-        wakes = shard.database.wakes_across_processes
         self.loops = RunLoops(
-            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
-            statistics=shard.statistics,
+            shard.name, self.signals, settings, roles, services, statistics=shard.statistics,
+            wakes_across_processes=shard.database.wakes_across_processes,
             watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
         )  # fmt: skip
 
@@ -154,8 +152,7 @@ class ShardRun:
         else:
             self.fanout.start_over()
             self.signals.fan_out.set()
-            self.loops.retention.wake()
-            self.loops.figures.wake()
+            self.loops.began_to_fan_out()
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""

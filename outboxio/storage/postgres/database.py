@@ -40,6 +40,7 @@ from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
+from outboxio.storage.postgres.operations import PostgresOperations
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
@@ -121,6 +122,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
+        self.operations = PostgresOperations(self._admin, name)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)

@@ -25,6 +25,7 @@ from outboxio.storage.protocols.hot import (
 )
 from outboxio.storage.protocols.operating import (
     EventSearchRepository,
+    OperationRepository,
     ProbeRepository,
     ReportRepository,
     SearchRepository,
@@ -100,6 +101,9 @@ class Database(Protocol):
     def partitions(self) -> PartitionRepository | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
+
+    @property
+    def operations(self) -> OperationRepository: ...
 
     @property
     def search(self) -> SearchRepository: ...

@@ -20,6 +20,7 @@ from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
+from outboxio.storage.sqlite.operations import SqliteOperations
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.probes import SqliteProbes
 from outboxio.storage.sqlite.reports import SqliteReports
@@ -76,6 +77,7 @@ class SqliteDatabase:
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
+        self.operations = SqliteOperations(self._connections, name)
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)
