@@ -1,6 +1,6 @@
 """The help of each command is what ``tests/golden/help.txt`` says: a change of a word or an option is seen in review.
 
-``OUTBOXIO_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` writes the file anew. The layout belongs to typer, so the
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` writes the file anew. The layout belongs to typer, so the
 file has the words only.
 """
 
@@ -40,7 +40,7 @@ def words_of(name: str) -> Iterator[str]:
 
 def test_the_help_of_every_command_is_the_reviewed_text() -> None:
     told = "\n".join(line for name in COMMANDS for line in words_of(name))
-    if os.environ.get("OUTBOXIO_WRITE_GOLDEN"):
+    if os.environ.get("OUTBOXIO_TEST_WRITE_GOLDEN"):
         GOLDEN.write_text(told)
     assert told == GOLDEN.read_text()
 

@@ -1,6 +1,6 @@
 """The JSON answers of commands have the shape that ``tests/golden/json.txt`` says: scripts read these answers.
 
-``OUTBOXIO_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` writes the file anew. Values are left out, keys and kinds
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` writes the file anew. Values are left out, keys and kinds
 of values stay.
 """
 
@@ -106,7 +106,7 @@ def test_the_json_of_every_command_has_the_reviewed_shape(tmp_path: Path) -> Non
         told += [f"outboxio {line}  (exit {answer.exit_code})", json.dumps(shapes[0], indent=1), ""]
 
     text = "\n".join(told)
-    if os.environ.get("OUTBOXIO_WRITE_GOLDEN"):
+    if os.environ.get("OUTBOXIO_TEST_WRITE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
 

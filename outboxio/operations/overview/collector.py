@@ -165,7 +165,7 @@ class Collector:
         return [replace(one, unowned_due=await self._unowned_due(one.name, one.locks, now)) for one in made]
 
     async def _unowned_due(self, handler: str, locks: Sequence[LockFacts], now: datetime) -> list[int]:
-        """The partitions that nobody holds, although the handler is held, and that had due rows 5 s ago."""
+        """The partitions that no process holds, although the handler is held, and that had due rows 5 s ago."""
         unheld = [lock.partition for lock in locks if not lock.is_held]
         if not unheld or len(unheld) == len(locks):
             return []
