@@ -1,7 +1,7 @@
 """The JSON answers of commands have the shape that ``tests/golden/json.txt`` says: scripts read these answers.
 
-``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` writes the file anew. Values are left out, keys and kinds
-of values stay.
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` writes the file anew. Values are
+left out, keys and kinds of values stay.
 """
 
 from __future__ import annotations
