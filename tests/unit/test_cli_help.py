@@ -1,7 +1,7 @@
 """The help of each command is what ``tests/golden/help.txt`` says: a change of a word or an option is seen in review.
 
-``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` writes the file anew. The layout belongs to typer, so the
-file has the words only.
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` writes the file anew. The layout
+belongs to typer, so the file has the words only.
 """
 
 from __future__ import annotations
