@@ -22,6 +22,7 @@ from outboxio.health.overview import OverviewSource
 from outboxio.health.reader import HealthReader
 from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
+from outboxio.inbox.inline import InlineRunner
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
@@ -130,9 +131,7 @@ class Outbox(Registration, Recording):
         self.lifespan = Lifespan(self, self._guard)
         """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
-        self.inbox = Inbox(
-            namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
-        )
+        self.inbox = Inbox(namespace, self.executor, own_connections.session_on, self._inline)
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
@@ -336,6 +335,10 @@ class Outbox(Registration, Recording):
 
     async def _enter(self, roles: Roles) -> tuple[Outbox, Leave]:
         return self, await self._lifecycle.enter(roles)
+
+    def _inline(self, shard: str) -> InlineRunner:
+        self._guard.enter()  # before the runner is made: an event loop that takes over forgets all earlier runners
+        return self._shards[shard].inline()
 
     def _refuse_while_running(self) -> None:
         self._lifecycle.refuse_while_running()
