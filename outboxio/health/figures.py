@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -72,6 +73,7 @@ class Questions:
         self._namespace = namespace
         self._shards = shards
         self._source = source
+        self._is_told = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -106,10 +108,17 @@ class Questions:
             return Figures()
         try:
             async with asyncio.timeout(patience):
-                return await self._source.figures()
-        except Exception as error:
-            logger.debug("the figures of health() could not be read: %s", error)
+                figures = await self._source.figures()
+        except TimeoutError:
+            logger.debug("the figures of health() were not read within %.1f s", patience)
             return Figures()
+        except Exception as error:
+            level = logging.DEBUG if self._is_told else logging.WARNING
+            logger.log(level, "the figures of health() could not be read: %s", error)
+            self._is_told = True
+            return Figures()
+        self._is_told = False
+        return figures
 
     async def _ask_shard(self, name: str, patience: float) -> ShardAnswer:
         shard, asked = self._shards[name], asyncio.get_running_loop().time()

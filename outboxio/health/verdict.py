@@ -39,7 +39,7 @@ def judge(memory: Memory, answers: Answers, now: Moment) -> Health:
     reasons = [_Reason("down", text) for text in deaths]
     reasons += _of_shards(shards)
     reasons += _of_figures(answers.figures, memory)
-    reasons += _of_memory(memory, now)
+    reasons += _of_memory(memory, now, tells_stuck=all(told.rule != "stuck_runs" for told in answers.figures.findings))
     reasons.sort(key=lambda reason: -SEVERITY[reason.level])
     status: Status = reasons[0].level if reasons else "ok"
     return Health(
@@ -108,7 +108,8 @@ def _of_figures(figures: Figures, memory: Memory) -> Iterator[_Reason]:
             yield _Reason(told.level, told.text)
 
 
-def _of_memory(memory: Memory, now: Moment) -> Iterator[_Reason]:
+def _of_memory(memory: Memory, now: Moment, *, tells_stuck: bool) -> Iterator[_Reason]:
+    """The faults of this process. ``tells_stuck``: False if a finding tells of the stuck runs already."""
     for name, shard in memory.shards.items():
         for text in shard.failing:
             yield _Reason("degraded", text)
@@ -116,7 +117,8 @@ def _of_memory(memory: Memory, now: Moment) -> Iterator[_Reason]:
             yield _Reason(
                 "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
             )
-    if stuck := sum(shard.stuck for shard in memory.shards.values()):
+    stuck = sum(shard.stuck for shard in memory.shards.values())
+    if stuck and tells_stuck:
         yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")
     ended, seconds = memory.standstill
     if now.steady - ended <= STANDSTILL_TOLD:

@@ -138,6 +138,23 @@ async def test_the_figures_of_the_tables_join_the_verdict(monkeypatch: pytest.Mo
     assert (health.lag, health.oldest_due) == (2.0, {"ship": 90.0})
 
 
+async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Source:
+        async def figures(self) -> Figures:
+            raise ValueError("no overview")
+
+    monkeypatch.setattr(figures, "FRESH", 0.0)
+    async with memory_outbox() as outbox:
+        monkeypatch.setattr(outbox._health._questions, "_source", Source())
+        healths = [await outbox.health() for _ in range(3)]
+
+    assert {(health.status, health.lag, health.unroutable) for health in healths} == {("ok", None, None)}
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["no overview" in record.getMessage() for record in told] == [True]
+
+
 # --- death -------------------------------------------------------------------------------------------
 
 

@@ -139,3 +139,11 @@ def test_a_process_that_runs_is_not_told_that_no_process_works() -> None:
 
     assert health_of(figures=figures).status == "ok"
     assert health_of(figures=figures, phase="stopped").status == "down"
+
+
+def test_stuck_runs_are_told_once() -> None:
+    stuck = ShardMemory(runs=True, fit="fits", answered=NOW, stuck=1)
+    figures = Figures(findings=[Told("stuck_runs", "degraded", "1 run of `ship` is stuck.")])
+
+    assert health_of(stuck, figures=figures).reasons == ("1 run of `ship` is stuck.",)
+    assert len(health_of(stuck).reasons) == 1
