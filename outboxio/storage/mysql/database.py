@@ -92,9 +92,9 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
-        self.search = MysqlSearch(self._admin, name)
+        self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = MysqlEventSearch(self._admin, self.search)
-        self.probes = MysqlProbes(self._admin)
+        self.probes = MysqlProbes(self._admin, self._server)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 
