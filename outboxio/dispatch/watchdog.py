@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from uuid import UUID
 
+from msgspec import Struct
+
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.state import DispatchState
@@ -30,6 +32,17 @@ logger = log_of(__name__)
 
 SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
 LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
+
+
+class StuckRun(Struct, frozen=True):
+    """A stuck run, for operators."""
+
+    handler: str
+    event_id: str | None
+    seconds: float
+    """The time since the cancellation."""
+    place: str
+    """The line of code at which the run waits."""
 
 
 class Watchdog:
@@ -134,6 +147,17 @@ class Watchdog:
         if isinstance(run, BatchRun):
             run.remaining.clear()
         self._replace(run.task)
+
+    def stuck_runs(self) -> list[StuckRun]:
+        """The stuck runs that still go on, of this shard run."""
+        now = asyncio.get_running_loop().time()
+        return [
+            StuckRun(
+                run.queue.handler.name, run.notification.known_event_id, now - (run.cancelled_at or now),
+                stack_line(thread_stack(run) or _stack_of(task)) or "an unknown place",
+            )
+            for task, (run, _) in self._stuck.items()
+        ]  # fmt: skip
 
     def keep(self, run: Run) -> None:
         """While a stuck run lasts, the rows do not start in this process, in a later shard run neither."""

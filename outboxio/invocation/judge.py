@@ -59,6 +59,8 @@ class Judge:
         except BaseException as broken:
             outcome = self._last_resort(run, error, broken)
         self._log_safely(self._tell, run, error, outcome)
+        if self._telemetry is not None:
+            self._log_safely(self._telemetry.failed, run.queue.handler, run.notification, error, outcome, self.redact)
         return outcome
 
     def describe(self, error: BaseException) -> Description | None:
@@ -131,8 +133,6 @@ class Judge:
 
     def _tell(self, run: Run, error: BaseException, outcome: Outcome) -> None:
         tell_failure(self._outbox, run.queue.handler.name, run.notification, error)
-        if self._telemetry is not None:
-            self._telemetry.failed(run.queue.handler, run.notification, error, outcome, self.redact)
         if run.notification.state == DYING:
             self._tell_hook(run, error, outcome)
             return

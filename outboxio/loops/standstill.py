@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from outboxio.support.log import Fields, log_of
 logger = log_of(__name__)
 
 TICK = 0.5  # seconds between two questions to the loop
+ANSWERS_KEPT = 30  # the lags of the last 15 s
 THRESHOLD = 1.0  # seconds: shorter standstills are not logged
 REPEATED_AFTER = 60.0  # seconds between two lines about the same handlers
 MOST_SHOWN = 5  # handlers in a line
@@ -54,6 +56,7 @@ class _Question:
     """A question to the loop, and the stacks that the thread saw before the answer."""
 
     def __init__(self, asked_at: float, answered_before: float, gap: float) -> None:
+        self.asked_at = asked_at
         self.unheard_since = (asked_at + answered_before) / 2
         """The assumed begin of a standstill: half-way between the last answer and the question."""
         self.is_answered = self.is_told = False
@@ -79,6 +82,7 @@ class LoopWatch:
         self._question = _Question(self._ticked_at, self._ticked_at, 0.0)
         self._question.is_answered = True
         self._answered_at = self._ticked_at
+        self._lags: deque[float] = deque(maxlen=ANSWERS_KEPT)
         self._timer: asyncio.TimerHandle | None = None
         self._last = float("-inf"), 0.0
         self._told: dict[str, tuple[float, int]] = {}
@@ -122,6 +126,11 @@ class LoopWatch:
         """The seconds for which the loop has not answered."""
         question = self._question
         return 0.0 if question.is_answered else time.monotonic() - question.unheard_since
+
+    @property
+    def lag(self) -> float:
+        """The longest time, in seconds, that the loop needed to answer within the last 15 s. Any thread may ask."""
+        return max((*self._lags, self.silence()))
 
     def stood_still_since(self, moment: float) -> float:
         """The seconds of the last standstill, if the loop stood still after ``moment`` (``time.monotonic()``)."""
@@ -211,6 +220,7 @@ class LoopWatch:
     def _answer(self, question: _Question) -> None:
         now = self._answered_at = time.monotonic()
         question.is_answered = True
+        self._lags.append(now - question.asked_at)
         self._thread_id = threading.get_ident()
         seconds = now - question.unheard_since
         if seconds < THRESHOLD or question.was_stopped:
@@ -276,6 +286,12 @@ def stood_still_since(moment: float) -> float:
     """The seconds of the last standstill after a moment of ``time.monotonic()``. 0 without a watch."""
     watch = _watches.get(asyncio.get_running_loop())
     return 0.0 if watch is None else watch.stood_still_since(moment)
+
+
+def lag_of(loop: asyncio.AbstractEventLoop) -> float:
+    """See :attr:`LoopWatch.lag`. 0 without a watch."""
+    watch = _watches.get(loop)
+    return 0.0 if watch is None else watch.lag
 
 
 def silence_of(loop: asyncio.AbstractEventLoop) -> float:

@@ -22,7 +22,7 @@ from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
 from outboxio.support.log import Fields
-from outboxio.telemetry.headers import carried, with_trace
+from outboxio.telemetry.headers import carried, headers_in, with_trace
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
 
 if TYPE_CHECKING:
@@ -301,11 +301,16 @@ class EventEnvelope(Generic[E_co]):
         """True if the handler belongs to this outbox."""
         return self._context.outbox is outbox
 
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The headers of the event's trace, as far as the event has a trace."""
+        return carried(headers_in(self._row.context.headers))
+
     def continues_trace(self, action: ActionRecord) -> ActionRecord:
         """The action of events that this handler emits, with the trace of the handler's event if there is telemetry."""
         if self._context.emitter.telemetry.chosen is NO_TELEMETRY:
             return action
-        trace = carried(self.headers)
+        trace = self.trace_headers
         return replace(action, headers=with_trace(action.headers, trace, trace)) if trace else action
 
     def send_later(self, action: ActionRecord) -> ActionRecord:

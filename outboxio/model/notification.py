@@ -246,10 +246,11 @@ _DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper docume
 def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
     """The record of a row with documents in JSON text. A document that cannot be shown is replaced by the reason."""
     record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
-    return msgspec.structs.replace(record, **{column: _shown(column, row[column]) for column in _DOCUMENTS})
+    return msgspec.structs.replace(record, **{column: shown_document(column, row[column]) for column in _DOCUMENTS})
 
 
-def _shown(column: str, text: str | None) -> Any:
+def shown_document(column: str, text: str | None) -> Any:
+    """The document in a column. A document that cannot be shown is replaced by the text, or by the reason."""
     if text is None:
         return None
     if nests_deeper(text.encode(), _DEEPEST_SHOWN):

@@ -66,14 +66,14 @@ def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationR
         return record
     return replace(
         record,
-        payload=_document(record.payload, redact),
-        action_params=_document(record.action_params, redact) or {},
-        headers=_document(record.headers, redact),
+        payload=redacted_document(record.payload, redact),
+        action_params=redacted_document(record.action_params, redact) or {},
+        headers=redacted_document(record.headers, redact),
         errors=[_entry(entry, redact) for entry in record.errors],
     )
 
 
-def _document(document: Any, redact: Redact) -> Any:
+def redacted_document(document: Any, redact: Redact) -> Any:
     """A JSON document, redacted as text. A result that is no JSON object is shown as text."""
     if not document:
         return document

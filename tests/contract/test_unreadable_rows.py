@@ -137,7 +137,7 @@ async def test_a_row_that_was_corrected_and_retried_is_handled(outbox: Outbox, l
     assert (await outbox.drain()).dead == 1
 
     row_id = await look.value("SELECT id FROM {event_notifications}")
-    assert await outbox.admin.retry([row_id]) == 1
+    assert (await outbox.admin.retry([row_id])).done == 1
 
     assert (await outbox.drain()).succeeded == 1
     assert first.amounts == [1]
