@@ -122,7 +122,8 @@ def _pieces(text: str) -> Iterator[str]:
     """The text between the semicolons at the ends of lines. A block between ``$$`` and ``$$`` is one piece."""
     begin = 0
     for end in _STATEMENT_END.finditer(text):
-        if text.count("$$", begin, end.start()) % 2 == 0:
+        is_in_block = text.count("$$", begin, end.start()) & 1
+        if not is_in_block:
             yield text[begin : end.start()]
             begin = end.end()
     yield text[begin:]
