@@ -57,7 +57,7 @@ class Change(Struct, frozen=True):
 
 def statements_in(text: str) -> list[str]:
     """The statements of a file, with their comments and without the semicolon at the end of the line."""
-    return [statement for statement in _STATEMENT_END.split(text) if _COMMENT.sub("", statement).strip()]
+    return [statement for statement in _pieces(text) if _COMMENT.sub("", statement).strip()]
 
 
 def parts_of(text: str) -> list[Part]:
@@ -115,7 +115,18 @@ _NEEDS_VALUES = re.compile(r"(?!.*\b(?:DEFAULT|GENERATED)\b).* NOT NULL")
 
 
 def _statements(text: str) -> list[str]:
-    return [_compact(statement) for statement in _STATEMENT_END.split(_COMMENT.sub("", text))]
+    return [_compact(statement) for statement in _pieces(_COMMENT.sub("", text))]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text between the semicolons at the ends of lines. A block between ``$$`` and ``$$`` is one piece."""
+    begin = 0
+    for end in _STATEMENT_END.finditer(text):
+        is_in_block = text.count("$$", begin, end.start()) & 1
+        if not is_in_block:
+            yield text[begin : end.start()]
+            begin = end.end()
+    yield text[begin:]
 
 
 def _parts_in(table: str, full: str, body: str) -> Iterator[Part]:

@@ -244,6 +244,7 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
     if fanout:
         needed["events"] += ["UPDATE"]
         needed["event_notifications"] += ["INSERT"]
+        needed["operations"] += ["UPDATE"]  # the process that fans out carries orders on whose process has died
     if handling:
         needed["subscriptions"] += ["INSERT", "UPDATE"]
         needed["event_notifications"] += ["UPDATE"]

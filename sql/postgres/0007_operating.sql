@@ -1,10 +1,39 @@
 -- For operators: figures by minute, reports of processes, orders of operators, and indexes for what operators ask.
 -- Processes of the former version run beside these parts: their statements use none of the tables and indexes.
 
+-- The build of an index keeps writers waiting. So on a large table, run the three CREATE INDEX statements with
+-- CONCURRENTLY before this file, which then finds the indexes.
+
+-- Both tables are locked before an index is built. The loops lock the two tables in either order. So the second table is
+-- waited for briefly, and the first lock is given back before the next try: nobody becomes the victim of a deadlock.
+DO $$
+DECLARE
+    usual   TEXT    := current_setting('lock_timeout');
+    has_one BOOLEAN := FALSE;
+BEGIN
+    WHILE to_regclass('eventlog.event_notifications_dead') IS NULL
+        OR to_regclass('eventlog.events_causation') IS NULL OR to_regclass('eventlog.events_correlation') IS NULL
+    LOOP
+        BEGIN
+            LOCK TABLE eventlog.event_notifications IN SHARE MODE;
+            has_one := TRUE;
+            PERFORM set_config('lock_timeout', '200ms', TRUE);
+            LOCK TABLE eventlog.events IN SHARE MODE;
+            PERFORM set_config('lock_timeout', usual, TRUE);
+            EXIT;
+        EXCEPTION WHEN lock_not_available THEN
+            IF NOT has_one THEN
+                RAISE;
+            END IF;
+            has_one := FALSE;
+            PERFORM pg_sleep(0.2);
+        END;
+    END LOOP;
+END
+$$;
+
 -- DEAD and EXPIRED rows of each handler, by the moment of their end. A row enters the index when the row ends badly, and
 -- leaves the index when an operator retries the row, so the index costs nothing where handlers succeed.
--- The build of an index keeps writers waiting. So on a large table, run the three statements with CREATE INDEX
--- CONCURRENTLY before this file.
 CREATE INDEX IF NOT EXISTS event_notifications_dead
     ON eventlog.event_notifications (namespace, handler_name, updated_date, id)
     WHERE state IN ('DEAD', 'EXPIRED');

@@ -290,6 +290,60 @@ async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for
     await fanout.close()
 
 
+async def test_transactions_that_write_both_tables_in_either_order_are_no_victims_of_a_migration(
+    postgres_url: str,
+) -> None:
+    look = Look(postgres_url)
+    for file in sql_files("postgres")[:-1]:
+        await run_with_the_databases_own_tool(postgres_url, file.text)
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ShareLock' AND relation = $1::regclass"
+    writers = [await asyncpg.connect(postgres_url) for _ in range(2)]
+    tables = ["eventlog.events", "eventlog.event_notifications"]
+    turns = [(writers[0], tables), (writers[1], tables[::-1])]
+
+    async def write(writer: asyncpg.Connection, table: str) -> None:
+        await writer.execute(f"UPDATE {table} SET hops = hops")
+
+    async with Outbox(postgres_url, namespace="app") as outbox, asyncio.timeout(30):
+        transactions = [writer.transaction() for writer in writers]
+        for transaction, (writer, order) in zip(transactions, turns, strict=True):
+            await transaction.start()
+            await write(writer, order[0])
+        migrating = asyncio.create_task(outbox.migrate())
+
+        async def is_waiting() -> bool:
+            return bool(await look.value(waiting, tables[1]))
+
+        await eventually(is_waiting)
+        await write(*(turns[1][0], turns[1][1][1]))
+        await transactions[1].commit()
+
+        async def waits_for_the_second() -> bool:
+            return bool(await look.value(waiting, tables[0]))
+
+        await eventually(waits_for_the_second)
+        await write(*(turns[0][0], turns[0][1][1]))
+        await transactions[0].commit()
+        assert await migrating == {"default": [LATER]}
+    for writer in writers:
+        await writer.close()
+
+
+async def test_a_limit_of_the_session_for_locks_ends_the_migration(postgres_url: str) -> None:
+    for file in sql_files("postgres")[:-1]:
+        await run_with_the_databases_own_tool(postgres_url, file.text)
+    writer, owner = [await asyncpg.connect(postgres_url) for _ in range(2)]
+    async with writer.transaction():
+        await writer.execute("UPDATE eventlog.event_notifications SET hops = hops")
+        await owner.execute("SET lock_timeout = '50ms'")
+        with pytest.raises(asyncpg.LockNotAvailableError):
+            await owner.execute(sql_files("postgres")[-1].text)
+    await owner.execute(sql_files("postgres")[-1].text)
+    assert await owner.fetchval("SHOW lock_timeout") == "50ms"
+    for connection in (writer, owner):
+        await connection.close()
+
+
 def test_processes_that_handle_need_rights_on_the_tables_of_partitions() -> None:
     for table in SHARED:
         assert schema.working("postgres", fanout=False, handling=True)[table] == ["SELECT", "INSERT", "UPDATE"]
@@ -350,13 +404,16 @@ async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql
         await look.fetch("DROP DATABASE eventlog")
 
 
-@pytest.mark.parametrize(("what", "clause"), [("ADD COLUMN", "ALGORITHM=INSTANT"), ("ADD KEY", "LOCK=NONE")])
-def test_large_tables_are_changed_without_a_copy_and_without_a_lock(what: str, clause: str) -> None:
+@pytest.mark.parametrize("dialect", ["mysql", "mariadb"])
+def test_large_tables_are_changed_without_a_copy_and_without_a_lock(dialect: str) -> None:
     """The clauses make a server refuse the statement instead of copying or locking the table."""
-    for dialect in ("mysql", "mariadb"):
-        text = next(file.text for file in sql_files(dialect) if file.name == EXPAND)
-        [statement] = [s for s in text.split(";") if f"event_notifications {what}" in " ".join(s.split())]
-        assert clause in statement
+    text = "".join(file.text for file in sql_files(dialect) if file.name in (EXPAND, LATER))
+    clauses = {"column": "ALGORITHM=INSTANT", "index": "ALGORITHM=INPLACE, LOCK=NONE"}
+    changed = [(statement, change) for statement in statements_in(text) if (change := change_of(statement)) is not None]
+    large = [(statement, change) for statement, change in changed if change.table in ("events", "event_notifications")]
+    assert {change.kind for _, change in large} == {"column", "index"}
+    for statement, change in large:
+        assert " ".join(statement.split()).endswith(clauses[change.kind]), statement
 
 
 # --- the command line --------------------------------------------------------------------------------

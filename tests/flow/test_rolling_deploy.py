@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,18 +31,29 @@ from tests.kit.app import Look, eventually
 ROOT = Path(__file__).parents[2]
 PREVIOUS = "ee733e2"
 """The commit before the tables had partitions."""
+BEFORE_OPERATING = "9e2ceab"
+"""The commit before the tables for operators."""
 PROCESSES = 4
 PARTITIONS = 8
 HANDLERS = ("plain", "ordered")
 
 
-@pytest.fixture(scope="module")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the code of the previous version."""
-    folder = tmp_path_factory.mktemp("previous")
-    with tarfile.open(fileobj=BytesIO(code_of(PREVIOUS, ROOT))) as tar:
+def folder_with(commit: str, folder: Path) -> Path:
+    with tarfile.open(fileobj=BytesIO(code_of(commit, ROOT))) as tar:
         tar.extractall(folder, filter="data")
     return folder
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the code of the version before partitions."""
+    return folder_with(PREVIOUS, tmp_path_factory.mktemp("previous"))
+
+
+@pytest.fixture(scope="module")
+def before_operating(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the code of the version before the tables for operators."""
+    return folder_with(BEFORE_OPERATING, tmp_path_factory.mktemp("before_operating"))
 
 
 def code_of(commit: str, checkout: Path) -> bytes:
@@ -98,6 +110,10 @@ class Fleet:
         assert await asyncio.wait_for(process.wait(), 60) == 0
         assert self.of(name, "left")
 
+    def forget(self, name: str) -> None:
+        """A process that has ended by itself."""
+        del self._running[name]
+
     async def quiet(self) -> None:
         """No process emits an event any more."""
         for process in self._running.values():
@@ -136,7 +152,9 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
     await asyncio.sleep(1)
 
     async with Outbox(server_url, namespace="app") as outbox:
+        began = time.monotonic_ns()
         assert await outbox.migrate() == {"default": ["0005_partitions.sql", "0007_operating.sql"]}
+        altered = Altered(began, time.monotonic_ns())
         await asyncio.sleep(1)
         for number in range(PROCESSES):
             await fleet.stop(f"old{number}")
@@ -155,23 +173,81 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
         assert await outbox.migrate(contract=True) == {"default": ["0006_partitions_contract.sql"]}
         await asyncio.sleep(2)
         await eventually(lambda: len(fleet.all("emitted")) > 100 * PROCESSES, timeout=60)
-        await fleet.quiet()
-
-        async def is_done() -> bool:
-            emitted = len(fleet.all("emitted"))
-            return all(len(fleet.all(handler)) >= emitted for handler in HANDLERS)
-
-        await eventually(is_done, timeout=60)
+        await handled_all(fleet)
     for number in range(PROCESSES):
         await fleet.stop(f"new{number}")
+    await assert_nothing_lost_or_repeated(fleet, look, altered)
 
+
+async def test_the_tables_for_operators_are_added_beside_processes_that_do_not_know_them(
+    server_url: str, fleet: Fleet, before_operating: Path
+) -> None:
+    look = Look(server_url)
+    for number in range(2):
+        await fleet.start(f"old{number}", before_operating, migrates=number == 0)
+    await eventually(lambda: len(fleet.all("plain")) > 50, timeout=60)
+
+    async with Outbox(server_url, namespace="app") as outbox:
+        others = [Outbox(server_url, namespace="app") for _ in range(2)]
+        began = time.monotonic_ns()
+        applied = await asyncio.gather(*(each.migrate() for each in (outbox, *others)))
+        altered = Altered(began, time.monotonic_ns())
+        for other in others:
+            await other.close()
+        assert sorted(each["default"] for each in applied) == [[], [], ["0007_operating.sql"]]
+        handled = len(fleet.all("plain"))
+        await eventually(lambda: len(fleet.all("plain")) > handled + 50, timeout=60)
+
+        await fleet.stop("old0")
+        await assert_refused(await fleet.begin("again", before_operating, stderr=asyncio.subprocess.PIPE))
+        fleet.forget("again")
+        await fleet.start("new0", ROOT)
+        await eventually(lambda: len(fleet.of("new0", "emitted")) > 50, timeout=60)
+        await fleet.stop("old1")
+        await fleet.start("new1", ROOT)
+        await handled_all(fleet)
+        await outbox.check()
+    for number in range(2):
+        await fleet.stop(f"new{number}")
+    await assert_nothing_lost_or_repeated(fleet, look, altered)
+
+
+async def handled_all(fleet: Fleet) -> None:
+    await fleet.quiet()
+
+    async def is_done() -> bool:
+        emitted = len(fleet.all("emitted"))
+        return all(len(fleet.all(handler)) >= emitted for handler in HANDLERS)
+
+    await eventually(is_done, timeout=60)
+
+
+class Altered(NamedTuple):
+    """When the migration changed the tables."""
+
+    began: int
+    ended: int
+
+    def has(self, report: dict[str, Any]) -> bool:
+        return bool(self.began <= report["at"] <= self.ended + 2 * 10**9)
+
+
+async def assert_nothing_lost_or_repeated(fleet: Fleet, look: Look, altered: Altered) -> None:
+    """On MySQL and MariaDB, an ALTER TABLE of ``events`` may end a transaction of a fan-out as a deadlock. The fan-out
+    is tried again, and runs that began before its COMMIT are repeated (decision 42). Keys in order are not affected.
+    """
     emitted = Counter((report["key"], report["number"]) for report in fleet.all("emitted"))
+    in_time = look.driver != "asyncpg"
     for handler in HANDLERS:
-        handled = Counter((report["key"], report["number"]) for report in fleet.all(handler))
+        reports = fleet.all(handler)
+        handled = Counter((report["key"], report["number"]) for report in reports)
         assert emitted - handled == Counter(), f"{handler}: lost"
-        assert handled - emitted == Counter(), f"{handler}: handled twice"
+        during = {(report["key"], report["number"]) for report in reports if in_time and altered.has(report)}
+        assert (handled - emitted).keys() <= (during if handler == "plain" else set()), f"{handler}: handled twice"
     assert_in_order(fleet.all("ordered"))
-    assert {report["level"] for report in fleet.all("log")} <= {"WARNING"}
+    for report in fleet.all("log"):
+        is_deadlock = in_time and altered.has(report) and "Deadlock" in report["message"]
+        assert report["level"] == "WARNING" or is_deadlock, report
     assert await look.states() == {"SUCCEEDED": len(HANDLERS) * len(emitted)}
 
 
@@ -180,11 +256,14 @@ async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_t
 ) -> None:
     async with Outbox(server_url, namespace="app") as outbox:
         await outbox.migrate()
-    process = await fleet.begin("old", previous, stderr=asyncio.subprocess.PIPE)
+    await assert_refused(await fleet.begin("old", previous, stderr=asyncio.subprocess.PIPE))
+    assert not fleet.of("old", "running")
+
+
+async def assert_refused(process: asyncio.subprocess.Process) -> None:
     _, said = await process.communicate()
     assert process.returncode != 0
     assert b"SchemaNewer" in said
-    assert not fleet.of("old", "running")
 
 
 @pytest.fixture

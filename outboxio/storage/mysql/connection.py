@@ -141,6 +141,7 @@ class LoopConnection(BaseLoopConnection):
         flavour = self._server.flavour
         settings = {
             **self._settings,
+            **flavour.loop_settings,
             flavour.isolation: "READ-COMMITTED",
             "collation_connection": flavour.collation,
         }

@@ -14,7 +14,7 @@ from outboxio.model.notification import FIRST_REST
 from outboxio.storage.mysql.columns import BY_DUE, BY_LINE
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.fanout import BY_TYPE
-from outboxio.storage.mysql.flavour import for_flavours
+from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.jumps import jump, jump_together
 from outboxio.storage.mysql.ordering import BLOCKED, ENDED
 from outboxio.storage.mysql.values import as_json
@@ -54,16 +54,44 @@ SELECT w.name {_OF_NAMES} WHERE (SELECT 1 FROM {BY_LINE}
 COUNT_BLOCKED = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
     WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s LIMIT %s) c)"""
 
-NEXT_DEAD_NAME = f"""SELECT n.dead_handler FROM {BY_DEAD}
-  WHERE n.namespace = %(namespace)s AND n.dead_handler {{behind}} ORDER BY n.dead_handler LIMIT 1"""
-NEWEST_DEAD = for_flavours(f"""
+
+# MySQL: the columns of the index are NULL for rows of other states. MariaDB: the state is a column of the index, so the
+# index has the rows of a handler in two places, and an order by date begins in both (decision 42).
+def _of_state(state: str, columns: str, condition: str, order: str) -> str:
+    return f"""(SELECT {columns} FROM {BY_DEAD}
+    WHERE n.namespace = %(namespace)s AND n.state = '{state}' AND {condition} ORDER BY {order} LIMIT 1)"""
+
+
+def _next_dead_name(state: str) -> str:
+    return _of_state(state, "n.handler_name AS name", "n.handler_name {behind}", "n.handler_name")
+
+
+def _newest_dead(state: str) -> str:
+    newest = _of_state(state, "n.updated_date", "n.handler_name = w.name", "n.updated_date DESC, n.id DESC")
+    return f"IFNULL({newest}, {_NEVER})"
+
+
+_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
+NEXT_DEAD_NAME: Statement = {
+    "mysql": f"""SELECT n.dead_handler FROM {BY_DEAD}
+  WHERE n.namespace = %(namespace)s AND n.dead_handler {{behind}} ORDER BY n.dead_handler LIMIT 1""",
+    "mariadb": f"""SELECT MIN(d.name)
+  FROM ({_next_dead_name("DEAD")} UNION ALL {_next_dead_name("EXPIRED")}) d""",
+}
+NEWEST_DEAD = {
+    "mysql": for_flavours(f"""
 SELECT w.name, (SELECT n.dead_date FROM {BY_DEAD} WHERE n.namespace = %(namespace)s AND n.dead_handler = w.name
   ORDER BY n.dead_handler DESC, n.dead_date DESC, n.id DESC LIMIT 1)
 {_OF_NAMES}
-""")
-_DEAD = f"FROM {BY_DEAD} WHERE n.namespace = %s AND n.dead_handler = %s"
-COUNT_DEAD = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} LIMIT %s) c)"
-COUNT_RECENT = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} AND n.dead_date >= %s LIMIT %s) c)"
+""")["mysql"],
+    "mariadb": for_flavours(f"""
+SELECT w.name, NULLIF(GREATEST({_newest_dead("DEAD")}, {_newest_dead("EXPIRED")}), {_NEVER})
+{_OF_NAMES}
+""")["mariadb"],
+}
+_DEAD = f"FROM {BY_DEAD} WHERE n.namespace = %s AND {{dead}} AND {{dead_name}} = %s"
+COUNT_DEAD = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} LIMIT %s) c)")
+COUNT_RECENT = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} AND {{dead_date}} >= %s LIMIT %s) c)")
 
 # Keys with rows in two parts of the index of the key queues: BLOCKED, and DEAD or EXPIRED.
 _NEXT_KEY = f"""SELECT n.ordering_key FROM {BY_LINE}
@@ -106,8 +134,9 @@ FIRST_AVAILABLE = f"""(SELECT %s, (SELECT GREATEST(e.event_date, IFNULL(e.availa
 
 
 class MysqlProbes:
-    def __init__(self, admin: LoopConnection) -> None:
+    def __init__(self, admin: LoopConnection, server: Server) -> None:
         self._admin = admin
+        self._server = server
 
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
         numbers = numbers_of(slots)
@@ -129,16 +158,17 @@ class MysqlProbes:
 
     async def dead_names(self, namespace: str) -> list[str]:
         names: list[str] = await self._admin.use(
-            lambda connection: jump(connection, NEXT_DEAD_NAME, {"namespace": namespace})
+            lambda connection: jump(connection, self._server.spell(NEXT_DEAD_NAME), {"namespace": namespace})
         )
         return names
 
     async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
         rows = await self._admin.fetch(NEWEST_DEAD, {"namespace": namespace, "names": as_json(names)})
         newest = {name: date for name, date in rows if date is not None}
-        numbers = await self._count(COUNT_DEAD, [(name, namespace, name, most) for name in newest])
+        count, count_recent = self._server.spell(COUNT_DEAD), self._server.spell(COUNT_RECENT)
+        numbers = await self._count(count, [(name, namespace, name, most) for name in newest])
         recent = await self._count(
-            COUNT_RECENT, [(name, namespace, name, since, most) for name, date in newest.items() if date >= since]
+            count_recent, [(name, namespace, name, since, most) for name, date in newest.items() if date >= since]
         )
         return [DeadFigures(name, numbers.get(name, 0), recent.get(name, 0), newest.get(name)) for name in names]
 

@@ -14,7 +14,7 @@ from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
-from outboxio.storage.mysql.flavour import for_flavours
+from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.mysql.matching import HAS_LAST_ERROR, MESSAGE, TYPE, Conditions
 from outboxio.storage.mysql.notifications import RETRY, SKIP
@@ -33,7 +33,11 @@ NEXT_UNFINISHED_NAME = f"""SELECT n.handler_name FROM {BY_DUE}
 NEXT_BLOCKED_NAME = f"""SELECT n.handler_name FROM {BY_LINE}
   WHERE n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name {{behind}}
   ORDER BY n.handler_name LIMIT 1"""
-NEXT_NAMES = {DEAD: NEXT_DEAD_NAME, WAITING: NEXT_UNFINISHED_NAME, BLOCKED: NEXT_BLOCKED_NAME}
+NEXT_NAMES = {
+    DEAD: NEXT_DEAD_NAME,
+    WAITING: for_flavours(NEXT_UNFINISHED_NAME),
+    BLOCKED: for_flavours(NEXT_BLOCKED_NAME),
+}
 
 # The partitions with unfinished rows, by a probe of each partition.
 SLOTS = for_flavours(f"""
@@ -46,32 +50,53 @@ WHERE p.number <= IFNULL((SELECT h.active FROM eventlog.handler_partitions h
 """)
 
 
-def _walk(one: str, two: str, source: str, condition: str, order: str) -> str:
-    """A part of a walk along an index, with the columns ``one`` and ``two`` of each row. ``{number}``: of the branch.
+def _rows(one: str, two: str, source: str, condition: str, order: str) -> str:
+    return f"""SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match
+  FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size)s"""
+
+
+def _reading(rows: str, order: str) -> str:
+    """A part of a walk along an index: the columns ``one`` and ``two`` of each row. ``{number}``: of the branch.
 
     The texts are put together in the order of the walk, which a derived table does not promise.
     """
     key = "JSON_ARRAY(CAST(r.one AS CHAR) COLLATE utf8mb4_bin, CAST(r.two AS CHAR) COLLATE utf8mb4_bin)"
-    of_result = order.replace(one, "r.one").replace(two, "r.two")
     return f"""
 (SELECT {{number}} AS number, COUNT(*), SUM(r.is_match),
-  SUBSTRING_INDEX(GROUP_CONCAT({key} ORDER BY {of_result} SEPARATOR '\n'), '\n', -1),
-  GROUP_CONCAT(IF(r.is_match AND NOT %(only_counts)s, JSON_ARRAY({key}, r.id), NULL) ORDER BY {of_result})
-FROM (SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match
-  FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size)s) r)
+  SUBSTRING_INDEX(GROUP_CONCAT({key} ORDER BY {order} SEPARATOR '\n'), '\n', -1),
+  GROUP_CONCAT(IF(r.is_match AND NOT %(only_counts)s, JSON_ARRAY({key}, r.id), NULL) ORDER BY {order})
+FROM ({rows}) r)
 """
+
+
+def _walk(one: str, two: str, source: str, condition: str, order: str) -> Statement:
+    of_result = order.replace(one, "r.one").replace(two, "r.two")
+    return for_flavours(_reading(_rows(one, two, source, condition, order), of_result))
+
+
+def _dead_rows(date: str, of_handler: str) -> str:
+    since, before = (
+        f"{date} >= IFNULL(%(since)s, '1000-01-01')",
+        _BEFORE.replace("{one}", date).replace("{two}", "n.id"),
+    )
+    condition = f"n.namespace = %(namespace)s AND {of_handler} = {_NAME} AND {since} AND {before}"
+    return _rows(date, "n.id", BY_DEAD, condition, f"{date} DESC, n.id DESC")
 
 
 _ONE, _TWO = "%(one_{number})s", "%(two_{number})s"
 _BEFORE = f"({{one}} = {_ONE} AND {{two}} < {_TWO} OR {{one}} < {_ONE})"
 _NAME = "%(name_of_{number})s"
-WALKS = {
-    (DEAD, 0): _walk(
-        "n.dead_date", "n.id", BY_DEAD,
-        f"""n.namespace = %(namespace)s AND n.dead_handler = {_NAME} AND n.dead_date >= IFNULL(%(since)s, '1000-01-01')
-    AND {_BEFORE.replace("{one}", "n.dead_date").replace("{two}", "n.id")}""",
-        "n.dead_date DESC, n.id DESC",
-    ),
+# On MariaDB, the index has the DEAD and the EXPIRED rows of a handler in two places.
+_DEAD_ROWS, _EXPIRED_ROWS = (
+    _dead_rows("n.updated_date", f"n.state = '{state}' AND n.handler_name") for state in ("DEAD", "EXPIRED")
+)
+_DEAD_OR_EXPIRED = f"({_DEAD_ROWS}) UNION ALL ({_EXPIRED_ROWS}) ORDER BY one DESC, two DESC LIMIT %(size)s"
+_NEWEST_FIRST = "r.one DESC, r.two DESC"
+WALKS: dict[tuple[str, int], Statement] = {
+    (DEAD, 0): {
+        "mysql": _reading(_dead_rows("n.dead_date", "n.dead_handler"), _NEWEST_FIRST),
+        "mariadb": _reading(_DEAD_OR_EXPIRED, _NEWEST_FIRST),
+    },
     (WAITING, 0): _walk(
         "n.next_retry_at", "n.sequence", BY_DUE,
         f"""n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = {_NAME}
@@ -151,15 +176,16 @@ _decode_matches = msgspec.json.Decoder(list[Match])
 
 
 class MysqlSearch(WalkedSearch):
-    def __init__(self, admin: LoopConnection, shard: str) -> None:
+    def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         super().__init__()
         self._admin = admin
+        self._server = server
         self._shard = shard
 
     async def stretches(self, namespace: str, walk: str, search: Search) -> list[Stretch]:
         names: Sequence[str] | None = search.names
         if names is None:
-            jumps = partial(jump, query=NEXT_NAMES[walk], args={"namespace": namespace})
+            jumps = partial(jump, query=self._server.spell(NEXT_NAMES[walk]), args={"namespace": namespace})
             names = await self._admin.use(jumps)
         if walk != WAITING:
             parts = (KEYED, KEYLESS) if walk == BLOCKED else (0,)
@@ -178,7 +204,7 @@ class MysqlSearch(WalkedSearch):
             branches: list[str] = []
             for number, request in enumerate(some):
                 kind = request.stretch.part if walk == BLOCKED else 0
-                branch = WALKS[walk, kind].replace("{matches}", matching.text)
+                branch = self._server.spell(WALKS[walk, kind]).replace("{matches}", matching.text)
                 branches.append(branch.replace("{number}", str(number)))
                 args |= _arguments(walk, number, request)
             rows = await self._admin.use(partial(fetch, sql=" UNION ALL ".join(branches), args=args))
