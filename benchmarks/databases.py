@@ -17,6 +17,7 @@ import pytest
 from msgspec import Struct
 
 from tests.kit import servers as of_tests
+from tests.kit.apart import run_apart
 from tests.kit.app import Look
 from tests.kit.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
@@ -99,7 +100,7 @@ def take(servers: Servers, slot: Slot, size: str) -> tuple[Server, Database]:
     with empty(server) as url:
         version = _version(url)
         if slot.dialect == "postgres" and size == "full" and not _is_given(server):
-            of_tests._run_apart(_use_the_log_once(url))
+            run_apart(_use_the_log_once(url))
     return server, Database(slot.id, slot.dialect, version, server.source, _settings(server))
 
 
@@ -134,7 +135,7 @@ def _version(url: str) -> str:
         "aiomysql": "SELECT VERSION() AS version",
         "sqlite3": "SELECT sqlite_version() AS version",
     }
-    return str(of_tests._run_apart(look.value(ask[look.driver])))
+    return str(run_apart(look.value(ask[look.driver])))
 
 
 def _is_given(server: Server) -> bool:

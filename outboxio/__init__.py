@@ -64,8 +64,24 @@ from outboxio.model.decorated import action, event, upcaster
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.group import Group, Groups
+from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.model.operating.page import BoundedCount, Page
+from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
+from outboxio.operations.admin import Admin
+from outboxio.operations.overview.values import (
+    Finding,
+    HandlerStatus,
+    InstanceStatus,
+    KeyStatus,
+    LockStatus,
+    Overview,
+    OverviewFigures,
+    ShardStatus,
+)
 from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
 from outboxio.operations.retention import Removed
 from outboxio.operations.stranded import Stranded
@@ -75,15 +91,16 @@ from outboxio.settings import Settings
 from outboxio.storage import Shard
 from outboxio.support.clock import Clock
 from outboxio.transaction import Transaction
-
-__version__ = "0.1.0"
+from outboxio.version import __version__
 
 __all__ = [
     "Action",
+    "Admin",
     "AmbiguousTypeName",
     "AnyEvent",
     "Around",
     "Batch",
+    "BoundedCount",
     "Clock",
     "ClusterInstance",
     "CommitUnknown",
@@ -100,14 +117,23 @@ __all__ = [
     "Event",
     "EventEnvelope",
     "EventHandler",
+    "EventTree",
+    "Filter",
+    "Finding",
+    "Group",
+    "Groups",
     "HandlerFailed",
     "HandlerPartitions",
+    "HandlerStatus",
     "Handlers",
     "Health",
     "Inbox",
+    "InstanceStatus",
     "InterruptedRun",
     "InvalidEvent",
     "InvalidRetryAfter",
+    "KeyStatus",
+    "LockStatus",
     "LoopHealth",
     "NestedConnection",
     "NestedExecute",
@@ -116,9 +142,14 @@ __all__ = [
     "NotBegun",
     "NotificationRecord",
     "OnDeadKey",
+    "Operation",
+    "OperationState",
     "OtherDatabase",
     "Outbox",
     "OutboxError",
+    "Overview",
+    "OverviewFigures",
+    "Page",
     "PartitionOwner",
     "PoolExhausted",
     "PoolTooSmall",
@@ -142,15 +173,18 @@ __all__ = [
     "SettingsError",
     "Shard",
     "ShardHealth",
+    "ShardStatus",
     "ShutdownError",
     "StaleRecord",
     "State",
+    "StoredEvent",
     "Stranded",
     "TooManyHops",
     "Transaction",
     "TransactionClosed",
     "TransactionEnded",
     "TransactionError",
+    "TreeNode",
     "Undescribable",
     "UnknownEventType",
     "UnknownHandler",

@@ -18,15 +18,19 @@ from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
+from outboxio.health.overview import OverviewSource
 from outboxio.health.reader import HealthReader
 from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
+from outboxio.inbox.inline import InlineRunner
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.operations.admin import Admin
-from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.admin_base import AdminSetup
+from outboxio.operations.admin_shards import Ends
+from outboxio.operations.ordering.recorder import By
 from outboxio.runtime.drain import Drained
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -119,7 +123,6 @@ class Outbox(Registration, Recording):
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
-        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
         self.executor = self._action_executor(redact)
         """Runs actions."""
@@ -128,12 +131,13 @@ class Outbox(Registration, Recording):
         self.lifespan = Lifespan(self, self._guard)
         """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
-        self.inbox = Inbox(
-            namespace, self.executor, own_connections.session_on, lambda shard: self._shards[shard].inline()
-        )
+        self.inbox = Inbox(namespace, self.executor, own_connections.session_on, self._inline)
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
+        source = OverviewSource(self.admin.overview)
+        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
+        self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -310,11 +314,12 @@ class Outbox(Registration, Recording):
         )
 
     def _admin(self, redact: Redact) -> Admin:
-        reached = {
-            name: AdminShard(s.database, s.clock, s.changed_by_hand, s.partitions_changed)
-            for name, s in self._shards.items()
-        }
-        return Admin(self.namespace, reached, self.settings, self._handlers, self._types, redact, owner=self)
+        shards = list(self._shards.values())
+        return Admin(AdminSetup(
+            namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
+            settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
+            process=shards[0].environment.owner, ends=Ends(),
+        ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}
@@ -330,6 +335,10 @@ class Outbox(Registration, Recording):
 
     async def _enter(self, roles: Roles) -> tuple[Outbox, Leave]:
         return self, await self._lifecycle.enter(roles)
+
+    def _inline(self, shard: str) -> InlineRunner:
+        self._guard.enter()  # before the runner is made: an event loop that takes over forgets all earlier runners
+        return self._shards[shard].inline()
 
     def _refuse_while_running(self) -> None:
         self._lifecycle.refuse_while_running()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from time import perf_counter
@@ -19,6 +20,7 @@ from outboxio.errors import (
     RightsMissing,
     StaleRecord,
 )
+from outboxio.loops.flood import Flood
 from outboxio.model.action import (
     Performs,
     Result_co,
@@ -38,7 +40,7 @@ from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock
 from outboxio.support.ids import uuid7
-from outboxio.support.log import log_of, log_text
+from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import TelemetryChoice
 from outboxio.telemetry.protocol import Execution
@@ -91,6 +93,7 @@ class ActionExecutor:
         self._record_empty_actions = record_empty_actions
         self._owner = owner
         self._redact = redact
+        self._flood = Flood(logger)
         self.telemetry = telemetry or TelemetryChoice()
 
     async def execute(
@@ -132,7 +135,7 @@ class ActionExecutor:
                     return result
                 except Exception as error:
                     retries = retries or self.retries(entries, shard)
-                    if (delay := self.delay_before_retry(retries, error, name, action_id)) is None:
+                    if (delay := self.delay_before_retry(retries, error, name, action_id, shard)) is None:
                         raise
                 await asyncio.sleep(delay)
                 execution.repeated()
@@ -146,15 +149,19 @@ class ActionExecutor:
         return RetryCounter(entries, retried_by_default(self.shard(shard).database))
 
     def delay_before_retry(
-        self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID
+        self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID, shard: str | None
     ) -> float | None:
         """The seconds to wait before the next run, which the log announces; ``None`` if ``error`` is final."""
         if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
             return None
-        logger.info(
-            "%s failed with %s and is run again in %.0f ms", action_name, log_text(error, self._redact), delay * 1000,
-            extra={"action_name": action_name, "action_id": str(action_id)},
-        )  # fmt: skip
+        key = (action_name, type_name(error))
+        if self._flood.admits(key, logging.INFO):
+            self._flood.log(
+                key, logging.INFO, "action %r failed with %s and is run again in %.0f ms",
+                action_name, log_text(error, self._redact), delay * 1000,
+                namespace=self._namespace, shard=shard or self._default_shard, action=action_name, action_id=action_id,
+                error_type=type_name(error),
+            )  # fmt: skip
         return delay
 
     @asynccontextmanager

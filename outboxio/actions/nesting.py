@@ -41,3 +41,14 @@ def refuse_claimed(call: str, ids: Collection[UUID]) -> None:
                 "raise an error to have it run again (RetryAfter says when, Unprocessable that it never is), or return "
                 "to have done with it",
             )
+
+
+def refuse_in_claiming_transaction(call: str) -> None:
+    """Raise :class:`WaitsForItself` if a transaction around this call has locked rows, which ``call`` may wait for."""
+    for tx in transactions_around():
+        if tx.claimed:
+            raise WaitsForItself(
+                call,
+                f"the transaction of handler {tx.action_name!r}, which has locked its row,",
+                "give the order with background=True, or after the transaction has ended",
+            )

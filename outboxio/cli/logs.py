@@ -6,16 +6,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.table import Table
 
-from outboxio.cli.answer import indented, line, say_aside
-from outboxio.support.log import log_of
+from outboxio.cli.answer import indented, line, say_aside, say_error
+from outboxio.logs import Context
+from outboxio.support.log import Fields, log_of
 
 logger = log_of("outboxio.worker")
 
-_EXTRA = {"handler": "handler_name"}
 _FIELDS = {"levelname": "level", "name": "logger", "exc_info": "traceback", "stack_info": "stack"}
 
 
@@ -27,12 +27,16 @@ class LogFormat(StrEnum):
 class Teller(Protocol):
     """Reports the worker's steps to people on a terminal, or as records of the log."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        """A message with ``%`` arguments; ``fields`` are for the log."""
 
-    def warn(self, text: str) -> None: ...
+    def warn(self, message: str, *args: object, **fields: Any) -> None: ...
+
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        """The reason why the answer of the command is no."""
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Rows of a kind, a name and a remark."""
+        """Rows of a kind (shard or handler), a name and a remark."""
 
 
 def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
@@ -45,10 +49,11 @@ def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
     if is_ours:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_json() if form is LogFormat.JSON else _text())
+        handler.addFilter(Context())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
     if level is not None:
         logging.getLogger("outboxio").setLevel(level.upper())
-    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog()
+    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog(is_stderr=is_ours)
 
 
 def _text() -> logging.Formatter:
@@ -57,20 +62,31 @@ def _text() -> logging.Formatter:
 
 
 def _json() -> logging.Formatter:
-    """A JSON object per line: time, level, logger, message, the ids of the record, and the traceback of an error."""
+    """A JSON object per line: time, level, logger, message, template, the fields, and the traceback of an error."""
     from pythonjsonlogger.json import JsonFormatter
 
-    return JsonFormatter("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
+    class WithTemplate(JsonFormatter):
+        """``template`` is the message without its arguments, which is the same for all entries of a kind."""
+
+        def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+            super().add_fields(log_data, record, message_dict)
+            if isinstance(record.msg, str):
+                log_data["template"] = record.msg
+
+    return WithTemplate("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
 
 
 class OnTerminal:
     """Text on stderr, beside the log."""
 
-    def say(self, text: str) -> None:
-        say_aside(line(text))
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        say_aside(line(message % args))
 
-    def warn(self, text: str) -> None:
-        say_aside(line((text, "yellow")))
+    def warn(self, message: str, *args: object, **fields: Any) -> None:
+        say_aside(line((message % args, "yellow")))
+
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        say_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         table = Table.grid(padding=(0, 2))
@@ -82,12 +98,22 @@ class OnTerminal:
 class InLog:
     """Records of the logger ``outboxio.worker``."""
 
-    def say(self, text: str) -> None:
-        logger.info("%s", text)
+    def __init__(self, *, is_stderr: bool) -> None:
+        """``is_stderr``: the records surely go to stderr, where the reason of a no is expected."""
+        self._is_stderr = is_stderr
 
-    def warn(self, text: str) -> None:
-        logger.warning("%s", text)
+    def say(self, message: str, *args: object, **fields: Any) -> None:
+        logger.info(message, *args, **fields)
+
+    def warn(self, message: str, *args: object, **fields: Any) -> None:
+        logger.warning(message, *args, **fields)
+
+    def fail(self, message: str, *args: object, **fields: Any) -> None:
+        if self._is_stderr:
+            logger.error(message, *args, **fields)
+        else:
+            say_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         for kind, name, remark in rows:
-            logger.info("%s %s: %s", kind, name, remark, extra={_EXTRA.get(kind, kind): name})
+            logger.info("%s %s: %s", kind, name, remark, **Fields({kind: name}))

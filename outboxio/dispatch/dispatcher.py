@@ -41,7 +41,7 @@ from outboxio.dispatch.sickness import Sickness
 from outboxio.dispatch.slots.limits import TotalLimits
 from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
-from outboxio.dispatch.watchdog import Watchdog
+from outboxio.dispatch.watchdog import StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.invocation.resting import NewerRows
 from outboxio.invocation.traced_invoker import handler_invoker
@@ -128,6 +128,17 @@ class Dispatcher:
     def running(self) -> list[tuple[str, asyncio.Task[None] | None]]:
         """The names and tasks of the handlers that run. Any thread may ask."""
         return [(run.queue.handler.name, run.task) for run in self._watchdog.runs]
+
+    def stuck_runs(self) -> list[StuckRun]:
+        """The stuck runs that still go on."""
+        return self._watchdog.stuck_runs()
+
+    @property
+    def paused(self) -> list[str]:
+        """The names of the paused handlers of this process."""
+        pauses = self._pauses or {}
+        ongoing = {name for name, pause in pauses.items() if pause.ended_date is None}
+        return sorted(handler.name for handler in self._handlers if handler.names & ongoing)
 
     # --- slots and pauses ----------------------------------------------------------------------
 
@@ -358,5 +369,5 @@ def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
     for handler in handlers:
         spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
         queue = queues[id(handler)] = HandlerQueue(spec, setup.statistics.of(handler.name))
-        queue.statistics.queue = queue
+        queue.statistics.follow(queue)
     return queues

@@ -13,6 +13,7 @@ Each row that was read, or handed over, takes one way:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from uuid import UUID
@@ -25,6 +26,7 @@ from outboxio.dispatch.workers import WorkerPool
 from outboxio.errors import UnreadableRow
 from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import NewerRows
+from outboxio.loops.flood import Flood
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import Outcome
 from outboxio.payloads.versions import VERSION_HEADER
@@ -67,6 +69,7 @@ class Intake:
         self._judge = judge
         self._stuck_ids = stuck.ids
         self._newer = newer
+        self._flood = Flood(logger)
 
     # --- taking rows in ------------------------------------------------------------------------
 
@@ -137,10 +140,13 @@ class Intake:
         """Write the outcome of a run that has ended already, instead of calling the handler again."""
         if run.queue.handler.options.ordered:
             run.key = run.notification.context.ordering_key
-        logger.info(
-            "the outcome %s of handler %r for event %s was refused when its lock was lost, and is written now",
-            refused.outcome.state, run.queue.handler.name, run.notification.event_id,
-        )  # fmt: skip
+        if self._flood.admits(run.queue.handler.name, logging.INFO):
+            self._flood.log(
+                run.queue.handler.name, logging.INFO,
+                "the outcome %s of handler %r for event %s was refused when its lock was lost, and is written now",
+                refused.outcome.state, run.queue.handler.name, run.notification.event_id,
+                **{**run.log_fields, "attempt": refused.outcome.attempts}, state=refused.outcome.state,
+            )  # fmt: skip
         self._settler.refused.forget(run.notification.id)
         self._settler.add(refused.under(run.lease))
 

@@ -28,7 +28,7 @@ from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, WakeUps
 from outboxio.runs.refused import RefusedOutcomes
 from outboxio.runs.run import Run
-from outboxio.support.log import log_of, log_text
+from outboxio.support.log import Fields, log_of, log_text, type_name
 
 logger = log_of(__name__)
 
@@ -192,8 +192,13 @@ class Settler:
     async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:
         """Write an outcome without the value that the database refuses. A run with refused events has failed."""
         told = log_text(error, self._invoker.redact)
-        logger.error("the database refuses a value of notification %s: %s", refused.notification_id, told)
         run, outcome = self._in_flight.rows.get(refused.notification_id), refused
+        fields: Fields = {} if run is None else run.log_fields
+        fields["notification_id"] = refused.notification_id
+        logger.error(
+            "the database refuses a value of notification %s: %s", refused.notification_id, told,
+            **fields, state=refused.state, error_type=type_name(error),
+        )  # fmt: skip
         if refused.emitted is not None and run is not None:
             outcome = self._invoker.judge(run, error)
             run.queue.statistics.count(outcome)
@@ -222,6 +227,7 @@ class Settler:
         logger.warning(
             "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
             number, len(bucket.outcomes), bucket.state, ", ".join(str(lease.slot) for lease in bucket.leases),
+            refused=number, state=bucket.state,
         )  # fmt: skip
         self._find_again_soon()
 
@@ -250,8 +256,9 @@ class Settler:
                     unwritten = [outcome for bucket in self.writing for outcome in bucket.outcomes] + self.waiting
                     if not unwritten:
                         logger.warning(
-                            "records of runs that have ended are left behind: %s", log_text(error, self._invoker.redact)
-                        )
+                            "records of runs that have ended are left behind: %s",
+                            log_text(error, self._invoker.redact), error_type=type_name(error),
+                        )  # fmt: skip
                         return
                     raise ShutdownError([outcome.notification_id for outcome in unwritten]) from error
                 await asyncio.sleep(pause)

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from uuid import UUID
 
+from msgspec import Struct
+
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.state import DispatchState
@@ -30,6 +32,17 @@ logger = log_of(__name__)
 
 SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
 LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
+
+
+class StuckRun(Struct, frozen=True):
+    """A stuck run, for operators."""
+
+    handler: str
+    event_id: str | None
+    seconds: float
+    """The time since the cancellation."""
+    place: str
+    """The line of code at which the run waits."""
 
 
 class Watchdog:
@@ -121,7 +134,7 @@ class Watchdog:
         logger.error(
             "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
             run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown place",
-            extra={"handler_name": run.queue.handler.name, "event_id": run.notification.known_event_id},
+            **run.log_fields,
         )  # fmt: skip
         self._leave(run)
         if run.session is not None:
@@ -135,6 +148,17 @@ class Watchdog:
             run.remaining.clear()
         self._replace(run.task)
 
+    def stuck_runs(self) -> list[StuckRun]:
+        """The stuck runs that still go on, of this shard run."""
+        now = asyncio.get_running_loop().time()
+        return [
+            StuckRun(
+                run.queue.handler.name, run.notification.known_event_id, now - (run.cancelled_at or now),
+                stack_line(thread_stack(run) or _stack_of(task)) or "an unknown place",
+            )
+            for task, (run, _) in self._stuck.items()
+        ]  # fmt: skip
+
     def keep(self, run: Run) -> None:
         """While a stuck run lasts, the rows do not start in this process, in a later shard run neither."""
         assert run.task is not None
@@ -147,7 +171,7 @@ class Watchdog:
         """A stuck handler has ended: the result is refused."""
         logger.warning(
             "handler %r came back for event %s after it was given up; its result is refused",
-            run.queue.handler.name, run.notification.event_label,
+            run.queue.handler.name, run.notification.event_label, **run.log_fields,
         )  # fmt: skip
 
     # --- tasks that have ended -----------------------------------------------------------------
@@ -205,12 +229,15 @@ class Watchdog:
             logger.warning(
                 "cancelled %d handlers that were still running at shutdown: %s", len(runs),
                 ", ".join(f"{run.queue.handler.name} for {run.notification.event_label}" for run in runs),
+                runs=len(runs),
             )  # fmt: skip
         return runs
 
     def report_stuck(self) -> None:
         if self._stuck:
-            logger.error("%d handlers ignore their cancellation and are left behind", len(self._stuck))
+            logger.error(
+                "%d handlers ignore their cancellation and are left behind", len(self._stuck), runs=len(self._stuck)
+            )
 
     def stop_timer(self) -> None:
         if self.timer is not None:

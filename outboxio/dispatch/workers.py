@@ -19,7 +19,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.envelope import current_envelope
-from outboxio.model.outcome import Outcome, expired
+from outboxio.model.outcome import Outcome
 from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
 from outboxio.support.clock import as_micros
@@ -230,7 +230,7 @@ class WorkerPool:
 
     def _expire(self, row: Run) -> Outcome:
         """The outcome of a row that outlived the retention."""
-        outcome = expired(row.notification, row.lease)
+        outcome = self._invoker.judge.expired(row)
         row.queue.statistics.count(outcome)
         return outcome
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Protocol
 
 from outboxio.fanout.announcer import Announcer
@@ -62,6 +63,8 @@ class Fanout:
         self._statistics = statistics
         self._scan = FanoutScan()
         self._expects = False
+        self._committed_at: float | None = None
+        """When the first commit came that no round has looked for, by ``time.monotonic``."""
         self._committed: list[EventRecord] | None = []
         self._is_busy = False
         self.events = 0
@@ -72,6 +75,8 @@ class Fanout:
     def expect(self, events: Sequence[EventRecord] | None = None) -> None:
         """This process has just committed events: the next round finds some. ``events``: the events, if known."""
         self._expects = True
+        if self._committed_at is None:
+            self._committed_at = monotonic()
         if events is None or self._committed is None or len(self._committed) + len(events) > FEW:
             self._committed = None  # unknown, or too many to name
         else:
@@ -88,7 +93,7 @@ class Fanout:
     async def run_once(self) -> RoundResult:
         """Fan out about a batch at most, or no events without the lock of fan-out."""
         if not self._holds_lock():
-            self._committed = None  # the holder of the lock has probably fanned out the events
+            self._committed = self._committed_at = None  # the holder of the lock has probably fanned out the events
             return NOTHING
         now, limits = self._clock(), self._shares.limits()
         time = asyncio.get_running_loop().time
@@ -96,6 +101,7 @@ class Fanout:
         bounds = self._scan.begin(began)
         expected, committed = self._expects, self._committed
         self._expects, self._committed = False, []
+        committed_at, self._committed_at = self._committed_at, None
         handoff = None if self._is_busy else self._dispatcher.handoff()
         try:
             done = await self._database.events.fan_out(
@@ -116,7 +122,12 @@ class Fanout:
         if found:
             self._statistics.fanned_out += found
             self._statistics.notifications += done.notifications
-            logger.debug("fanned out %d events into %d notifications", found, done.notifications)
+            if committed_at is not None:
+                self._statistics.fanout_lag.add(monotonic() - committed_at)
+            logger.debug(
+                "fanned out %d events into %d notifications", found, done.notifications,
+                events=found, notifications=done.notifications,
+            )  # fmt: skip
             if handoff is None or handoff.taken < done.notifications:
                 self._fanned_out()
         wait = self._scan.wait(time())

@@ -152,7 +152,7 @@ def _tell(handler: Handler, waiting: Waiting, beginning: datetime | None, now: d
         logging.WARNING if is_old and beginning is None else logging.INFO,
         "handler %r is new to %s events that wait to be handled, the oldest of %s: %s",
         handler.name, number, _told(waiting.oldest), consequence,
-        extra={"handler_name": handler.name, "waiting": waiting.number},
+        handler=handler.name, waiting=waiting.number,
     )  # fmt: skip
 
 

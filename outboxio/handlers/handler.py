@@ -26,6 +26,7 @@ from outboxio.handlers.annotations import CallCheck
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.in_thread import InThread, flaw_of
 from outboxio.handlers.options import (
+    ALERT_AGE,
     MISPLACED,
     NEVER_A_USERS_OWN,
     AnyDelivery,
@@ -133,6 +134,7 @@ class EventHandler(Generic[E]):
     since: ClassVar[Since | None] = None
     partitions: ClassVar[int] = 1
     total_concurrency: ClassVar[int | None] = None
+    alert_age: ClassVar[timedelta | float | str] = ALERT_AGE
     trace: ClassVar[bool] = True
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +183,11 @@ class HandlerRegistry:
     def find(self, name: str) -> Handler | None:
         """The handler with this name or alias."""
         return self._by_name.get(name)
+
+    def name_of(self, stored: str) -> str:
+        """The name of the handler for a stored name, which may be an alias; an unknown name as it is."""
+        handler = self.find(stored)
+        return stored if handler is None else handler.name
 
     @property
     def names(self) -> list[str]:

@@ -24,6 +24,8 @@ DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
 """A hook for a notification that ends DEAD, or EXPIRED after a failure."""
 
 MOST_PARTITIONS = 64
+ALERT_AGE = timedelta(seconds=60)
+"""The default of ``alert_age``."""
 
 _SMALLEST, _LARGEST = -(2**31), 2**31 - 1  # the range of the column
 
@@ -66,6 +68,7 @@ class SingleKeywords(TypedDict, total=False):
     since: Since | None
     partitions: int
     total_concurrency: int | None
+    alert_age: timedelta | float | str
     trace: bool
 
 
@@ -91,6 +94,8 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     since: Since | None
     partitions: int
     total_concurrency: int | None
+    alert_age: timedelta
+    """The age of a due notification from which the overview says that the handler is behind."""
     trace: bool
 
 
@@ -132,6 +137,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         since=_since(given.get("since"), refuse),
         partitions=_partitions(given.get("partitions", 1), refuse),
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
+        alert_age=_duration("alert_age", given.get("alert_age", ALERT_AGE), refuse),
         trace=_switch("trace", given.get("trace", True), refuse),
     )
     for makes_no_sense, why in _senseless(options, given):
@@ -217,15 +223,17 @@ def _policy(retry: Any, refuse: _Refuse) -> RetryPolicy:
 
 
 def _timeout(timeout: Any, refuse: _Refuse) -> timedelta | None:
-    if timeout is None:
-        return None
+    return None if timeout is None else _duration("timeout", timeout, refuse)
+
+
+def _duration(option: str, value: Any, refuse: _Refuse) -> timedelta:
     try:
-        duration = parse_duration(timeout, key="timeout")
+        duration = parse_duration(value, key=option)
     except SettingsError as error:
-        refuse(f"has timeout={timeout!r}; expected {error.expected}")
+        refuse(f"has {option}={value!r}; expected {error.expected}")
         raise
     if not duration:
-        refuse(f"has timeout={timeout!r}; expected a duration longer than zero")
+        refuse(f"has {option}={value!r}; expected a duration longer than zero")
     return duration
 
 

@@ -104,6 +104,9 @@ class Registration(ABC):
         a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
         least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
 
+        ``alert_age`` (default: 60 s): the overview says that the handler is behind as soon as a notification has been
+        due for so long.
+
         ``trace=False`` leaves the runs of the handler out of traces (``Outbox(telemetry=...)``). The events that the
         handler emits continue the trace.
 

@@ -128,7 +128,8 @@ class Inbox:
                     execution.was_duplicate()
                     return seen
                 except Exception as error:
-                    if (delay := executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id)) is None:
+                    delay = executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id, shard)
+                    if delay is None:
                         raise
                 await asyncio.sleep(delay)
                 execution.repeated()
@@ -240,7 +241,7 @@ class Inbox:
         self.conflicts += 1
         logger.error(
             "%r delivered something else as %r than before; the first is kept", source, external_id,
-            extra={"source": source, "external_id": external_id},
+            source=source, external_id=external_id,
         )  # fmt: skip
 
     def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:

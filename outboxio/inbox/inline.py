@@ -117,7 +117,7 @@ class InlineRunner:
         self._committed = committed
         self._became_due = became_due
         self._statistics = statistics
-        self._judge = Judge(clock, context.redact, context.outbox, context.telemetry)
+        self._judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}

@@ -187,7 +187,7 @@ class _Upgrade:
                     # CREATE SCHEMA needs a right on the whole database, even if the schema exists.
                     if not is_done(statement, found) and not (has_schema and _MAKES_SCHEMA.search(statement)):
                         self._execute(statement)
-                logger.info("applied sql/%s/%s", self._dialect, file.name)
+                logger.info("applied sql/%s/%s", self._dialect, file.name, dialect=self._dialect, file=file.name)
             for index in indexes:
                 self._execute(index.statements[0])
 

@@ -25,9 +25,7 @@ from outboxio.model.outcome import Outcome
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.aio import Slice
-from outboxio.support.log import log_of, log_text, type_name
-
-logger = log_of(__name__)
+from outboxio.support.log import type_name
 
 SLICE = 0.005  # seconds that a batch may take before the event loop gets a turn
 
@@ -90,6 +88,7 @@ class BatchCall:
             return {}
         first = next(iter(envelopes.values()))
         current_envelope.set(first)
+        first.batch_size = len(envelopes)
         before = contextvars.copy_context()
         in_transaction = batch.queue.spec.needs_transaction
         # Waiting for a connection is not the handler's time.
@@ -164,11 +163,7 @@ class BatchCall:
         elif len(left) == 1 or issubclass(type(cause), RetryAfter):
             await self._judge_rows(batch, left, dict.fromkeys(left, cause), done)
         else:
-            logger.info(
-                "handler %r failed for %d events at once; trying halves of them: %s",
-                batch.queue.handler.name, len(left), log_text(cause, self._judge.redact),
-                extra={"handler_name": batch.queue.handler.name},
-            )  # fmt: skip
+            self._judge.split(batch, len(left), cause)
             middle = len(left) // 2
             batch.parts += [left[middle:], left[:middle]]
 

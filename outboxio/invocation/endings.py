@@ -59,7 +59,7 @@ class Endings:
             self._counters.refused += len(tuple(run.undone))
             return None
         if issubclass(kind, EndUnknown):
-            logger.warning("%s; the row says what became of it", error.__cause__)
+            logger.warning("%s; the row says what became of it", error.__cause__, **run.log_fields)
             return None
         if run.interrupted or run.abandoned:
             return error if run.has_begun and not run.abandoned else None

@@ -53,7 +53,7 @@ class HandlerInvoker:
     ) -> None:
         """``claim`` is a notification's row by default. ``emitted`` is called after a handler's COMMIT with events."""
         self.redact = context.redact
-        self.judge = Judge(clock, context.redact, context.outbox, context.telemetry)
+        self.judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         """Makes the outcome of a failed run."""
         claim = claim or RowClaim(self.judge, counters, clock)
         self._endings = Endings(claim, counters, clock)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from outboxio.errors import CrashedProcess, NotBegun, Undescribable, UnreadableRow
 from outboxio.handlers.options import Delivery
 from outboxio.invocation.failures import tell_failure
+from outboxio.loops.flood import Flood
 from outboxio.model.error_description import Description
 from outboxio.model.notification import DYING, State
-from outboxio.model.outcome import FailureRules, Outcome, dead_without_hook, failure, hook_failure
+from outboxio.model.outcome import FailureRules, Outcome, dead_without_hook, expired, failure, hook_failure
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock
-from outboxio.support.log import log_of, log_text, type_name
+from outboxio.support.log import Fields, log_of, log_text, type_name
 from outboxio.telemetry.protocol import HandlingTelemetry
 
 logger = log_of(__name__)
@@ -31,11 +34,19 @@ class Judge:
     """Decides if a failure means a second try or the end of the row."""
 
     def __init__(
-        self, clock: ShardClock, redact: Redact, outbox: object, telemetry: HandlingTelemetry | None = None
+        self,
+        clock: ShardClock,
+        redact: Redact,
+        outbox: object,
+        telemetry: HandlingTelemetry | None = None,
+        place: Mapping[str, Any] | None = None,
     ) -> None:
+        """``place``: namespace and shard, for the fields of log entries."""
         self._clock = clock
         self._outbox = outbox
         self._telemetry = telemetry
+        self._place = place or {}
+        self._flood = Flood(logger)
         self.redact = redact
 
     def __call__(self, run: Run, error: BaseException, described: Description | None = None) -> Outcome:
@@ -47,11 +58,9 @@ class Judge:
             outcome = self._outcome(run, error, described, run.queue.spec.policy)
         except BaseException as broken:
             outcome = self._last_resort(run, error, broken)
-        try:
-            self._tell(run, error, outcome)
-        except Exception:  # a logging filter or handler of the application's
-            if logging.raiseExceptions:
-                traceback.print_exc(file=sys.stderr)  # as logging itself does
+        self._log_safely(self._tell, run, error, outcome)
+        if self._telemetry is not None:
+            self._log_safely(self._telemetry.failed, run.queue.handler, run.notification, error, outcome, self.redact)
         return outcome
 
     def describe(self, error: BaseException) -> Description | None:
@@ -86,26 +95,86 @@ class Judge:
         policy = RetryPolicy(max_attempts=run.queue.spec.policy.max_attempts)
         return self._outcome(run, substitute, described, policy)
 
+    def expired(self, run: Run) -> Outcome:
+        """The outcome of a row that is past the retention, so that the handler is not called. Never raises."""
+        self._log_safely(self._tell_expired, run)
+        return expired(run.notification, run.lease)
+
+    def split(self, run: Run, number: int, error: BaseException) -> None:
+        """Log that a call for so many rows has failed and is split. Never raises."""
+        self._log_safely(self._tell_split, run, number, error)
+
+    @staticmethod
+    def _log_safely(tell: Callable[..., None], *args: object) -> None:
+        try:
+            tell(*args)
+        except Exception:  # a logging filter or handler of the application's
+            if logging.raiseExceptions:
+                traceback.print_exc(file=sys.stderr)  # as logging itself does
+
+    def _tell_expired(self, run: Run) -> None:
+        level = logging.ERROR if run.notification.attempts else logging.WARNING
+        key = (run.queue.handler.name, "expired")
+        if self._flood.admits(key, level):
+            self._flood.log(
+                key, level, "handler %r did not get event %s within the retention, now EXPIRED after %d attempts",
+                run.queue.handler.name, run.notification.event_label, run.notification.attempts,
+                **{**self._fields_of(run), "attempt": None}, state=State.EXPIRED,
+            )  # fmt: skip
+
+    def _tell_split(self, run: Run, number: int, error: BaseException) -> None:
+        key = (run.queue.handler.name, "split", type_name(error))
+        if self._flood.admits(key, logging.INFO):
+            self._flood.log(
+                key, logging.INFO, "handler %r failed for %d events at once, and is called for halves of them: %s",
+                run.queue.handler.name, number, log_text(error, self.redact),
+                **{**self._fields_of(run), "batch_size": number}, error_type=type_name(error),
+            )  # fmt: skip
+
     def _tell(self, run: Run, error: BaseException, outcome: Outcome) -> None:
-        queue, notification = run.queue, run.notification
-        tell_failure(self._outbox, queue.handler.name, notification, error)
-        if self._telemetry is not None:
-            self._telemetry.failed(queue.handler, notification, error, outcome, self.redact)
-        told = log_text(error, self.redact)
-        if notification.state == DYING and outcome.state is State.DEAD:
-            logger.error("event %s is DEAD without its hook: %s", notification.event_label, told)
-        elif notification.state == DYING:
-            logger.error(
-                "a hook of handler %r failed for event %s, and is tried again: %s",
-                queue.handler.name, notification.event_label, told,
+        tell_failure(self._outbox, run.queue.handler.name, run.notification, error)
+        if run.notification.state == DYING:
+            self._tell_hook(run, error, outcome)
+            return
+        name, kind, level = run.queue.handler.name, type_name(error), _level(run, outcome)
+        if self._flood.admits((name, kind), level):
+            attempt, event = run.notification.attempts + 1, run.notification.event_label
+            self._flood.log(
+                (name, kind), level, "handler %r failed for event %s (attempt %d, now %s): %s",
+                name, event, attempt, outcome.state, log_text(error, self.redact),
+                **self._fields_of(run), state=outcome.state, error_type=kind,
             )  # fmt: skip
-        else:
-            logger.log(
-                logging.WARNING if outcome.state is State.FAILED else logging.ERROR,
-                "handler %r failed for event %s (attempt %d, now %s): %s",
-                queue.handler.name, notification.event_label, notification.attempts + 1, outcome.state, told,
-                extra={
-                    "handler_name": queue.handler.name, "event_id": notification.known_event_id,
-                    "notification_id": str(notification.id), "attempt": notification.attempts + 1,
-                },
+
+    def _tell_hook(self, run: Run, error: BaseException, outcome: Outcome) -> None:
+        name, event, kind = run.queue.handler.name, run.notification.event_label, type_name(error)
+        if outcome.state is State.DEAD:
+            key = (name, kind, "without hook")
+            if self._flood.admits(key, logging.ERROR):
+                self._flood.log(
+                    key, logging.ERROR, "event %s is DEAD without the hook of handler %r: %s",
+                    event, name, log_text(error, self.redact),
+                    **self._fields_of(run), state=outcome.state, error_type=kind,
+                )  # fmt: skip
+            return
+        is_first = run.verdict is None or not run.verdict.hook_failures
+        key, level = (name, kind, "hook"), logging.WARNING if is_first else logging.INFO
+        if self._flood.admits(key, level):
+            self._flood.log(
+                key, level, "a hook of handler %r failed for event %s, and is tried again: %s",
+                name, event, log_text(error, self.redact),
+                **self._fields_of(run), state=outcome.state, error_type=kind,
             )  # fmt: skip
+
+    def _fields_of(self, run: Run) -> Fields:
+        return {**self._place, **run.log_fields}
+
+
+def _level(run: Run, outcome: Outcome) -> int:
+    """The level at which a failure is logged: the first failure of a row, a further failure, or the end of the row.
+
+    A run that asked for a later run without using up an attempt is no failure.
+    """
+    if outcome.state is not State.FAILED:
+        return logging.ERROR
+    is_first = run.notification.attempts == 0 and outcome.attempts > 0
+    return logging.WARNING if is_first else logging.INFO

@@ -80,5 +80,6 @@ class NewerRows:
             self._told.add(kind)
             logger.warning(
                 "handler %r has events %s of version %d, and the class here has version %d: the events wait for a "
-                "process with the newer class, and expire by retention", *kind, known, extra={"handler_name": kind[0]},
+                "process with the newer class, and expire by retention", *kind, known,
+                handler=kind[0], event_type=kind[1], version=kind[2],
             )  # fmt: skip

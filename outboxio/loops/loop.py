@@ -4,8 +4,9 @@ A service does one round and returns a :class:`RoundResult`. Only the loop waits
 service. After a full round the next round begins at once. After a round that was not full the loop waits for a signal,
 or for the pause that a :class:`PollSchedule` decides.
 
-A round that fails is logged, counted, and tried again with backoff. If the event loop stood still before the failure,
-the log says only that: a server ends a session that is silent, and the driver's error would mislead the reader.
+A round that fails is counted, and tried again with backoff. The log has the first failure of an outage with a stack,
+the first failure of each kind, and then the number of failures once a minute. If the event loop stood still before the
+failure, the log says only that: a server ends a session that is silent, and the error of the driver would mislead.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from msgspec import Struct
 from outboxio.loops.standstill import stood_still_since
 from outboxio.support.aio import Signal
 from outboxio.support.backoff import jittered, pause_after
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, type_name
 
 logger = log_of(__name__)
 
 QUICKEST_POLL = 0.02  # seconds
 SHARE_OF_SILENCE = 4  # an eager loop waits for a fourth of the time since its last row
 FOR_EVER = float("inf")
+TOLD_AGAIN = 60.0  # seconds between two log entries about failures of the same kind
 
 
 class RoundResult(Struct, frozen=True):
@@ -136,7 +138,10 @@ class Loop:
         self._schedule = schedule
         self._tell_failure = failed
         self._signal = Signal() if signal is None else signal
-        self._is_told = False
+        self._told: dict[str, float] = {}
+        """The kinds of errors of this outage that the log has, and when the last entry was written."""
+        self._untold = 0
+        """The failures since the last entry of the log."""
         self._stopping = False
         self._again_at = float("-inf")
         self._again_timer: asyncio.TimerHandle | None = None
@@ -169,6 +174,11 @@ class Loop:
             pause = self.pause = await self._round()
             if pause > 0 and not self._stopping and await self._signal.wait(pause):
                 self._schedule.woken(time())
+        if self._untold:
+            logger.warning(
+                "%s ends after %d failed rounds in a row", self.name, self.failures,
+                loop=self.name, failures=self.failures, suppressed=self._untold,
+            )  # fmt: skip
 
     def _wake_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._signal.set()
@@ -183,8 +193,12 @@ class Loop:
         except Exception as error:
             return self._failed(error, stood_still_since(former))
         if self.failures:
-            logger.info("%s works again after %d failed rounds", self.name, self.failures)
-            self.failures, self._is_told = 0, False
+            logger.info(
+                "%s works again after %d failed rounds", self.name, self.failures,
+                loop=self.name, failures=self.failures, suppressed=self._untold or None,
+            )  # fmt: skip
+            self.failures = self._untold = 0
+            self._told.clear()
         now = self.ended = self.good_at = asyncio.get_running_loop().time()
         if result.found:
             self._schedule.found(now)
@@ -199,18 +213,22 @@ class Loop:
         if self._tell_failure is not None:
             self._tell_failure()
         pause = pause_after(self.failures)
-        extra = {"loop": self.name, "failures": self.failures}
+        kind, now = type_name(error), asyncio.get_running_loop().time()
         if stood_still:
             logger.info(
                 "%s failed, for the event loop stood still for %.1f s, and is tried again in %.1f s",
-                self.name, stood_still, pause, extra=extra,
+                self.name, stood_still, pause, loop=self.name, failures=self.failures, seconds=stood_still,
             )  # fmt: skip
-            return pause
-        # Only the first failure of an outage has its stack in the log.
-        is_first, self._is_told = not self._is_told, True
-        logger.log(
-            logging.ERROR if is_first else logging.WARNING,
-            "%s failed (%d in a row) and is tried again in %.1f s: %s", self.name, self.failures, pause, error,
-            exc_info=error if is_first else None, extra=extra,
-        )  # fmt: skip
+        elif now - self._told.get(kind, float("-inf")) < TOLD_AGAIN:
+            self._untold += 1
+        else:
+            # Only the first failure of an outage has its stack in the log.
+            is_first = not self._told
+            logger.log(
+                logging.ERROR if is_first else logging.WARNING,
+                "%s failed (%d in a row) and is tried again in %.1f s: %s", self.name, self.failures, pause, error,
+                exc_info=error if is_first else None, loop=self.name, failures=self.failures, error_type=kind,
+                suppressed=self._untold or None,
+            )  # fmt: skip
+            self._told[kind], self._untold = now, 0
         return pause

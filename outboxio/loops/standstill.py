@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.loops.background import Background, call_soon
-from outboxio.support.log import log_of
+from outboxio.support.log import Fields, log_of
 
 logger = log_of(__name__)
 
 TICK = 0.5  # seconds between two questions to the loop
+ANSWERS_KEPT = 30  # the lags of the last 15 s
 THRESHOLD = 1.0  # seconds: shorter standstills are not logged
 REPEATED_AFTER = 60.0  # seconds between two lines about the same handlers
 MOST_SHOWN = 5  # handlers in a line
@@ -54,6 +56,7 @@ class _Question:
     """A question to the loop, and the stacks that the thread saw before the answer."""
 
     def __init__(self, asked_at: float, answered_before: float, gap: float) -> None:
+        self.asked_at = asked_at
         self.unheard_since = (asked_at + answered_before) / 2
         """The assumed begin of a standstill: half-way between the last answer and the question."""
         self.is_answered = self.is_told = False
@@ -79,6 +82,7 @@ class LoopWatch:
         self._question = _Question(self._ticked_at, self._ticked_at, 0.0)
         self._question.is_answered = True
         self._answered_at = self._ticked_at
+        self._lags: deque[float] = deque(maxlen=ANSWERS_KEPT)
         self._timer: asyncio.TimerHandle | None = None
         self._last = float("-inf"), 0.0
         self._told: dict[str, tuple[float, int]] = {}
@@ -123,6 +127,11 @@ class LoopWatch:
         question = self._question
         return 0.0 if question.is_answered else time.monotonic() - question.unheard_since
 
+    @property
+    def lag(self) -> float:
+        """The longest time, in seconds, that the loop needed to answer within the last 15 s. Any thread may ask."""
+        return max((*self._lags, self.silence()))
+
     def stood_still_since(self, moment: float) -> float:
         """The seconds of the last standstill, if the loop stood still after ``moment`` (``time.monotonic()``)."""
         silence, (ended_at, seconds) = self.silence(), self._last
@@ -143,7 +152,7 @@ class LoopWatch:
             logger.error(
                 "the event loop has not run for %.0f s, longer than any of its handlers may; running: %s; what cluster "
                 "locks this process holds are given up, and another one takes over",
-                self.silence(), _described(question.seen),
+                self.silence(), _described(question.seen), seconds=self.silence(),
             )  # fmt: skip
 
     # --- in the thread -------------------------------------------------------------------------
@@ -211,6 +220,7 @@ class LoopWatch:
     def _answer(self, question: _Question) -> None:
         now = self._answered_at = time.monotonic()
         question.is_answered = True
+        self._lags.append(now - question.asked_at)
         self._thread_id = threading.get_ident()
         seconds = now - question.unheard_since
         if seconds < THRESHOLD or question.was_stopped:
@@ -235,14 +245,17 @@ class LoopWatch:
             self._told.clear()
         self._told[key] = now, 0
         again = f", and {untold} more times since the last such line" if untold else ""
+        fields: Fields = {"seconds": seconds, "suppressed": untold or None}
         if is_frozen:
-            text = "this process stood still for %.1f s%s: it was stopped, or one call kept Python's lock; running: %s"
+            logger.warning(
+                "this process stood still for %.1f s%s: it was stopped, or one call kept Python's lock; running: %s",
+                seconds, again, _described(seen), **fields,
+            )  # fmt: skip
         else:
-            text = (
+            logger.warning(
                 "the event loop stood still for %.1f s%s; running: %s; nothing else went on meanwhile: give what "
-                "blocks to await asyncio.to_thread(...)"
-            )
-        logger.warning(text, seconds, again, _described(seen), extra={"seconds": seconds})
+                "blocks to await asyncio.to_thread(...)", seconds, again, _described(seen), **fields,
+            )  # fmt: skip
 
 
 @contextmanager
@@ -273,6 +286,12 @@ def stood_still_since(moment: float) -> float:
     """The seconds of the last standstill after a moment of ``time.monotonic()``. 0 without a watch."""
     watch = _watches.get(asyncio.get_running_loop())
     return 0.0 if watch is None else watch.stood_still_since(moment)
+
+
+def lag_of(loop: asyncio.AbstractEventLoop) -> float:
+    """See :attr:`LoopWatch.lag`. 0 without a watch."""
+    watch = _watches.get(loop)
+    return 0.0 if watch is None else watch.lag
 
 
 def silence_of(loop: asyncio.AbstractEventLoop) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -21,7 +21,8 @@ from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
 from outboxio.support.codec import decode_object
-from outboxio.telemetry.headers import carried, with_trace
+from outboxio.support.log import Fields
+from outboxio.telemetry.headers import carried, headers_in, with_trace
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ class HandlerContext(Struct, kw_only=True, eq=False):
     redact: Redact = keep_all
     telemetry: HandlingTelemetry | None = None
     """Is told of each call of a handler, if there is telemetry for calls."""
+    handler_name_of: Callable[[str], str] = str
+    """The handler's name for a stored name, which may be an alias."""
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"namespace": self.namespace, "shard": self.shard}
 
 
 class EventEnvelope(Generic[E_co]):
@@ -72,7 +79,12 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "event", "is_over")
+    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "batch_size", "event", "in_log", "is_over")
+
+    batch_size: int
+    """Set in the first envelope of a batch only: the number of events of the call."""
+    in_log: Mapping[str, object]
+    """Set when the handler has written a log record: the fields of such records."""
 
     def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
         self.event = event
@@ -289,11 +301,16 @@ class EventEnvelope(Generic[E_co]):
         """True if the handler belongs to this outbox."""
         return self._context.outbox is outbox
 
+    @property
+    def trace_headers(self) -> dict[str, str]:
+        """The headers of the event's trace, as far as the event has a trace."""
+        return carried(headers_in(self._row.context.headers))
+
     def continues_trace(self, action: ActionRecord) -> ActionRecord:
         """The action of events that this handler emits, with the trace of the handler's event if there is telemetry."""
         if self._context.emitter.telemetry.chosen is NO_TELEMETRY:
             return action
-        trace = carried(self.headers)
+        trace = self.trace_headers
         return replace(action, headers=with_trace(action.headers, trace, trace)) if trace else action
 
     def send_later(self, action: ActionRecord) -> ActionRecord:
@@ -302,6 +319,13 @@ class EventEnvelope(Generic[E_co]):
         sending = self._context.emitter.telemetry.chosen.sending(self.shard, action, self.emitted)
         with sending:
             return sending.marked(action)
+
+    @property
+    def log_fields(self) -> Fields:
+        """The fields of a log record of the handler. A batch has no fields of a single event."""
+        name, size = self._context.handler_name_of(self._row.handler_name), getattr(self, "batch_size", None)
+        of_row = self._row.log_fields if size is None else {"batch_size": size}
+        return {**self._context.log_fields, **of_row, "handler": name}
 
     @property
     def has_emitted(self) -> bool:

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
-from outboxio.support.codec import nests_deeper
-from outboxio.support.log import type_name, without_value
+from outboxio.support.codec import decode_object, nests_deeper
+from outboxio.support.log import Fields, trace_id_in, type_name, without_value
 from outboxio.telemetry.headers import seems_sampled
 
 
@@ -119,6 +119,20 @@ class Notification(Struct, gc=False):
         return str(self.event_id) if self.has_context else None
 
     @property
+    def log_fields(self) -> Fields:
+        """The fields of a log entry about the row. Parts that cannot be read are ``None``."""
+        context = self.context if self.has_context else None
+        return {
+            "handler": self.handler_name,
+            "event_id": None if context is None else context.event_id,
+            "notification_id": self.id,
+            "event_type": self.event_type or None,
+            "attempt": self.attempts + 1,
+            "action": None if context is None else context.action_name,
+            "trace_id": None if context is None else _trace_id(context.headers),
+        }
+
+    @property
     def may_have_version(self) -> bool:
         """False if the row surely has version 1: then the context need not be decoded."""
         raw = self.raw_context
@@ -147,6 +161,14 @@ class Notification(Struct, gc=False):
             self.context  # noqa: B018  # decodes the context and keeps it
         except Exception as error:
             return flaw_of(error, Context.__struct_fields__)
+        return None
+
+
+def _trace_id(headers: msgspec.Raw) -> str | None:
+    """The id of the trace in which the event was emitted, by the header ``traceparent``."""
+    try:
+        return trace_id_in(decode_object(headers).get("traceparent"))
+    except Exception:  # written by other tools
         return None
 
 
@@ -224,10 +246,11 @@ _DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper docume
 def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
     """The record of a row with documents in JSON text. A document that cannot be shown is replaced by the reason."""
     record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
-    return msgspec.structs.replace(record, **{column: _shown(column, row[column]) for column in _DOCUMENTS})
+    return msgspec.structs.replace(record, **{column: shown_document(column, row[column]) for column in _DOCUMENTS})
 
 
-def _shown(column: str, text: str | None) -> Any:
+def shown_document(column: str, text: str | None) -> Any:
+    """The document in a column. A document that cannot be shown is replaced by the text, or by the reason."""
     if text is None:
         return None
     if nests_deeper(text.encode(), _DEEPEST_SHOWN):

@@ -6,6 +6,7 @@ The values that differ within a bucket, the next due time and the error, travel 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable, UnreadableRow
+from outboxio.loops.flood import Flood
 from outboxio.model.error_description import Description
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import Slot
@@ -23,9 +25,11 @@ from outboxio.model.redaction import Redact, keep_all
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import EPOCH, as_micros, naive_utc
 from outboxio.support.duration import parse_duration
-from outboxio.support.log import log_of, log_text, place_of
+from outboxio.support.log import log_of, log_text, place_of, type_name
 
 logger = log_of(__name__)
+
+_flood = Flood(logger)
 
 _MICROSECOND = timedelta(microseconds=1)
 _list: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Any])
@@ -310,10 +314,12 @@ def _next_try(
         return datetime.max
     except BaseException as broken:
         # A backoff callable or a delay that raises must not lose the row that failed.
-        logger.error(
-            "cannot tell when to retry after %s; the default backoff applies: %s at %s",
-            log_text(error, redact), log_text(broken, redact), place_of(broken),
-        )  # fmt: skip
+        key = (type_name(error), type_name(broken))
+        if _flood.admits(key, logging.ERROR):
+            _flood.log(
+                key, logging.ERROR, "cannot tell when to retry after %s; the default backoff applies: %s at %s",
+                log_text(error, redact), log_text(broken, redact), place_of(broken), error_type=type_name(broken),
+            )  # fmt: skip
         return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
 
 

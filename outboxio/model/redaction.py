@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
+from outboxio.loops.flood import Flood
 from outboxio.model.notification import NotificationRecord
 from outboxio.support.log import log_of, type_name
 from outboxio.support.signature import is_async
@@ -40,6 +42,8 @@ def checked_redact(redact: Redact | None) -> Redact:
             "the text"
         )
 
+    flood = Flood(logger)
+
     def redacted(text: str) -> str:
         try:
             kept: Any = redact(text)
@@ -49,7 +53,8 @@ def checked_redact(redact: Redact | None) -> Redact:
         except BaseException as broken:  # a broken function must not lose the row that failed
             reason = f"failed with {type_name(broken)}"
         # Message and traceback are left out, because both may quote the text.
-        logger.error("redact %s; what it was given is left out", reason)
+        if flood.admits(reason, logging.ERROR):
+            flood.log(reason, logging.ERROR, "redact %s; what it was given is left out", reason)
         return f"<left out: redact {reason}>"
 
     return redacted
@@ -61,14 +66,14 @@ def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationR
         return record
     return replace(
         record,
-        payload=_document(record.payload, redact),
-        action_params=_document(record.action_params, redact) or {},
-        headers=_document(record.headers, redact),
+        payload=redacted_document(record.payload, redact),
+        action_params=redacted_document(record.action_params, redact) or {},
+        headers=redacted_document(record.headers, redact),
         errors=[_entry(entry, redact) for entry in record.errors],
     )
 
 
-def _document(document: Any, redact: Redact) -> Any:
+def redacted_document(document: Any, redact: Redact) -> Any:
     """A JSON document, redacted as text. A result that is no JSON object is shown as text."""
     if not document:
         return document

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from uuid import UUID
 
 from msgspec import Struct
 
@@ -12,6 +13,8 @@ from outboxio.errors import ConfigurationError
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 from outboxio.support.text import briefly
+
+_TICK = timedelta(microseconds=1)
 
 
 class AdminShard(Struct, frozen=True):
@@ -23,6 +26,8 @@ class AdminShard(Struct, frozen=True):
     """Tell the loops, here and in other processes, that notifications became due, or ended."""
     partitions_changed: Callable[[], None]
     """Tell the loops, here and in other processes, that a number of partitions has changed."""
+    operation_ordered: Callable[[UUID], None]
+    """Have this process carry an operation out in the background, if this process is in ``running()``."""
 
     async def measure(self) -> None:
         """Ask the database for the time, because the clock of an operator's machine may be wrong."""
@@ -32,6 +37,22 @@ class AdminShard(Struct, frozen=True):
         """The present moment by the database's clock."""
         await self.measure()
         return self.clock()
+
+
+class Ends:
+    """The moments before which notifications match a bulk order: each later than all before, on each shard.
+
+    A clock of a test may stand still. Then the notifications of one order still match the next order.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, datetime] = {}
+
+    def next(self, shard: str, now: datetime) -> datetime:
+        """A moment after ``now``: notifications that have changed at this very moment match."""
+        latest = max(now, self._latest.get(shard, now)) + _TICK
+        self._latest[shard] = latest
+        return latest
 
 
 class AdminShards:
@@ -62,13 +83,3 @@ class AdminShards:
         names = [reached.database.name for reached in chosen if reached.database.has_one_writer]
         refuse_in_transaction(self._owner, call, remedy, names)
         return chosen
-
-    async def change(self, call: str, shard: str | None, change: Callable[[AdminShard], Awaitable[int]]) -> int:
-        """Make a change on each chosen shard, and wake the loops of a shard with changed rows. Returns their number."""
-        changed = 0
-        for reached in self.to_write(call, shard):
-            done = await change(reached)
-            changed += done
-            if done:
-                reached.wake()
-        return changed

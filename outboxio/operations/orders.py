@@ -23,12 +23,12 @@ _LARGEST_LIMIT = 2**63 - 1  # the largest LIMIT of every database
 
 def given_handler(name: object) -> str:
     """The name of a handler; :class:`ConfigurationError` for a name that no handler can have."""
-    return _name(name, "handler")
+    return given_name(name, "handler")
 
 
 def given_type(name: object) -> str:
     """The name of an event type; :class:`ConfigurationError` for a name that no event type can have."""
-    return _name(name, "event type")
+    return given_name(name, "event type")
 
 
 def given_key(key: object) -> str:
@@ -37,7 +37,7 @@ def given_key(key: object) -> str:
         raise ConfigurationError(
             f"ordering_key is {briefly(key)}; expected the key that the parked rows have, as text or an id"
         )
-    return _stored(key, "ordering_key")
+    return given_stored(key, "ordering_key")
 
 
 def given_ids(ids: Iterable[object], order: str) -> Sequence[UUID]:
@@ -49,7 +49,7 @@ def given_ids(ids: Iterable[object], order: str) -> Sequence[UUID]:
 
 
 def given_id(given: object) -> UUID:
-    """An id, or the text of an id, as a UUID; :class:`ConfigurationError` for any other value."""
+    """An id, or the text of an id, as a UUID; :class:`ConfigurationError` for a different value."""
     if isinstance(given, UUID):
         return given
     try:
@@ -68,19 +68,19 @@ def given_state(state: object) -> State:
 
 
 def given_states(states: Iterable[object]) -> list[State]:
-    """The states of a list of names; :class:`ConfigurationError` for any other value."""
+    """The states of a list of names; :class:`ConfigurationError` for a different value."""
     return [given_state(state) for state in _several(states, "states", "{'DEAD'}", str)]
 
 
 def given_limit(limit: object) -> int:
-    """A number of rows; :class:`ConfigurationError` for any other value."""
+    """A number of rows; :class:`ConfigurationError` for a different value."""
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= _LARGEST_LIMIT:
         raise ConfigurationError(f"limit is {briefly(limit)}; expected a whole number, 1 or more, of at most 64 bits")
     return limit
 
 
 def given_partitions(number: object) -> int:
-    """A number of partitions; :class:`ConfigurationError` for any other value."""
+    """A number of partitions; :class:`ConfigurationError` for a different value."""
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_PARTITIONS:
         raise ConfigurationError(
             f"the number of partitions is {briefly(number)}; expected a whole number from 1 to {MOST_PARTITIONS}"
@@ -119,14 +119,16 @@ def _several(given: object, what: str, example: str, *single: type) -> Iterable[
     return cast("Iterable[object]", given)
 
 
-def _name(name: object, what: str) -> str:
+def given_name(name: object, what: str) -> str:
+    """A name of at most 255 characters; :class:`ConfigurationError` for a different value."""
     try:
         return checked_name(name, what)
     except InvalidEvent as error:
         raise ConfigurationError(str(error)) from None
 
 
-def _stored(value: object, what: str) -> str:
+def given_stored(value: object, what: str) -> str:
+    """A text of at most 255 characters in its stored form; :class:`ConfigurationError` for a different value."""
     try:
         return checked_text(value if isinstance(value, str) else str(value), what)
     except (InvalidEvent, ValueError) as error:  # Python does not write integers of more than 4,300 digits

@@ -103,5 +103,7 @@ class StrandedWatch:
         found = await find_stranded(self._database, self._namespace, now - self._ttl)
         for stranded in found:
             if stranded.handler_name not in self._warned:
-                logger.warning("%s", stranded, extra={"handler_name": stranded.handler_name})
+                logger.warning(
+                    "stranded: %s", stranded, handler=stranded.handler_name, waiting=stranded.unfinished,
+                )  # fmt: skip
         self._warned = frozenset(stranded.handler_name for stranded in found)

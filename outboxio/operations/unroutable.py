@@ -58,7 +58,7 @@ class UnroutableWatch:
         for name in sorted(set(names) - self._reported):
             logger.warning(
                 "handler %r has unfinished notifications, and no instance has such a handler: deploy it, or give its "
-                "successor the alias; they expire by retention", name, extra={"handler_name": name},
+                "successor the alias; they expire by retention", name, handler=name,
             )  # fmt: skip
         self._reported = set(names)
         if not names:

@@ -198,7 +198,8 @@ class PoisonGuard:
             if watch.suspects:
                 logger.warning(
                     "%d runs of handler %s had begun when their process ended, and one of them may be why; each is run "
-                    "alone now", len(watch.suspects), Slot(*slot), extra={"handler_name": slot[0]},
+                    "alone now", len(watch.suspects), Slot(*slot),
+                    handler=slot[0], partition=slot[1], runs=len(watch.suspects),
                 )  # fmt: skip
 
     def _make_room(self, swept: Collection[HandlerQueue], suspects: Sequence[Notification]) -> HandlerQueue | None:

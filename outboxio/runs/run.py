@@ -13,6 +13,7 @@ from msgspec import Struct
 from outboxio.model.notification import PENDING, Notification
 from outboxio.model.outcome import Lease, Verdict
 from outboxio.storage.protocols import Session
+from outboxio.support.log import Fields
 
 if TYPE_CHECKING:
     from outboxio.runs.handler_queue import HandlerQueue
@@ -63,6 +64,11 @@ class Run(Struct, eq=False, gc=False):
     def undone(self) -> Iterable[Run]:
         """The rows of this call that have no outcome yet."""
         return (self,)
+
+    @property
+    def log_fields(self) -> Fields:
+        """The fields of a log entry about the run. A run of many rows has only the handler."""
+        return {**self.notification.log_fields, "handler": self.queue.handler.name}
 
     @property
     def interrupted(self) -> bool:
@@ -116,3 +122,7 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
     @property
     def undone(self) -> Iterable[Run]:
         return tuple(self.remaining)
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"handler": self.queue.handler.name, "batch_size": len(self.remaining)}

@@ -14,6 +14,7 @@ from copy import copy
 from msgspec import Struct
 
 from outboxio.errors import DrainTimeout
+from outboxio.loops.flood import end_floods
 from outboxio.loops.standstill import witnessed
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import standby_pause
@@ -21,6 +22,7 @@ from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.statistics.counters import Counters
 from outboxio.support.aio import to_the_end
+from outboxio.support.log import shared_fields
 
 _SHARE_OF_LOOKS = 4  # between two questions to the database a drain waits for 4 times the duration of a question
 
@@ -45,8 +47,9 @@ async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
     before = _totals(run)
     limit = asyncio.timeout_at(deadline)
     try:
-        async with limit:
-            await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
+        with shared_fields(**shard.log_fields):
+            async with limit:
+                await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
     except TimeoutError as error:
         if limit.expired():
             raise DrainTimeout(run.name) from error
@@ -55,6 +58,7 @@ async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
         if not beside_loops:
             shard.work = None
             await to_the_end(run.abandon())
+        end_floods()
     return Drained(*(now - then for now, then in zip(_totals(run), before, strict=True)))
 
 

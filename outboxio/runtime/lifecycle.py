@@ -11,6 +11,7 @@ from msgspec.structs import astuple
 
 from outboxio.actions.nesting import refuse_in_handler, refuse_in_transaction
 from outboxio.errors import RegistrationError
+from outboxio.loops.flood import end_floods
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import handler_around
 from outboxio.runtime.drain import Drained, drain_shard
@@ -118,6 +119,7 @@ class Lifecycle:
             finally:
                 for shard in self._shards.values():
                     await shard.close()
+                end_floods()
                 self._guard.leave()
 
     async def drain(self, timeout: timedelta | float | str | None) -> Drained:

@@ -149,7 +149,10 @@ class LockManager:
         """
         for name, held in self._leases.items():
             if held is lease and lease.held:
-                logger.warning("term %d of %s is over; taking the lock anew", lease.term, name.lease)
+                logger.warning(
+                    "term %d of %s is over; taking the lock anew", lease.term, name.lease,
+                    lock=name.lease, term=lease.term,
+                )  # fmt: skip
                 lease.held = False
                 self._suspected.append(name)
                 self._observer.lock_lost(name)
@@ -209,7 +212,7 @@ class LockManager:
         """Give locks back to the cluster. No run of their slots is in flight."""
         for name in names:
             lease = self._leases[name]
-            logger.info("gives back %s, term %d", name.lease, lease.term, extra={"lock": name.lease})
+            logger.info("gives back %s, term %d", name.lease, lease.term, lock=name.lease, term=lease.term)
             lease.held = False
             self._observer.lock_lost(name)
         await self._lock.release(names)
@@ -226,7 +229,7 @@ class LockManager:
                 name.lease, name.handler_name, term, follows_crash=follows_crash, partition=name.partition
             )
         how = "; its former holder did not give it back" if follows_crash else ""
-        logger.info("took %s, term %d%s", name.lease, term, how, extra={"lock": name.lease, "term": term})
+        logger.info("took %s, term %d%s", name.lease, term, how, lock=name.lease, term=term)
         self._observer.lock_taken(name, lease)
 
     def _prove(self, moment: float) -> None:

@@ -13,8 +13,11 @@ from outboxio.fanout.fanout import Fanout
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
+from outboxio.operations.reporting.figures import FIGURES_DELAY
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.reporting.run_reporting import RunReporting
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.sharing.membership import Membership
@@ -35,6 +38,8 @@ class Services(Struct, frozen=True):
     fanout: Fanout
     dispatcher: Dispatcher
     housekeeping: Housekeeping
+    takeover: Takeover
+    reporting: RunReporting
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -61,7 +66,7 @@ class RunLoops:
         ``watched`` lets telemetry surround the rounds of a kind.
         """
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
-        housekeeping = services.housekeeping
+        housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
         self._purges = settings.purge_enabled
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
@@ -91,15 +96,24 @@ class RunLoops:
         settle_once = watched("settle", dispatcher.settle_once)
         self.settle = loop("outcomes", settle_once, every(SETTLE_DELAY), signals.settle)
         self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
+        self.takeover = services.takeover
+        self.operations = loop("operations", self.takeover.run_once, every(LOOK_DELAY))
         purge = watched("purge", housekeeping.purge)
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
+        self.reports = loop("reports", reporter.run_once, every(reporter.delay))
+        self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
+
+    def began_to_fan_out(self) -> None:
+        """This process fans out from now on, and so does what only the process that fans out does."""
+        for loop in (self.retention, self.operations, self.figures):
+            loop.wake()
 
     @property
     def all(self) -> list[Loop]:
         """The loops of the roles of this process, the most important loop for health first."""
-        loops = [self.locks, self.announce]
+        loops = [self.locks, self.announce, self.reports]
         if self._roles.fanout:
-            loops += [self.fanout, self.housekeeping]
+            loops += [self.fanout, self.housekeeping, self.operations, self.figures]
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]

@@ -100,7 +100,7 @@ class Running:
             await to_the_end(self._abandon())
             raise
         for name, reason in down.items():
-            logger.error("shard %s is down and is probed until it comes: %s", name, reason)
+            logger.error("shard %s is down and is probed until it comes: %s", name, reason, shard=name)
             self._runs.append(self._shard(name).start_run(self._roles))
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
 
@@ -139,7 +139,9 @@ class Running:
         except Exception as error:
             self._problems.append(error)
             if not self._stopping:
-                logger.critical("all loops of shard %s have ended, its events wait", run.name, exc_info=error)
+                logger.critical(
+                    "all loops of shard %s have ended, its events wait", run.name, exc_info=error, shard=run.name
+                )
 
     def _shard(self, name: str) -> ShardRuntime:
         return next(shard for shard in self._shards if shard.name == name)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from uuid import UUID
 
 from outboxio.inbox.inline import InlineRunner
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
+from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.ordering.takeover import Takeover
+from outboxio.operations.reporting.minutes import MinuteKeeper
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.shard_run import ShardRun
@@ -21,6 +25,7 @@ from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
+from outboxio.support.log import Fields, shared_fields
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
@@ -35,20 +40,26 @@ class ShardRuntime:
         self.clock = clock
         self.emitter = emitter
         self.statistics = ShardStatistics(emitter.sent)
+        self.minutes = MinuteKeeper(self.statistics)
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget the objects of the former event loop, because a new event loop takes over."""
-        self._wakes = {kind: WakeupSender(self._sender(kind)) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)}
+        self._wakes = {
+            kind: WakeupSender(self._sender(kind), self.name) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)
+        }
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
-        for handler in self.statistics.handlers.values():
-            handler.stuck, handler.queue, handler.consuming = 0, None, ()
+        self.statistics.begin_anew()
 
     @property
     def name(self) -> str:
         return self.database.name
+
+    @property
+    def log_fields(self) -> Fields:
+        return {"namespace": self.environment.namespace, "shard": self.name}
 
     # --- wake-ups ------------------------------------------------------------------------------
 
@@ -86,6 +97,19 @@ class ShardRuntime:
         if self.work is not None:
             self.work.loops.announce.wake()
         self._wake_others(LOCKS)
+
+    def operation_ordered(self, id: UUID) -> None:
+        """An operator has ordered an operation in the background, or its end: this process takes it, if it runs."""
+        if self.work is not None:
+            self.work.loops.takeover.expect(id)
+            self.work.loops.operations.wake()
+
+    @property
+    def for_operators(self) -> AdminShard:
+        """This shard, as ``outbox.admin`` reaches the shard."""
+        return AdminShard(
+            self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
+        )
 
     def changed_by_hand(self) -> None:
         """An operator or retention has ended rows, or made rows due. Other rows may have waited for that."""
@@ -145,8 +169,17 @@ class ShardRuntime:
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
-        run = self.work = ShardRun(self, roles, drains=drains)
+        with shared_fields(**self.log_fields):  # for the tasks of handlers
+            run = self.work = ShardRun(self, roles, drains=drains)
         return run
+
+    def takeover(self, fans_out: Callable[[], bool]) -> Takeover:
+        """The part of a shard run that carries out the operations that wait for a process."""
+        environment = self.environment
+        return Takeover(
+            environment.namespace, self.for_operators, environment.owner, fans_out=fans_out,
+            keep=environment.settings.keep_dead, redact=environment.redact,
+        )  # fmt: skip
 
     def handling(self, stopping: asyncio.Event, *, inline: bool = False) -> HandlingSetup:
         """The parts that handlers work with. ``stopping``: set when handlers should come to an end."""
@@ -162,6 +195,7 @@ class ShardRuntime:
             join=environment.join,
             outbox=environment.outbox,
             redact=environment.redact,
+            handler_name_of=environment.handlers.name_of,
             telemetry=telemetry.handling(environment.namespace, self.name, self.clock, inline=inline),
         )
         return HandlingSetup(

@@ -15,6 +15,7 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
+from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
@@ -23,12 +24,13 @@ from outboxio.model.outcome import Lease
 from outboxio.operations.housekeeping import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.reporting.run_reporting import RunReporting
 from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.counters import Counters
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:
     from outboxio.runtime.shard import ShardRuntime
@@ -47,11 +49,10 @@ class ShardRun:
         """``drains``: take every lock that is free, and share no handler."""
         environment = shard.environment
         settings, namespace = environment.settings, environment.namespace
-        self._shard = shard
+        self.shard = shard
         self._roles = roles
-        self._leave = asyncio.Event()
+        self._leave, self.stopping = asyncio.Event(), asyncio.Event()
         self._proven_until = float("-inf")
-        self.stopping = asyncio.Event()
         self.prepared_at: float | None = None
         """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
         self.probe: Loop | None = None
@@ -68,7 +69,6 @@ class ShardRun:
         self.dispatcher = Dispatcher(
             shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
         )
-        shard.statistics.follow(self.dispatcher.counters)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
         )
@@ -84,20 +84,20 @@ class ShardRun:
             purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
+        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout)
         services = Services(
-            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping, self.announce,
-            fans_out=self._holds_fanout,
+            self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
+            shard.takeover(self._holds_fanout), self._reporting, self.announce, fans_out=self._holds_fanout,
         )  # fmt: skip
-        wakes = shard.database.wakes_across_processes
         self.loops = RunLoops(
-            shard.name, self.signals, settings, roles, services, wakes_across_processes=wakes,
-            statistics=shard.statistics,
+            shard.name, self.signals, settings, roles, services, statistics=shard.statistics,
+            wakes_across_processes=shard.database.wakes_across_processes,
             watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
         )  # fmt: skip
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
-        shard, environment = self._shard, self._shard.environment
+        shard, environment = self.shard, self.shard.environment
         settings, database = environment.settings, shard.database
         share = PartitionShare(
             environment.owner, spreads_all=settings.balance == "all" and database.partitions is not None,
@@ -119,12 +119,8 @@ class ShardRun:
         return membership
 
     @property
-    def shard(self) -> ShardRuntime:
-        return self._shard
-
-    @property
     def name(self) -> str:
-        return self._shard.name
+        return self.shard.name
 
     @property
     def counters(self) -> Counters:
@@ -149,18 +145,18 @@ class ShardRun:
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name)
+        self.shard.statistics.lock_changed(name, is_held=True)
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
         else:
             self.fanout.start_over()
             self.signals.fan_out.set()
-            self.loops.retention.wake()
+            self.loops.began_to_fan_out()
 
     def lock_lost(self, name: LockName) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
-        self._shard.statistics.lock_changed(name)
+        self.shard.statistics.lock_changed(name, is_held=False)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         else:
@@ -208,13 +204,16 @@ class ShardRun:
 
     async def drive(self, *, unprepared: bool) -> None:
         """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        with watched(self.dispatcher.running, self.stood_still):
+        standstills = watched(self.dispatcher.running, self.stood_still)
+        with standstills, shared_fields(**self.shard.log_fields), self._reporting.shown():
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
                 # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
                 await self.abandon()
                 raise
+            finally:
+                end_floods()
 
     async def _drive(self, *, unprepared: bool) -> None:
         self.dispatcher.caller.home = asyncio.current_task()
@@ -244,12 +243,12 @@ class ShardRun:
 
         async def prepare() -> RoundResult:
             nonlocal is_prepared
-            await self._shard.prepare(self._roles)
+            await self.shard.prepare(self._roles)
             is_prepared = True
             probe.stop()
             return RoundResult(1)
 
-        probe = self.probe = Loop(f"shard {self._shard.name}", prepare, every(_PROBE_DELAY))
+        probe = self.probe = Loop(f"shard {self.shard.name}", prepare, every(_PROBE_DELAY))
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(probe.run())
             leaving = group.create_task(self._leave.wait())
@@ -266,12 +265,12 @@ class ShardRun:
         problem = None
         await self._tell_that_it_leaves()
         try:
-            await self.dispatcher.stop(self._shard.environment.settings.shutdown_timeout.total_seconds())
+            await self.dispatcher.stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         except ShutdownError as error:
             problem = error
         self.loops.settle.stop()
         self.loops.locks.stop()
-        await self._release_locks()
+        await asyncio.gather(self._release_locks(), self._reporting.leave())
         return problem
 
     async def _tell_that_it_leaves(self) -> None:
@@ -280,7 +279,9 @@ class ShardRun:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.membership.begin_to_leave()
         except Exception as error:
-            logger.warning("shard %s could not say that this process leaves: %s", self._shard.name, error)
+            logger.warning(
+                "shard %s could not say that this process leaves: %s", self.shard.name, error, shard=self.shard.name
+            )
 
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
@@ -289,7 +290,7 @@ class ShardRun:
         finally:
             await self._release_locks()
             await self._release_connections()
-            await self._shard.flush_wakes()
+            await self.shard.flush_wakes()
 
     async def _release_locks(self) -> None:
         """Give the locks back, within 5 s: the database may be gone."""
@@ -298,15 +299,20 @@ class ShardRun:
                 await self.locks.release()
                 await self.membership.leave()
         except Exception as error:
-            logger.warning("the locks of shard %s end with their session: %s", self._shard.name, error)
+            logger.warning(
+                "the locks of shard %s end with their session: %s", self.shard.name, error, shard=self.shard.name
+            )
 
     async def _release_connections(self) -> None:
         """Close the loops' connections, after the end of every task that would open a connection again."""
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
-                await self._shard.database.release_loops()
+                await self.shard.database.release_loops()
         except Exception as error:
-            logger.warning("the connections of shard %s could not be given back: %s", self._shard.name, error)
+            logger.warning(
+                "the connections of shard %s could not be given back: %s", self.shard.name, error,
+                shard=self.shard.name,
+            )  # fmt: skip
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -316,12 +322,12 @@ class ShardRun:
         if self._roles.handling:
             self.dispatcher.heed_beginnings(self.announcer.beginnings)
             await self._declarations.make()
-            orders = await self._shard.database.subscriptions.orders(self._shard.environment.namespace)
+            orders = await self.shard.database.subscriptions.orders(self.shard.environment.namespace)
             self.dispatcher.heed_pauses(orders.pauses)
             counts = {count.handler_name: count for count in orders.partitions}
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
-            self.membership.heed(self._shard.environment.handlers.names, counts)
+            self.membership.heed(self.shard.environment.handlers.names, counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:
@@ -330,5 +336,5 @@ class ShardRun:
 
     def _expired(self, number: int) -> None:
         self.counters.expired += number
-        self._shard.statistics.unroutable_expired += number
-        self._shard.changed_by_hand()
+        self.shard.statistics.unroutable_expired += number
+        self.shard.changed_by_hand()

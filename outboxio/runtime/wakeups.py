@@ -26,8 +26,10 @@ class WakeupSender:
     A wake-up that fails is only logged, because polling finds the rows later.
     """
 
-    def __init__(self, send: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[], Awaitable[None]], shard: str | None = None) -> None:
+        """``shard``: for the log."""
         self._send = send
+        self._shard = shard
         self._hurry = Signal()
         self._task: asyncio.Task[None] | None = None
         self._due = False
@@ -67,4 +69,5 @@ class WakeupSender:
             logger.log(
                 logging.WARNING if self.failures == 1 else logging.DEBUG,
                 "a wake-up could not be sent, other processes will find the work by polling: %s", error,
+                shard=self._shard, failures=self.failures,
             )  # fmt: skip

@@ -50,7 +50,7 @@ class Declarations:
         for name in sorted(self._left.keys() - self._waited_for):
             logger.warning(
                 "handler %r keeps its number of partitions: a process of an older version of outboxio, which knows no "
-                "partitions, has announced the handler within two minutes", name, extra={"handler_name": name},
+                "partitions, has announced the handler within two minutes", name, handler=name,
             )  # fmt: skip
         self._waited_for |= self._left.keys()
         self._asked_at = time()

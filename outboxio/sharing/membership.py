@@ -189,7 +189,7 @@ class Membership:
         if not self._share.is_giving_all(now) and self._control.is_sick(now):
             logger.error(
                 "no run has ended for 30 s while rows have been due for over 60 s: this process gives its partitions "
-                "to other processes, and takes none for %d s", SICK_FOR,
+                "to other processes, and takes none for %d s", SICK_FOR, alarm="process_sick",
             )  # fmt: skip
             self._share.give_all(now, seconds=SICK_FOR)
             self._seen_at = min(self._seen_at, now - self._member.heartbeat)  # the next view writes the change
@@ -203,7 +203,7 @@ class Membership:
             died = next(iter(self._died))
             await repository.leave(self._namespace, died)
             self._died.discard(died)
-            logger.warning("%s is gone: the process did not give its locks back", died)
+            logger.warning("%s is gone: the process did not give its locks back", died, owner=died)
             self._tell()  # the other processes take their part of the partitions
         if time() - self._seen_at >= self._member.heartbeat / 2:
             is_new = not self._is_member

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from outboxio.model.lock_name import LockName
-from outboxio.statistics.buckets import DURATIONS, Histogram
+from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
 from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Figures
 from outboxio.statistics.handlers import OTHER, HandlerStatistics
 
 MOST_ACTIONS = 200  # names of actions that are counted apart
+
+
+class Live(Protocol):
+    """The shard run that goes on, as the statistics see the shard run. Any thread may ask."""
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The roles of this process: ``fanout``, ``handling``."""
+        ...
+
+    @property
+    def loop_lag(self) -> float:
+        """The longest time, in seconds, that the event loop needed to answer within the last 15 s."""
+        ...
+
+    @property
+    def connections_in_use(self) -> int:
+        """The connections of the pool that actions and handlers have in use."""
+        ...
+
+    @property
+    def paused(self) -> Sequence[str]:
+        """The names of the paused handlers of this process."""
+        ...
 
 
 class ShardStatistics:
@@ -19,8 +45,9 @@ class ShardStatistics:
     """
 
     __slots__ = (
-        "_counters", "_refused", "_standstills", "actions", "fanned_out", "handlers", "lock_changes", "loop_failures",
-        "notifications", "purged", "sends", "sent", "settles", "unroutable_expired",
+        "_counters", "_refused", "_standstills", "actions", "fanned_out", "fanout_lag", "figures", "figures_wanted",
+        "handlers", "live", "lock_changes", "locks_held", "loop_failures", "notifications", "purged", "sends", "sent",
+        "settles", "unroutable_expired",
     )  # fmt: skip
 
     def __init__(self, sent: Mapping[str, int] | None = None) -> None:
@@ -34,12 +61,16 @@ class ShardStatistics:
         """Executed actions by name and outcome; names beyond the first 200 count as ``other``."""
         self.fanned_out = 0
         """Events that this process has fanned out."""
+        self.fanout_lag = Histogram(LAGS)
+        """The time from a commit of this process to the end of the next round of fan-out, once for each round."""
         self.notifications = 0
         """Notifications that fan-out of this process has made."""
         self.unroutable_expired = 0
         """Rows without a handler that ended by retention."""
         self.lock_changes: dict[str, int] = {}
         """How often cluster locks were taken or lost, by :func:`lock_label`."""
+        self.locks_held: dict[str, int] = {}
+        """Cluster locks that this process holds, by :func:`lock_label`."""
         self.loop_failures: dict[str, int] = {}
         """Rounds that failed, by loop."""
         self.purged: dict[str, int] = {}
@@ -48,6 +79,12 @@ class ShardStatistics:
         """The time in which the events of an action were written and committed."""
         self.settles = Histogram(DURATIONS)
         """The time in which equal outcomes were written."""
+        self.live: Live | None = None
+        """The shard run that goes on; ``None`` outside of ``running()``."""
+        self.figures: Figures | None = None
+        """The numbers of the tables; ``None`` in a process that does not fan out."""
+        self.figures_wanted = False
+        """True if metrics want the numbers of the tables."""
         self._counters = Counters()
         self._refused = self._standstills = 0
 
@@ -66,6 +103,12 @@ class ShardStatistics:
         """How often the event loop stood still for about a second or longer."""
         return self._standstills + self._counters.standstills
 
+    def begin_anew(self) -> None:
+        """A new event loop takes over: the runs of the former event loop do not go on."""
+        for handler in self.handlers.values():
+            handler.stuck, handler.consuming = 0, ()
+            handler.forget_queue()
+
     def of(self, handler_name: str) -> HandlerStatistics:
         """The statistics of a handler."""
         found = self.handlers.get(handler_name)
@@ -77,14 +120,19 @@ class ShardStatistics:
         """A loop of a shard run, which has not failed yet."""
         self.loop_failures.setdefault(name, 0)
 
+    def expect_lock(self, name: LockName) -> None:
+        """A cluster lock that this process tries to take. Metrics show the lock as not held until then."""
+        self.locks_held.setdefault(lock_label(name), 0)
+
     def loop_failed(self, name: str) -> None:
         """A round of a loop has failed."""
         self.loop_failures[name] = self.loop_failures.get(name, 0) + 1
 
-    def lock_changed(self, name: LockName) -> None:
+    def lock_changed(self, name: LockName, *, is_held: bool) -> None:
         """A cluster lock was taken or lost."""
         label = lock_label(name)
         self.lock_changes[label] = self.lock_changes.get(label, 0) + 1
+        self.locks_held[label] = self.locks_held.get(label, 0) + (1 if is_held else -1)
 
     def purged_from(self, table: str, rows: int) -> None:
         """Retention has removed rows of a table."""

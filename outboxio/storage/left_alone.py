@@ -23,5 +23,5 @@ class LeftAlone:
         self._said[row_id] = None
         logger.error(
             "the notification with id %s of handler %r is left alone, for its id is no UUID: correct it in "
-            "event_notifications, or remove the row", repr(row_id), handler_name, extra={"handler_name": handler_name},
+            "event_notifications, or remove the row", repr(row_id), handler_name, handler=handler_name,
         )  # fmt: skip

@@ -158,7 +158,7 @@ class ShardClock:
             self._doubt(found, found - offset, answered)
         self._asked = answered
         if self.ahead and answered >= self._settles_at:
-            logger.warning("the clock of shard %s is believed in everything again", self._shard)
+            logger.warning("the clock of shard %s is believed in everything again", self._shard, shard=self._shard)
             self.ahead = _NONE
 
     def _begin(self, found: timedelta, now: datetime) -> None:
@@ -171,11 +171,14 @@ class ShardClock:
                 "the database's clock of shard %s is %s ahead of this host's wall clock, and one of the two is wrong; "
                 "outboxio goes by the database's, but for %s nothing expires, is removed or counts as gone by the "
                 "difference", self._shard, _in_seconds(ahead), format_duration(SETTLED_AFTER),
+                shard=self._shard, seconds=ahead.total_seconds(),
             )  # fmt: skip
 
     def _keep(self, offset: timedelta) -> None:
         if self._jump is not None:
-            logger.warning("the database's clock of shard %s is back; its jump had no effect", self._shard)
+            logger.warning(
+                "the database's clock of shard %s is back; its jump had no effect", self._shard, shard=self._shard
+            )
             self._jump = None
         self._set(offset)
 
@@ -188,6 +191,7 @@ class ShardClock:
                 "the database's clock of shard %s jumped by %s; outboxio goes on by the time as it was, until the new "
                 "time has lasted for %s, and for %s nothing expires, is removed or counts as gone by it",
                 self._shard, _in_seconds(moved), format_duration(FOLLOWED_AFTER), format_duration(SETTLED_AFTER),
+                shard=self._shard, seconds=moved.total_seconds(),
             )  # fmt: skip
         elif now - jump.noticed >= FOLLOWED_AFTER:
             self._follow(found, moved, jump.noticed)
@@ -197,7 +201,10 @@ class ShardClock:
         self.ahead, self._settles_at = (ahead, noticed + SETTLED_AFTER) if ahead > SLIGHT else (_NONE, datetime.min)
         self._jump = None
         self._set(found)
-        logger.warning("the database's clock of shard %s has moved by %s for good", self._shard, _in_seconds(moved))
+        logger.warning(
+            "the database's clock of shard %s has moved by %s for good", self._shard, _in_seconds(moved),
+            shard=self._shard, seconds=moved.total_seconds(),
+        )  # fmt: skip
 
     def _set(self, offset: timedelta) -> None:
         self._offset_us = offset // _MICROSECOND

@@ -1,5 +1,8 @@
 """The log: every entry is a single line, and text from outside cannot forge an entry.
 
+An entry is a constant message with arguments, and fields: the keyword arguments of the call, as attributes of the
+record, each with the prefix ``outboxio_``. docs/logs.md lists all messages with their fields.
+
 Names, sources and errors come from outside. A line break in such a text would forge an entry, and an escape sequence
 would reach the terminal of the reader. So every logger of the package is a :class:`Log`, which escapes all arguments.
 About a payload that does not decode, the log says the place and the expected type, and leaves the value out.
@@ -11,7 +14,10 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,12 +28,21 @@ LONGEST_SHOWN = 500
 """The most characters of an error in a log line."""
 MOST_CAUSES = 5  # the most causes of an error that are shown with a stack
 MOST_FRAMES = 20  # the most frames of a stack that is shown on a line
+Fields = dict[str, Any]
+"""Fields of a log entry, without the prefix; a field that is ``None`` is left out."""
+PREFIX = "outboxio_"
+"""Begins the name of every field."""
 
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 # The beginnings of messages in which msgspec quotes a value of the payload, or the name of an unknown field.
 _QUOTES_VALUE = re.compile(r"Invalid enum value|Invalid value|Object contains unknown field")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$[^`\s]*`\Z")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+_NO_TRACE = "0" * 32
+
+_shared: ContextVar[Mapping[str, object]] = ContextVar("outboxio_log_fields", default=MappingProxyType({}))
+"""The fields of all entries that are written in this context."""
 
 
 def log_of(module: str) -> Log:
@@ -39,7 +54,11 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger with a single line for each entry.
 
     Text is escaped, and an error is shown as :func:`log_text`. A stack (``exc_info``) has files, lines and functions,
-    with each error as :func:`log_text`.
+    with each error as :func:`log_text`. Further keyword arguments are fields.
+
+    Example::
+
+        logger.warning("handler %r failed", name, handler=name, attempt=1)  # the record has outboxio_handler
     """
 
     def log(
@@ -51,14 +70,52 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         stack_info: bool = False,
         stacklevel: int = 1,
         extra: Mapping[str, object] | None = None,
-        **more: object,
+        **fields: object,
     ) -> None:
         if not self.isEnabledFor(level):
             return
         stack = without_text(exc_info) if isinstance(exc_info, BaseException) else None
+        given = {**as_fields(fields), **(extra or {})}
         self.logger.log(
-            level, msg, *map(_safe, args), exc_info=stack, stack_info=stack_info, stacklevel=stacklevel + 1, extra=extra
+            level, msg, *map(_safe, args), exc_info=stack, stack_info=stack_info, stacklevel=stacklevel + 1, extra=given
         )
+
+
+def as_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields as attributes of a record, with the shared fields. A field without a value is left out."""
+    every = {**_shared.get(), **fields}
+    return {PREFIX + name: _value(value) for name, value in every.items() if value is not None}
+
+
+@contextmanager
+def shared_fields(**fields: object) -> Generator[None]:
+    """Add fields to all entries of the block, and of the tasks that the block starts."""
+    token = _shared.set({**_shared.get(), **fields})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def trace_id_in(traceparent: object) -> str | None:
+    """The id of the trace in a header of W3C Trace Context: 32 hexadecimal digits. ``None`` without a valid header."""
+    match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    return None if match is None or match[1] == _NO_TRACE else match[1]
+
+
+def current_trace_id() -> str | None:
+    """The id of the trace of OpenTelemetry's current span. ``None`` unless the application uses OpenTelemetry."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    try:
+        span = trace.get_current_span()
+        context = span.get_span_context()
+        # A task may have been started inside a span that has ended long ago.
+        has_ended = getattr(span, "end_time", None) is not None
+        return f"{context.trace_id:032x}" if context.is_valid and not has_ended else None
+    except Exception:  # a log entry must not fail because of another library
+        return None
 
 
 def one_line(text: str, longest: int = sys.maxsize) -> str:
@@ -148,6 +205,11 @@ def _safe(argument: object) -> object:
         return log_text(argument)
     # A subclass of str could have a __str__ with a different text.
     return one_line(str.__str__(argument)) if isinstance(argument, str) else argument
+
+
+def _value(value: object) -> object:
+    """The value of a field: a number, or escaped text."""
+    return value if isinstance(value, int | float) else one_line(str(value))
 
 
 def _said_by(error: BaseException) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outboxio.model.notification import Notification
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
+    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 AnyTelemetry = Telemetry | Sequence[Telemetry]
@@ -48,8 +49,8 @@ class TelemetryChoice:
 
     def choose(self) -> None:
         """Choose again: the telemetry of the process has changed."""
-        wanted = dict.fromkeys((*self._given, *_of_process))
-        match list(wanted):
+        of_process = [each for each in _of_process if not any(each.yields_to(given) for given in self._given)]
+        match [*self._given, *of_process]:
             case []:
                 self.chosen = NO_TELEMETRY
             case [one]:
@@ -131,12 +132,20 @@ class _Call(_All, Call):
         for part in self._parts:
             part.ended(outcome)
 
+    def raised(self, error: BaseException) -> None:
+        for part in self._parts:
+            part.raised(error)
+
 
 class Several(Telemetry):
     """Several telemetries as one, each inside of the one before."""
 
     def __init__(self, parts: Sequence[Telemetry]) -> None:
         self._parts = parts
+
+    def attached(self, outbox: Outbox) -> None:
+        for part in self._parts:
+            part.attached(outbox)
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False

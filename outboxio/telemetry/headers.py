@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from outboxio.support.codec import decode_object
+
 TRACE_HEADERS = ("traceparent", "tracestate", "baggage", "sentry-trace")
 """The headers that an event of a handler takes from the handler's event. Other headers are not passed on."""
 
@@ -26,6 +28,14 @@ def seems_sampled(raw: Any) -> bool:
     looks like the header: the header itself has to be read then.
     """
     return (_in_text(raw) if isinstance(raw, str) else _in_bytes(raw)) is not None
+
+
+def headers_in(raw: bytes | msgspec.Raw) -> dict[str, Any]:
+    """The headers of a row. Headers that are no JSON object, written by a different tool, count as no headers."""
+    try:
+        return decode_object(raw)
+    except Exception:
+        return {}
 
 
 def carried(headers: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outboxio.model.notification import Notification
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
+    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 Round = Callable[[], Awaitable["RoundResult"]]
@@ -68,6 +69,9 @@ class Call(Watched):
     def ended(self, outcome: Outcome | None) -> None:
         """A row of the call has this outcome; ``None`` if the row has no outcome, and runs again."""
 
+    def raised(self, error: BaseException) -> None:
+        """The call of ``inbox.consume`` has failed: the message has no row yet, and the verdict comes later."""
+
 
 EXECUTION, SENDING, CALL = Execution(), Sending(), Call()
 """Work that no telemetry surrounds."""
@@ -96,6 +100,9 @@ class HandlingTelemetry:
 class Telemetry:
     """What an outbox tells telemetry: give an object of a subclass as ``Outbox(telemetry=...)``."""
 
+    def attached(self, outbox: Outbox) -> None:
+        """An outbox was made with this telemetry. Metrics may read ``outbox.statistics`` from now on, in any thread."""
+
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False
     ) -> Execution:
@@ -109,6 +116,10 @@ class Telemetry:
     def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry | None:
         """A shard begins to run handlers; ``None`` to leave every run alone. ``inline``: for ``inbox.consume``."""
         return None
+
+    def yields_to(self, given: Telemetry) -> bool:
+        """True for telemetry of the whole process that an outbox with the telemetry ``given`` does not need."""
+        return False
 
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
         """The rounds of a service."""

@@ -73,7 +73,8 @@ CREATE TABLE IF NOT EXISTS eventlog.operations (
     finished_date DATETIME(6),
     error         VARCHAR(1000),
 
-    KEY operations_created (namespace, created_date, id)
+    KEY operations_created (namespace, created_date, id),
+    KEY operations_running (namespace, state, updated_date)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
 INSERT INTO eventlog.schema_versions VALUES (7, '0007_operating.sql', UTC_TIMESTAMP(6))

@@ -73,5 +73,6 @@ CREATE TABLE eventlog.operations (
     error         VARCHAR(1000)
 );
 CREATE INDEX operations_created ON eventlog.operations (namespace, created_date, id);
+CREATE INDEX operations_running ON eventlog.operations (namespace, state, updated_date);
 
 INSERT INTO eventlog.schema_versions VALUES (7, '0007_operating.sql', now() AT TIME ZONE 'UTC');

@@ -71,5 +71,6 @@ CREATE TABLE eventlog_operations (
     error         TEXT
 );
 CREATE INDEX eventlog_operations_created ON eventlog_operations (namespace, created_date, id);
+CREATE INDEX eventlog_operations_running ON eventlog_operations (namespace, state, updated_date);
 
 INSERT INTO eventlog_schema_versions VALUES (7, '0007_operating.sql', strftime('%Y-%m-%d %H:%M:%f000', 'now'));

@@ -277,8 +277,7 @@ async def test_a_busy_file_is_tried_again_until_it_is_free(sqlite_url: str) -> N
 
     def free_it(line: str) -> None:
         retries.append(line)
-        if len(retries) == 2:
-            other.execute("COMMIT")
+        other.execute("COMMIT")
 
     try:
         async with Outbox(sqlite_url, namespace="app") as outbox:
@@ -290,8 +289,9 @@ async def test_a_busy_file_is_tried_again_until_it_is_free(sqlite_url: str) -> N
                 await outbox.executor.execute(Emit((1,)))
     finally:
         other.close()
-    assert len(retries) == 2
-    assert all("Emit failed with OperationalError" in line and "is run again in" in line for line in retries)
+    (line,) = retries
+    assert "action 'Emit' failed with OperationalError" in line
+    assert "is run again in" in line
 
 
 async def test_a_file_that_stays_busy_fails_the_action_with_the_drivers_error(sqlite_url: str) -> None:

@@ -106,21 +106,25 @@ async def test_a_pause_lasts_until_its_end_and_is_remembered(store: Store) -> No
     await subscriptions.pause("app", "ledger", NOW)
     await subscriptions.pause("app", "ledger", LATER)
     await subscriptions.pause("app", "other", NOW)
-    assert sorted(await subscriptions.pauses("app"), key=str) == [Pause("ledger", None), Pause("other", None)]
+    assert sorted(await subscriptions.pauses("app"), key=str) == [Pause("ledger", None, NOW), Pause("other", None, NOW)]
 
     assert await subscriptions.unpause("app", "ledger", LATER) == 1
     assert await subscriptions.unpause("app", "ledger", FOREVER) == 0
-    assert sorted(await subscriptions.pauses("app"), key=str) == [Pause("ledger", LATER), Pause("other", None)]
+    assert sorted(await subscriptions.pauses("app"), key=str) == [
+        Pause("ledger", LATER, NOW),
+        Pause("other", None, NOW),
+    ]
 
     await subscriptions.pause("app", "ledger", FOREVER)
-    assert sorted(await subscriptions.pauses("app"), key=str) == [Pause("ledger", None), Pause("other", None)]
+    pauses = sorted(await subscriptions.pauses("app"), key=str)
+    assert pauses == [Pause("ledger", None, FOREVER), Pause("other", None, NOW)]
 
 
 async def test_services_pause_their_own_handlers(store: Store, stranger: Store) -> None:
     await stranger.database.subscriptions.pause("stranger", "ledger", NOW)
     assert await store.database.subscriptions.pauses("app") == []
     assert await store.database.subscriptions.unpause("app", "ledger", NOW) == 0
-    assert await stranger.database.subscriptions.pauses("stranger") == [Pause("ledger", None)]
+    assert await stranger.database.subscriptions.pauses("stranger") == [Pause("ledger", None, NOW)]
 
 
 # --- resume --------------------------------------------------------------------------------------

@@ -309,6 +309,6 @@ async def test_an_operators_machine_whose_clock_is_wrong_makes_due_by_the_databa
         before, real = utc_now(), time.time_ns
         monkeypatch.setattr(ids, "_latest", ids._latest)  # the ids of later tests go by the right clock again
         monkeypatch.setattr(time, "time_ns", lambda: real() + 3_600_000_000_000)
-        assert await operator.admin.retry([failed["id"] if look.driver == "asyncpg" else str(failed["id"])]) == 1
+        assert (await operator.admin.retry([failed["id"] if look.driver == "asyncpg" else str(failed["id"])])).done == 1
     [row] = await look.notifications()
     assert abs(datetime.fromisoformat(str(row["next_retry_at"])) - before) < timedelta(minutes=10)

@@ -56,7 +56,7 @@ async def test_whatever_looks_like_sql_is_stored_and_found_as_it_is(
     assert (record.payload, record.action_params, record.headers) == ({"said": text}, {text: text}, {text: text})
     assert record.errors[0]["message"] == text
     failing.clear()
-    assert await admin.retry([record.id]) == 1
+    assert (await admin.retry([record.id])).done == 1
     await admin.pause(text)
     assert await admin.paused() == {text}
     assert await admin.unpause(text)
@@ -96,7 +96,7 @@ async def test_an_id_may_come_as_text(outbox: Outbox) -> None:
     as_text: Any = str(record.id)
 
     assert list(await outbox.admin.inspect(as_text)) == [record]
-    assert (await outbox.admin.retry([as_text]), await outbox.admin.skip([as_text])) == (1, 1)
+    assert [(await outbox.admin.retry([as_text])).done, (await outbox.admin.skip([as_text])).done] == [1, 1]
 
 
 #: A module that nobody has imported yet, and a class, a function and a variable of it.

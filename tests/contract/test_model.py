@@ -282,14 +282,15 @@ class Steps(RuleBasedStateMachine):
 
     def retry(self, some: set[int]) -> None:
         rows = self._chosen(some)
-        self._operate(self.admin.retry([self._id(row) for row in rows]), self.model.retry(rows))
+        self._operate(done(self.admin.retry([self._id(row) for row in rows])), self.model.retry(rows))
 
     def skip(self, some: set[int]) -> None:
         rows = self._chosen(some)
-        self._operate(self.admin.skip([self._id(row) for row in rows]), self.model.skip(rows))
+        self._operate(done(self.admin.skip([self._id(row) for row in rows])), self.model.skip(rows))
 
     def resume(self, name: str, key: str) -> None:
-        self._operate_on(name, self.admin.resume(name, key), self.model.resume(name, key))
+        resumed = self.admin.resume(name, key)
+        self._operate_on(name, resumed, self.model.resume(name, key), among_rows=True)
 
     def replay(self, name: str, states: set[str], ago: int) -> None:
         since = self.model.now - timedelta(seconds=ago)
@@ -338,6 +339,11 @@ class Steps(RuleBasedStateMachine):
 
 
 Compared = tuple[str, int, int, datetime | None, datetime | None]
+
+
+async def done(order: Any) -> int:
+    """The number of changed rows of an order."""
+    return int((await order).done)
 
 
 def _as_found(row: Any) -> Compared:

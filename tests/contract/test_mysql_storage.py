@@ -116,8 +116,8 @@ async def check_flow(outbox: Outbox, look: Look) -> None:
     assert first.envelopes[0].headers == {"text": TRICKY}
     [*records] = await outbox.admin.list(handler="first")
     assert [record.errors[0]["type"] for record in records] == ["RetryAfter"] * 2
-    assert await outbox.admin.retry([record.id for record in records]) == 2
-    assert await outbox.admin.skip([record.id for record in records]) == 2
+    assert (await outbox.admin.retry([record.id for record in records])).done == 2
+    assert (await outbox.admin.skip([record.id for record in records])).done == 2
     counts = await outbox.admin.counts()
     assert (counts["SUCCEEDED"], counts["SKIPPED"], counts["undelivered"]) == (6, 2, 0)
 
@@ -203,7 +203,7 @@ async def check_that_it_is_handled(outbox: Outbox, event: Event, params: Any = N
     assert [envelope.action_params for envelope in journal.envelopes] == [params or {}] * 2
     [record] = await outbox.admin.list()
     assert (record.state, record.action_params) == ("SUCCEEDED", params or {})
-    assert await outbox.admin.retry([record.id]) == 1
+    assert (await outbox.admin.retry([record.id])).done == 1
     assert (await outbox.drain()).succeeded == 1
     assert len(journal) == 3
 

@@ -74,7 +74,7 @@ async def test_the_first_start_of_a_handler_says_how_much_history_it_is_given(
         )
     ]
     (record,) = [record for record in caplog.records if record.name == "outboxio.fanout.newcomers"]
-    assert (record.__dict__["handler_name"], record.__dict__["waiting"]) == ("first", 3)
+    assert (record.__dict__["outboxio_handler"], record.__dict__["outboxio_waiting"]) == ("first", 3)
 
 
 async def test_it_is_said_once(outbox: Outbox, clock: MovableClock, caplog: pytest.LogCaptureFixture) -> None:

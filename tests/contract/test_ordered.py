@@ -224,7 +224,7 @@ async def test_a_parked_key_goes_on_when_its_head_is_retried_or_skipped(outbox: 
     await outbox.drain()
     (dead,) = await outbox.admin.list(state="DEAD")
 
-    assert await getattr(outbox.admin, order)([dead.id]) == 1
+    assert (await getattr(outbox.admin, order)([dead.id])).done == 1
     await outbox.drain()
 
     assert by_key(ledger)["a"] == ([1, 1, 2] if order == "retry" else [1, 2])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from outboxio import Outbox
-from outboxio.cli import schema
+from outboxio.cli.commands import schema
 from outboxio.model.lock_name import Slot
 from outboxio.operations.partitions import unowned
 from outboxio.operations.partitions.advice import advice_on_partitions
@@ -25,9 +25,9 @@ def watch_of(outbox: Outbox) -> UnownedWatch:
 
 def alarms(caplog: pytest.LogCaptureFixture) -> list[tuple[object, object]]:
     """The handler and the partition of each alarm."""
-    found = [vars(record) for record in caplog.records if vars(record).get("alarm") == "partition_unowned"]
+    found = [vars(record) for record in caplog.records if vars(record).get("outboxio_alarm") == "partition_unowned"]
     assert all(one["levelno"] == logging.ERROR for one in found)
-    return [(one["handler_name"], one["partition"]) for one in found]
+    return [(one["outboxio_handler"], one["outboxio_partition"]) for one in found]
 
 
 # --- partitions without an owner -----------------------------------------------------------------

@@ -370,7 +370,7 @@ async def test_a_row_that_was_settled_meanwhile_is_never_reopened(make_outbox: M
         await outbox.executor.execute(Emit((1, 2)))
         await gate.calls(2)
         records = await outbox.admin.list()
-        assert await outbox.admin.skip([records[0].id]) == 1
+        assert (await outbox.admin.skip([records[-1].id])).done == 1
         gate.open()
         await eventually(lambda: counters(outbox).refused == 1 and counters(outbox).succeeded == 1)
 

@@ -622,6 +622,19 @@ async def test_a_consumed_message_is_a_child_of_the_consumers_span_or_of_its_hea
     assert traces.named("process Placed") == []
 
 
+@pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
+async def test_a_consumed_message_whose_handler_fails_says_so(make: MakeOutbox, traces: Traces, delivery: Any) -> None:
+    outbox = await make(traces.telemetry())
+    outbox.handler(Placed, name="pay", delivery=delivery)(fails_until(9, ValueError()))
+    message: Any = {"source": "s", "external_id": "1", "event": Placed(1), "headers": {"traceparent": REMOTE}}
+    with pytest.raises(BaseExceptionGroup):
+        await outbox.inbox.consume(**message)
+
+    run = traces.one("process Placed")
+    assert (attributes(run)["outboxio.outcome"], attributes(run)["error.type"]) == ("failed", "ValueError")
+    assert run.status.status_code is StatusCode.ERROR
+
+
 # --- the seam --------------------------------------------------------------------------------------
 
 
@@ -665,6 +678,82 @@ async def test_several_telemetries_are_told_of_everything(make: MakeOutbox, look
     assert counting.failed == ["pay: no money"]
     assert traces.names == ["execute PlaceOrder", "process Placed", "send Placed"]
     assert await headers_of_events(look) == [{"traceparent": header_of(traces.one("send Placed"))}]
+
+
+class Broken(HandlingTelemetry):
+    """Telemetry that fails in the method with this name."""
+
+    def __init__(self, fails: str) -> None:
+        self.fails = fails
+
+    def _fail(self, name: str) -> None:
+        if name == self.fails:
+            raise OSError("no tracer")
+
+    def call(self, handler: Any, row: Any) -> Call:
+        self._fail("call")
+        return BrokenCall(self)
+
+    def batch_call(self, handler: Any, rows: Any) -> Call:
+        self._fail("call")
+        return BrokenCall(self)
+
+    def failed(self, *args: Any) -> None:
+        self._fail("failed")
+
+
+class BrokenCall(Call):
+    def __init__(self, telemetry: Broken) -> None:
+        self._fail = telemetry._fail
+
+    def __enter__(self) -> Any:
+        self._fail("enter")
+
+    def __exit__(self, *args: Any) -> None:
+        self._fail("exit")
+
+    def ended(self, outcome: Any) -> None:
+        self._fail("ended")
+
+
+@pytest.mark.parametrize("fails", ["call", "enter", "exit", "ended", "failed"])
+async def test_telemetry_that_fails_changes_no_outcome(
+    make: MakeOutbox, fails: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OfShard(Telemetry):
+        def handling(self, *args: Any, **options: Any) -> HandlingTelemetry:
+            return Broken(fails)
+
+    outbox = await make(OfShard())
+    outbox.handler(Placed, name="good")(fails_until(0, ValueError()))
+    outbox.handler(Placed, name="bad", retry=RetryPolicy(max_attempts=1))(fails_until(9, ValueError()))
+
+    @outbox.handler(Placed, name="batch", batch=Batch(size=10))
+    async def batch(envelopes: list[OfPlaced]) -> None: ...
+
+    await outbox.execute(PlaceOrder(1))
+    drained = await outbox.drain()
+
+    assert (drained.succeeded, drained.dead) == (2, 1)
+    assert "no tracer" in caplog.text + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("headers", ["[1]", "7", '"text"', '"{\\"traceparent\\":7}"'])
+async def test_headers_that_are_no_object_are_no_trace(
+    make: MakeOutbox, look: Look, traces: Traces, headers: str
+) -> None:
+    outbox = await make(traces.telemetry(trace_unsampled=True))
+
+    @outbox.handler(Placed, name="pay")
+    async def pay(envelope: OfPlaced) -> None:
+        envelope.emit(Paid(1))
+        await envelope.execute(PayOrder(1))
+
+    await outbox.execute(PlaceOrder(1))
+    await look.fetch("UPDATE {events} SET headers = $1", headers)
+
+    assert (await outbox.drain()).succeeded == 1
+    assert traces.one("process Placed").parent is None
 
 
 @pytest.mark.parametrize("given", [object(), "opentelemetry", [object()], OpenTelemetry])

@@ -106,8 +106,8 @@ async def test_a_row_that_cannot_be_read_ends_alone_with_its_error(
         ended = await errors_of(look, "first", number)
         assert "UnreadableRow" in ended, (column, value)
         assert column in ended or "bytes that are no text" in ended, (column, value, ended)
-    told = [r.getMessage() for r in caplog.records if "UnreadableRow" in r.getMessage()]
-    assert len(told) == len(damaged)
+    told = [record for record in caplog.records if "UnreadableRow" in record.getMessage()]
+    assert len(told) + sum(vars(record).get("outboxio_suppressed", 0) for record in told) == len(damaged)
     caplog.clear()
     assert (await outbox.drain()).dead == 0  # it does not come back
     assert caplog.records == []
@@ -137,7 +137,7 @@ async def test_a_row_that_was_corrected_and_retried_is_handled(outbox: Outbox, l
     assert (await outbox.drain()).dead == 1
 
     row_id = await look.value("SELECT id FROM {event_notifications}")
-    assert await outbox.admin.retry([row_id]) == 1
+    assert (await outbox.admin.retry([row_id])).done == 1
 
     assert (await outbox.drain()).succeeded == 1
     assert first.amounts == [1]
@@ -256,7 +256,7 @@ async def test_a_verdict_whose_row_does_not_say_of_which_event_is_dead_without_i
 
     assert told == []
     assert await rows(look) == {("first", 1): ("DEAD", 0)}
-    assert "without its hook" in caplog.text
+    assert "without the hook of handler 'first'" in caplog.text
 
 
 async def test_a_transactional_handler_of_a_row_that_does_not_say_of_which_event_leaves_nothing_open(

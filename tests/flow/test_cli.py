@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -447,14 +448,38 @@ async def test_the_log_of_a_worker_is_json_if_it_is_asked_for(local: Command, lo
 
     answer = await local("worker", "shop:outbox", "--drain", "--log-format", "json")
 
-    *lines, last = answer.err.splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in answer.err.splitlines()]
     [failure] = [record for record in records if record["level"] == "WARNING"]
-    assert failure["handler_name"] == "ship"
-    assert failure["attempt"] == 1
+    assert failure["template"] == "handler %r failed for event %s (attempt %d, now %s): %s%s"
+    assert (failure["outboxio_handler"], failure["outboxio_attempt"]) == ("ship", 1)
+    assert {"outboxio_namespace", "outboxio_shard", "outboxio_event_id"} < set(failure)
     assert {"time", "level", "logger", "message"} <= set(records[0])
     assert any("fans out and runs handlers" in record["message"] for record in records)
-    assert last.startswith("error: ")
+    assert (records[-1]["level"], records[-1]["outboxio_failed"]) == ("ERROR", 1)
+
+
+SPEAKING = """
+import logging
+from shop import Ordered, outbox
+
+@outbox.handler(Ordered, name="speak")
+async def speak(envelope):
+    logging.getLogger("shop").warning("shipping")
+"""
+
+
+async def test_the_handlers_own_lines_in_the_json_log_of_a_worker_say_for_which_event_they_are(
+    local: Command, local_shop: Outbox
+) -> None:
+    (local.directory / "speaking.py").write_text(SPEAKING)
+    await local_shop.executor.execute(Order(1))
+
+    answer = await local("worker", "speaking:outbox", "--drain", "--log-format", "json")
+
+    assert answer.code == 0, answer
+    [spoken] = [record for record in map(json.loads, answer.err.splitlines()) if record["logger"] == "shop"]
+    assert (spoken["message"], spoken["outboxio_handler"], spoken["outboxio_attempt"]) == ("shipping", "speak", 1)
+    assert UUID(spoken["outboxio_event_id"])
 
 
 async def test_a_worker_leaves_logging_alone_if_it_is_told_to(local: Command, local_shop: Outbox) -> None:

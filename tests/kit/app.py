@@ -13,10 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
-import asyncpg
-
 from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
-from tests.kit import mysql
+from tests.kit import mysql, postgres
+from tests.kit.apart import apart
 from tests.kit.sql import sql, with_percents
 
 WALLETS = "CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL, version INT NOT NULL DEFAULT 1)"
@@ -143,11 +142,7 @@ class Look:
         return statement
 
     async def _in_postgres(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        connection = await asyncpg.connect(self.url)
-        try:
-            return [dict(row) for row in await connection.fetch(statement, *args)]
-        finally:
-            await connection.close()
+        return await apart(postgres.fetch(self.url, statement, args))
 
     async def _in_mysql(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         async with mysql.connected(self.url) as connection:

@@ -28,7 +28,7 @@ from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import Event, EventTypes
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import DYING, DueQuery, Notification, RestQuery, State
-from outboxio.model.outcome import Bucket, Lease, Outcome, success
+from outboxio.model.outcome import Bucket, Lease, Outcome, expired, success
 from outboxio.runs.cursor import Cursors, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
@@ -178,6 +178,9 @@ class Judge:
 
     def describe(self, error: BaseException) -> None:
         return None
+
+    def expired(self, run: Run) -> Outcome:
+        return expired(run.notification, run.lease)
 
 
 def queue_of(

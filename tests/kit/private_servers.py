@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.kit.apart import run_apart
 from tests.kit.mysql import scheme_of
 from tests.kit.proxy import free_port
 from tests.kit.servers import (
@@ -26,7 +27,6 @@ from tests.kit.servers import (
     _mysql_execute,
     _private_directory,
     _ready_postgres,
-    _run_apart,
     _run_as_server_user,
     _tail,
 )
@@ -80,7 +80,7 @@ class PrivateMysql:
         self.url = f"{scheme}://root@127.0.0.1:{self._port}/private"
         family.initialise(programs, home)
         self.start()
-        _run_apart(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
+        run_apart(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
 
     def start(self) -> None:
         here = self._home / "running"  # the server's keeper process removes the folder at its end

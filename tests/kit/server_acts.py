@@ -13,7 +13,8 @@ from asyncpg.exceptions import InternalClientError
 
 from outboxio import CommitUnknown, DatabaseUnavailable, Outbox
 from outboxio.storage.mysql.driver import is_closed
-from tests.kit import mysql
+from tests.kit import mysql, postgres
+from tests.kit.apart import apart
 from tests.kit.inside import database_of, is_running, locks_of
 
 
@@ -125,7 +126,8 @@ class PostgresActs:
     async def sessions(self) -> list[dict[str, Any]]:
         return await self._fetch(
             "SELECT pid, state, query, wait_event_type FROM pg_stat_activity"
-            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name <> $1",
+            postgres.APPLICATION,
         )
 
     async def held_up(self, words: str) -> list[int]:
@@ -142,11 +144,7 @@ class PostgresActs:
         await self._fetch("SELECT pg_terminate_backend(pid) FROM unnest($1::int[]) pid", list(sessions))
 
     async def _fetch(self, statement: str, *args: Any) -> list[dict[str, Any]]:
-        connection = await asyncpg.connect(self._url)
-        try:
-            return [dict(row) for row in await connection.fetch(statement, *args)]
-        finally:
-            await connection.close()
+        return await apart(postgres.fetch(self._url, statement, args))
 
 
 class MysqlActs:

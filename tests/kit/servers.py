@@ -14,7 +14,6 @@ dialects: only the first are tested, and a missing server of the second is a fai
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import itertools
 import os
@@ -28,20 +27,17 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
-from urllib.parse import urlsplit
 
-import aiomysql
-import asyncpg
 import pytest
 
-from tests.kit import mysql
+from tests.kit import mysql, mysql_databases, postgres
+from tests.kit.apart import migrate, run_apart
 
 T = TypeVar("T")
 
@@ -106,8 +102,18 @@ class Dialect(Protocol):
         """The slots of this machine, at least one; starts no server."""
         ...
 
-    def fresh_database(self, server: Server, directory: Path) -> AbstractContextManager[str]:
-        """The URL of an empty, unshared database that is dropped afterwards."""
+    def fresh_database(
+        self, server: Server, directory: Path, *, tables: str | None = None
+    ) -> AbstractContextManager[str]:
+        """The URL of an empty, unshared database that is dropped afterwards.
+
+        ``tables``: a database with outboxio's tables, and with the tables that these statements create. The database
+        may have been used by earlier tests; all tables are without rows.
+        """
+        ...
+
+    def forget(self, server: Server) -> None:
+        """Drop the databases that are kept for further tests."""
         ...
 
 
@@ -180,6 +186,8 @@ class Servers:
                 yield f"{slot_id}: passed over, {'; '.join(refusals)}", False
 
     def close(self) -> None:
+        for server in self._taken.values():
+            DIALECTS[server.dialect].forget(server)
         self._ends.close()
 
     def _start(self, slot: Slot) -> None:
@@ -236,14 +244,20 @@ class Postgres:
     def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
         return slots_of(self.name, list(self._offers(environ)))
 
-    @contextmanager
-    def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
-        name = _database_name()
-        # Copying files costs a tenth of writing them into the WAL page by page, which is the default since 15.
-        how = "STRATEGY FILE_COPY" if server.version >= 15 else ""
-        _run_apart(_postgres_execute(server.url, f"CREATE DATABASE {name} {how}"))
-        yield urlsplit(server.url)._replace(path=f"/{name}").geturl()
-        _run_apart(_postgres_execute(server.url, f"DROP DATABASE {name} WITH (FORCE)"))
+    def __init__(self) -> None:
+        self._databases: dict[str, postgres.Databases] = {}
+
+    def fresh_database(
+        self, server: Server, directory: Path, *, tables: str | None = None
+    ) -> AbstractContextManager[str]:
+        if server.url not in self._databases:
+            self._databases[server.url] = postgres.Databases(server.url, server.version, _database_name)
+        databases = self._databases[server.url]
+        return databases.empty() if tables is None else databases.migrated(tables)
+
+    def forget(self, server: Server) -> None:
+        if databases := self._databases.pop(server.url, None):
+            databases.close()
 
     def _offers(self, environ: Mapping[str, str]) -> Iterator[Offer]:
         if url := environ.get("OUTBOXIO_TEST_POSTGRES_URL"):
@@ -256,8 +270,8 @@ class Postgres:
 
 def _given_postgres(url: str) -> Offer:
     try:
-        version = _run_apart(_postgres_version(url))
-    except POSTGRES_NOT_READY as error:
+        version = run_apart(postgres.version(url))
+    except postgres.ERRORS as error:
         raise pytest.UsageError(f"OUTBOXIO_TEST_POSTGRES_URL={url} cannot be reached: {error}") from error
     return Offer(version, "OUTBOXIO_TEST_POSTGRES_URL", lambda ends: url)
 
@@ -352,38 +366,15 @@ def _programs_of_wheel(folder: Path, home: Path) -> Path:
     return home / package.name / install.name / folder.name
 
 
-POSTGRES_NOT_READY = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError)
-
-
 def _ready_postgres(url: str, complaint: Callable[[], str]) -> str:
     deadline = time.monotonic() + STARTING_TAKES_AT_MOST
     while time.monotonic() < deadline:
         try:
-            _run_apart(_postgres_version(url))
+            run_apart(postgres.version(url))
             return url
-        except POSTGRES_NOT_READY:
+        except postgres.ERRORS:
             time.sleep(0.05)
     raise CannotStart(complaint())
-
-
-async def _postgres_version(url: str) -> int:
-    return await _with_postgres(url, _major_version)
-
-
-async def _major_version(connection: asyncpg.Connection[Any]) -> int:
-    return connection.get_server_version().major
-
-
-async def _postgres_execute(url: str, statement: str) -> None:
-    await _with_postgres(url, lambda connection: connection.execute(statement))
-
-
-async def _with_postgres(url: str, use: Callable[[asyncpg.Connection[Any]], Awaitable[T]]) -> T:
-    connection = await asyncpg.connect(url, timeout=5)
-    try:
-        return await use(connection)
-    finally:
-        await connection.close()
 
 
 # --- MySQL and MariaDB -----------------------------------------------------------------------------
@@ -432,12 +423,20 @@ class MysqlFamily:
             return slots_of(self.name, [self._given(url)], own)
         return slots_of(self.name, own, own)
 
-    @contextmanager
-    def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
-        name = _database_name()
-        _run_apart(_mysql_execute(server.url, f"CREATE DATABASE {name} CHARACTER SET utf8mb4"))
-        yield urlsplit(server.url)._replace(path=f"/{name}").geturl()
-        _run_apart(_drop_databases(server.url, name, "eventlog"))
+    def __init__(self) -> None:
+        self._databases: dict[str, mysql_databases.Databases] = {}
+
+    def fresh_database(
+        self, server: Server, directory: Path, *, tables: str | None = None
+    ) -> AbstractContextManager[str]:
+        if server.url not in self._databases:
+            self._databases[server.url] = mysql_databases.Databases(server.url, _database_name)
+        databases = self._databases[server.url]
+        return databases.empty() if tables is None else databases.migrated(tables)
+
+    def forget(self, server: Server) -> None:
+        if databases := self._databases.pop(server.url, None):
+            databases.close()
 
     def programs(self, environ: Mapping[str, str]) -> Iterator[MysqlPrograms]:
         """The servers that this machine can run, the preferred server first."""
@@ -479,9 +478,9 @@ class MysqlFamily:
     def _given(self, url: str) -> Offer:
         variable = f"OUTBOXIO_TEST_{self.name.upper()}_URL"
         try:
-            found = _run_apart(_mysql_version(url))
-            databases = _run_apart(_mysql_databases(url))
-        except MYSQL_NOT_READY as error:
+            found = run_apart(_mysql_version(url))
+            databases = run_apart(_mysql_databases(url))
+        except mysql_databases.ERRORS as error:
             raise pytest.UsageError(f"{variable}={url} cannot be reached: {error}") from error
         if found.dialect != self.name:
             raise pytest.UsageError(f"{variable}={url} is a server of {found.dialect}, version {found.version}")
@@ -494,19 +493,19 @@ class MysqlFamily:
 
     def _mark(self, url: str, ends: ExitStack) -> str:
         # The remains of a run that died carry its mark, and the next run may remove them.
-        if MARKER not in _run_apart(_mysql_databases(url)):
-            _run_apart(_mysql_execute(url, f"CREATE DATABASE {MARKER}"))
-        _run_apart(_drop_databases(url, "eventlog"))
-        ends.callback(lambda: _run_apart(_drop_databases(url, MARKER)))
+        if MARKER not in run_apart(_mysql_databases(url)):
+            run_apart(_mysql_execute(url, f"CREATE DATABASE {MARKER}"))
+        run_apart(_drop_databases(url, "eventlog"))
+        ends.callback(lambda: run_apart(_drop_databases(url, MARKER)))
         return url
 
     def _ready(self, url: str, complaint: Callable[[], str]) -> str:
         deadline = time.monotonic() + STARTING_TAKES_AT_MOST
         while time.monotonic() < deadline:
             try:
-                _run_apart(_mysql_version(url))
+                run_apart(_mysql_version(url))
                 return url
-            except MYSQL_NOT_READY:
+            except mysql_databases.ERRORS:
                 time.sleep(0.05)
         raise CannotStart(complaint())
 
@@ -619,8 +618,6 @@ def _existing(program: str) -> list[Path]:
 #: The database beside which ``eventlog`` may be dropped on a given server.
 MARKER = "outboxio_test"
 
-MYSQL_NOT_READY = (OSError, TimeoutError, aiomysql.Error)
-
 
 class MysqlVersion(NamedTuple):
     dialect: str
@@ -646,15 +643,8 @@ async def _mysql_execute(url: str, statement: str) -> None:
 
 
 async def _drop_databases(url: str, *names: str) -> None:
-    """Drop the existing ones of these databases, even while they are in use."""
     async with mysql.connected(url) as connection:
-        # A transaction that a test left open would hold up the drop for ever.
-        for session in await mysql.sessions(connection):
-            if session["db"] in names:
-                await mysql.kill(connection, session["Id"])
-        there = {row["Database"] for row in await mysql.fetch(connection, "SHOW DATABASES")}
-        for name in there.intersection(names):
-            await mysql.fetch(connection, f"DROP DATABASE {name}")
+        await mysql_databases.drop(connection, *names)
 
 
 # --- SQLite ----------------------------------------------------------------------------------------
@@ -671,13 +661,30 @@ class Sqlite:
         return [Slot("sqlite", "sqlite", (Offer(3, f"SQLite {sqlite3.sqlite_version} of this Python", self._start),))]
 
     @contextmanager
-    def fresh_database(self, server: Server, directory: Path) -> Iterator[str]:
-        yield f"sqlite:///{directory / 'test.db'}"
+    def fresh_database(self, server: Server, directory: Path, *, tables: str | None = None) -> Iterator[str]:
+        url = f"sqlite:///{directory / 'test.db'}"
+        if tables is not None:
+            (directory / "test.db").write_bytes(_file_with(tables))
+        yield url
+
+    def forget(self, server: Server) -> None:
+        """Nothing is kept."""
 
     def _start(self, ends: ExitStack) -> str:
         if sqlite3.sqlite_version_info < self.oldest:
             raise CannotStart(f"outboxio needs {'.'.join(map(str, self.oldest))} or later: use another Python")
         return "sqlite://"
+
+
+@cache
+def _file_with(tables: str) -> bytes:
+    """A file with outboxio's tables and with further tables."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "template.db"
+        run_apart(migrate(f"sqlite:///{file}"))
+        with closing(sqlite3.connect(file)) as connection:
+            connection.executescript(tables)
+        return file.read_bytes()
 
 
 DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (Postgres(), Mysql(), Mariadb(), Sqlite())}
@@ -841,9 +848,3 @@ _numbers = itertools.count(1)
 def _database_name() -> str:
     # The process id separates two sessions on one server.
     return f"outboxio_test_{os.getpid()}_{next(_numbers)}"
-
-
-def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a separate loop and thread, so that a running loop here does not matter."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, work).result()

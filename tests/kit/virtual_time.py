@@ -22,8 +22,9 @@ async def virtual_time() -> AsyncIterator[None]:
 
     def jump_and_run() -> None:
         nonlocal now
-        if not loop._ready and loop._scheduled:
-            now = max(now, loop._scheduled[0].when())
+        waiting = [] if loop._ready else [timer.when() for timer in loop._scheduled if not timer.cancelled()]
+        if waiting:
+            now = max(now, min(waiting))
         run_once()
 
     def time() -> float:

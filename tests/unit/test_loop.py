@@ -243,9 +243,45 @@ async def test_errors_are_survived_counted_and_logged_with_one_stack(caplog: pyt
     assert (loop.errors, loop.failures, loop.last_error) == (3, 0, broken[2])
 
     records = [record for record in caplog.records if record.name == "outboxio.loops.loop"]
-    assert [record.levelname for record in records] == ["ERROR", "WARNING", "WARNING", "INFO"]
-    assert [record.exc_info is not None for record in records] == [True, False, False, False]
+    assert [record.levelname for record in records] == ["ERROR", "WARNING", "INFO"]
+    assert [record.exc_info is not None for record in records] == [True, False, False]
     assert "works again after 3 failed rounds" in records[-1].getMessage()
+    assert vars(records[-1])["outboxio_suppressed"] == 1, "the third failure is of the same kind as the first"
+
+
+async def test_an_outage_writes_a_line_a_minute_with_the_number_of_failures(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "pause_after", lambda failures: 4.8)
+    caplog.set_level(logging.INFO)
+    service = Service(*[OSError("no route")] * 30, NOTHING)
+
+    async def until() -> None:
+        for number in range(1, 32):
+            await service.rounds(number)
+
+    await driving(idle_loop(service), until)
+
+    records = [vars(record) for record in caplog.records if record.name == "outboxio.loops.loop"]
+    told = [(record["levelname"], record["outboxio_failures"]) for record in records]
+    assert told == [("ERROR", 1), ("WARNING", 14), ("WARNING", 27), ("INFO", 30)]
+    assert sum(record.get("outboxio_suppressed", 0) for record in records) == 30 - 3
+
+
+async def test_a_loop_that_ends_in_an_outage_says_how_many_failures_the_log_does_not_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = Service(*[OSError("no route")] * 3)
+    loop = idle_loop(service)
+
+    async def until() -> None:
+        await service.rounds(3)
+        loop.stop()
+
+    await driving(loop, until)
+
+    assert caplog.records[-1].getMessage() == "work ends after 3 failed rounds in a row"
+    assert vars(caplog.records[-1])["outboxio_suppressed"] == 2
 
 
 async def test_failures_in_a_row_lengthen_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,17 +327,13 @@ async def test_a_failure_after_a_standstill_shows_nothing_of_the_driver_and_the_
 ) -> None:
     stood_still = [12.0]
     monkeypatch.setattr(loop_module, "stood_still_since", lambda moment: stood_still.pop() if stood_still else 0.0)
-    service = Service(OSError("state 12"), OSError("no route"), OSError("no route"), NOTHING)
+    service = Service(OSError("state 12"), OSError("no route"), NOTHING)
     caplog.set_level(logging.INFO)
 
-    await driving(idle_loop(service), lambda: service.rounds(4))
+    await driving(idle_loop(service), lambda: service.rounds(3))
 
-    told = [(record.levelname, record.getMessage(), bool(record.exc_info)) for record in caplog.records[:3]]
-    assert [(level, has_stack) for level, _, has_stack in told] == [
-        ("INFO", False),
-        ("ERROR", True),
-        ("WARNING", False),
-    ]
+    told = [(record.levelname, record.getMessage(), bool(record.exc_info)) for record in caplog.records[:2]]
+    assert [(level, has_stack) for level, _, has_stack in told] == [("INFO", False), ("ERROR", True)]
     assert told[0][1].startswith("work failed, for the event loop stood still for 12.0 s, and is tried again in")
 
 

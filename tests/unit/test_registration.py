@@ -364,6 +364,10 @@ def test_a_class_may_have_constants_and_methods_of_its_own() -> None:
         ({"since": date(2026, 1, 1)}, "since=datetime.date(2026, 1, 1); expected a datetime"),
         ({"partitions": 65}, "partitions=65; expected a whole number from 1 to 64"),
         ({"partitions": 8, "total_concurrency": 4}, "raise total_concurrency to 8 or more"),
+        ({"alert_age": "soon"}, "alert_age='soon'; expected a duration"),
+        ({"alert_age": 0}, "alert_age=0; expected a duration longer than zero"),
+        ({"alert_age": None}, "alert_age=None; expected a duration"),
+        ({"trace": None}, "trace=None; expected True or False"),
     ],
 )
 def test_an_option_of_the_wrong_kind_is_refused(attributes: dict[str, Any], message: str) -> None:

@@ -12,9 +12,10 @@ from functools import partial
 from types import FrameType
 
 from msgspec import Struct
+from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
-from outboxio.cli.answer import Exit, say_error
+from outboxio.cli.answer import Exit
 from outboxio.cli.inside import Tally, clock_of, databases, handlers, is_live
 from outboxio.cli.logs import Teller
 from outboxio.handlers.handler import Handler
@@ -62,7 +63,7 @@ async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | No
             await stop.wait()
             manager.tell("STOPPING=1")
             patience = format_duration(outbox.settings.shutdown_timeout)
-            tell.say(f"stopping: running handlers have {patience} to finish; signal again to leave at once")
+            tell.say("stopping: running handlers have %s to finish; signal again to leave at once", patience)
     _sum_up(tally.total(), time.monotonic() - began, tell)
     return Exit.FINE
 
@@ -73,7 +74,7 @@ async def _served(outbox: Outbox, pages: Address | None, tell: Teller) -> AsyncG
         yield
         return
     async with serve_health(outbox, pages.port, host=pages.host) as port:
-        tell.say(f"health pages: http://{pages.host}:{port}/live, /ready, /health, /metrics")
+        tell.say("health pages: http://%s:%d/live, /ready, /health, /metrics", pages.host, port)
         yield
 
 
@@ -88,16 +89,16 @@ async def drain(outbox: Outbox, timeout: str | None, tell: Teller) -> Exit:
     counts = await outbox.admin.counts()
     failed = counts["FAILED"] + counts["DYING"]
     if failed:
-        say_error(f"not all is done: {failed} left that failed, waiting for a retry")
+        tell.fail("not all is done: %d left that failed, waiting for a retry", failed, failed=failed)
     due = await _names_with_due_rows(outbox)
     if due:
-        say_error(f"not all is done: notifications of {', '.join(map(repr, due))} are due and left: {_REASONS}")
+        tell.fail(
+            "not all is done: notifications of %s are due and left: an operator paused the handler, or this outbox has "
+            "no handler of that name", ", ".join(map(repr, due)),
+        )  # fmt: skip
     elif counts["PENDING"]:
-        tell.say(f"left for a later moment, by a schedule or a delay: {counts['PENDING']}")
+        tell.say("left for a later moment, by a schedule or a delay: %d", counts["PENDING"], waiting=counts["PENDING"])
     return Exit.NO if failed or due else Exit.FINE
-
-
-_REASONS = "an operator paused the handler, or this outbox has no handler of that name"
 
 
 async def _names_with_due_rows(outbox: Outbox) -> list[str]:
@@ -140,7 +141,10 @@ def _signalled() -> Generator[asyncio.Event]:
 
 def _introduce(outbox: Outbox, duties: Duties, tell: Teller) -> None:
     does = " and ".join(["fans out"] * duties.fanout + ["runs handlers"] * _handles(outbox, duties))
-    tell.say(f"outboxio {__version__} {does or 'does nothing'} for namespace {outbox.namespace}")
+    tell.say(
+        "outboxio %s %s for namespace %s", __version__, does or "does nothing", outbox.namespace,
+        namespace=outbox.namespace, version=__version__,
+    )  # fmt: skip
     tell.list(_equipment(outbox, duties))
     if _handles(outbox, duties) and not handlers(outbox):
         tell.warn("no handlers are registered: import the modules that register them where the outbox is")
@@ -165,6 +169,7 @@ def _subject(handler: Handler) -> str:
 
 def _sum_up(done: Drained, seconds: float, tell: Teller) -> None:
     tell.say(
-        f"done in {format_duration(timedelta(seconds=round(seconds, 1)))}: fanned out {done.fanned_out}, "
-        f"succeeded {done.succeeded}, failed {done.failed}, expired {done.expired}, dead {done.dead}"
-    )
+        "done in %s: fanned out %d, succeeded %d, failed %d, expired %d, dead %d",
+        format_duration(timedelta(seconds=round(seconds, 1))), *astuple(done),
+        seconds=round(seconds, 1), **asdict(done),
+    )  # fmt: skip

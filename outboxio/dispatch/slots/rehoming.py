@@ -94,7 +94,10 @@ class Rehoming:
             if done.position is not None and not self._is_through(slot, done.position):
                 self._owing[slot] = done.position  # behind all other slots
         if done.moved:
-            logger.debug("moved %d rows of %s to the partitions that the rows belong to now", done.moved, slot)
+            logger.debug(
+                "moved %d rows of %s to the partitions that the rows belong to now", done.moved, slot,
+                handler=slot.handler_name, partition=slot.partition,
+            )  # fmt: skip
             for other in self._cursors:
                 if other.slot.handler_name == slot.handler_name:
                     other.sweep_soon()

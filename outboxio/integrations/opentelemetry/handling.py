@@ -18,7 +18,7 @@ from outboxio.integrations.opentelemetry.context import PARENT, Carrying, has_sp
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedCall
 from outboxio.model.notification import DYING, PENDING, Notification
 from outboxio.support.clock import Clock
-from outboxio.support.codec import decode_object
+from outboxio.telemetry.headers import headers_in
 from outboxio.telemetry.protocol import Call, HandlingTelemetry
 
 Propagation = Literal["auto", "link", "parent", "none"]
@@ -132,7 +132,7 @@ class SpannedHandling(HandlingTelemetry):
                     return
 
     def _remote_of(self, row: Notification) -> Context:
-        headers = decode_object(row.context.headers)
+        headers = headers_in(row.context.headers)
         return self._carrying.read(headers) if PARENT in headers else Context()
 
     def _attributes_of(self, handler: Handler, row: Notification) -> Attributes:

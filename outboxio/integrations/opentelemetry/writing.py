@@ -53,7 +53,7 @@ def _known_headers(headers: Mapping[str, Any] | None) -> Sequence[Mapping[str, A
     known: list[Mapping[str, Any]] = [given] if isinstance(given, Mapping) else []
     envelope = current_envelope.get()
     if envelope is not None:
-        known.append(envelope.headers)
+        known.append(envelope.trace_headers)
     elif (origin := current_origin.get()) is not None:
         known.append(origin.headers)
     return known

@@ -44,4 +44,12 @@ class Operation(Struct, frozen=True, kw_only=True):
     finished_date: datetime | None
     error: str | None
     shard: str
+    """The name of the shard; of an order on several shards, the names with commas."""
     is_dry_run: bool = False
+    is_complete: bool = True
+    """False if ``matched`` of a dry run is the bound of a count: there are more matches, or there may be."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True unless the operation is RUNNING."""
+        return self.state is not OperationState.RUNNING

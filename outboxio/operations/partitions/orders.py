@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outboxio.errors import ConfigurationError
-from outboxio.handlers.handler import Handler, HandlerRegistry
+from outboxio.handlers.handler import Handler
 from outboxio.handlers.subscription import OLDER_FOR
-from outboxio.operations.admin_shards import AdminShard, AdminShards
-from outboxio.operations.known_names import Known
+from outboxio.operations.admin_base import AdminBase
+from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.ordering.recorder import Order
 from outboxio.operations.orders import given_handler, given_partitions
 from outboxio.operations.partitions.owners import (
     ClusterInstance,
@@ -23,17 +24,17 @@ from outboxio.support.log import log_of
 logger = log_of(__name__)
 
 
-class PartitionOrders:
-    """The base class of :class:`~outboxio.operations.admin.Admin` for partitions and processes."""
-
-    def __init__(self, namespace: str, shards: AdminShards, handlers: HandlerRegistry, known: Known) -> None:
-        self._namespace = namespace
-        self._shards = shards
-        self._handlers = handlers
-        self._known = known
+class PartitionOrders(AdminBase):
+    """A part of ``Admin``: partitions and processes."""
 
     async def partitions(
-        self, handler: str | None = None, number: int | None = None, *, shard: str | None = None
+        self,
+        handler: str | None = None,
+        number: int | None = None,
+        *,
+        actor: str | None = None,
+        reason: str | None = None,
+        shard: str | None = None,
     ) -> Sequence[HandlerPartitions]:
         """The partitions of a handler, or of all handlers, and their owners. With ``number``, set the number first.
 
@@ -63,7 +64,8 @@ class PartitionOrders:
         handler, wanted = given_handler(handler), None if number is None else given_partitions(number)
         await self._known.refuse_unknown(handler, self._shards.databases(shard))
         if wanted is not None:
-            await self._set_partitions(handler, wanted, shard)
+            order = self._recorder.order("partitions", {"handler": handler, "number": wanted}, actor, reason)
+            await self._set_partitions(order, handler, wanted, shard)
         found: list[HandlerPartitions] = []
         for database in self._shards.databases(shard):
             names = await self._known.family_of(handler, database)
@@ -94,19 +96,23 @@ class PartitionOrders:
             found += await find_partitions(database, self._namespace, names)
         return found
 
-    async def _set_partitions(self, handler: str, number: int, shard: str | None) -> None:
+    async def _set_partitions(self, order: Order, handler: str, number: int, shard: str | None) -> None:
         """Set the number on all chosen shards, unless a shard refuses the number."""
-        reached = self._shards.to_write("admin.partitions()", shard)
+        reached = self._shards.to_write(order.call, shard)
         if (ours := self._handlers.find(handler)) is not None:
             _refuse_by_options(ours, number)
-        changes = [await self._changes(one, handler, number) for one in reached]
-        for one, names in zip(reached, changes, strict=True):
-            if names:
+        changes = {one.database.name: await self._changes(one, handler, number) for one in reached}
+
+        async def change(one: AdminShard) -> int:
+            if names := changes[one.database.name]:
                 repository = _repository(one.database)
                 for name in names:
                     await repository.set_number(self._namespace, name, number, await one.now())
-                    logger.info("handler %r: %d partitions from now on", name, number, extra={"handler_name": name})
+                    logger.info("handler %r: %d partitions from now on", name, number, handler=name, partitions=number)
                 one.partitions_changed()
+            return 0
+
+        await self._recorder.carry_out(order, shard, change)
 
     async def _changes(self, one: AdminShard, handler: str, number: int) -> list[str]:
         """The stored names that have a different number now; :class:`ConfigurationError` if the number must stay."""

@@ -87,7 +87,7 @@ async def find_partitions(database: Database, namespace: str, names: Iterable[st
     """The partitions of these stored handler names, and their owners."""
     counts = await counts_of(database, namespace)
     wanted = sorted(names)
-    holders = await database.subscriptions.holders(_locks(namespace, wanted, counts))
+    holders = await database.subscriptions.holders(locks_of(namespace, wanted, counts))
     return [_partitions(database.name, namespace, name, counts.get(name), holders) for name in wanted]
 
 
@@ -95,7 +95,7 @@ async def find_instances(database: Database, namespace: str, names: Iterable[str
     """The processes in ``instances``, and the processes that own a lock. ``names``: all stored handler names."""
     fanout = LockName(namespace, "fanout")
     counts = await counts_of(database, namespace)
-    holders = await database.subscriptions.holders([fanout, *_locks(namespace, sorted({*names, *counts}), counts)])
+    holders = await database.subscriptions.holders([fanout, *locks_of(namespace, sorted({*names, *counts}), counts)])
     owned: dict[str, list[LockName]] = {}
     for lock, holder in sorted(holders.items()):
         if not holder.has_given_back:
@@ -127,7 +127,8 @@ def in_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _locks(namespace: str, names: Sequence[str], counts: Mapping[str, PartitionCount]) -> list[LockName]:
+def locks_of(namespace: str, names: Sequence[str], counts: Mapping[str, PartitionCount]) -> list[LockName]:
+    """The locks of all partitions of stored handler names."""
     return [
         LockName(namespace, "dispatch", name, partition)
         for name in names

@@ -66,5 +66,5 @@ def _alarm(slot: Slot) -> None:
         "partition %d of handler %r has due notifications, and no process has owned the partition for 5 s although the "
         "lock is free: `outboxio partitions` shows the owners of the remaining partitions; restart the processes that "
         "have the handler, and report the case, because outboxio should have taken the lock",
-        partition, name, extra={"alarm": "partition_unowned", "handler_name": name, "partition": partition},
+        partition, name, alarm="partition_unowned", handler=name, partition=partition,
     )  # fmt: skip

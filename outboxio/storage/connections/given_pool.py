@@ -46,6 +46,11 @@ class GivenPool:
         self._occupancy = occupancy
         guard.when_taken_over(self._refuse_another_loop)
 
+    @property
+    def in_use(self) -> int:
+        """The number of connections in use, by the application too."""
+        return self._occupancy().in_use
+
     async def acquire(self) -> Any:
         """A connection. Raises :class:`PoolExhausted` if no connection comes back within the timeout."""
         self._guard.enter()

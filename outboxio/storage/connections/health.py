@@ -66,7 +66,7 @@ class Connections:
 
     def give_up(self, connection: Any, why: str) -> None:
         """Drop a connection that waits for an answer. The waiting task gets an error of the driver."""
-        logger.warning("shard %s at %s: a connection is given up: %s", self._shard, self._place, why)
+        logger.warning("shard %s at %s: a connection is given up: %s", self._shard, self._place, why, shard=self._shard)
         self._given_up[connection] = why
         self._drop(connection)
         self.unanswered()

@@ -79,7 +79,7 @@ class OwnDatabase:
             async with asyncio.timeout(LONGEST_QUESTION):
                 return await self._ask_own()
         except Exception as error:
-            logger.debug("shard %s cannot say which database it is: %r", self._shard, error)
+            logger.debug("shard %s cannot say which database it is: %r", self._shard, error, shard=self._shard)
             return None
 
 

@@ -151,7 +151,7 @@ class Pool:
         if left:
             logger.warning(
                 "%d connections were still in use %g s after the outbox was closed; they are dropped",
-                len(left), timeout,
+                len(left), timeout, shard=self._shard,
             )  # fmt: skip
         self._begin_anew()
         return len(left)
@@ -201,5 +201,5 @@ class Pool:
     def _tell_wait(self, seconds: float) -> None:
         logger.warning(
             "an action waited %.1f s for one of the %d connections of shard %s: other actions keep them for long",
-            seconds, self._largest, self._shard, extra={"shard": self._shard},
+            seconds, self._largest, self._shard, shard=self._shard, seconds=seconds,
         )  # fmt: skip

@@ -143,6 +143,12 @@ class ServerDatabase(ABC, Generic[Loop]):
     def handler_transactions(self) -> int:
         return max(1, self._largest_pool // 2)
 
+    @property
+    def connections_in_use(self) -> int:
+        if self._engine is not None:
+            return self._engine.in_use
+        return len(self._ours.used) if self._given is None else self._given.in_use
+
     async def _release(self, connection: Any) -> None:
         """Give back a loop's connection: to the given pool, or to the server."""
         if self._given is not None and not self._opens_for_loops:

@@ -74,6 +74,11 @@ class GivenEngine:
         overflow: int = pool._max_overflow
         return UNLIMITED if overflow < 0 else int(pool.size()) + overflow
 
+    @property
+    def in_use(self) -> int:
+        """The number of connections of the pool in use, by the application too; 0 for a pool that does not tell."""
+        return self._occupancy().in_use
+
     def before_invalidation(self, listener: Callable[[Any, Any, BaseException | None], None]) -> None:
         """Call ``listener`` before the pool closes a connection for an error: PoolEvents.invalidate of SQLAlchemy."""
         from sqlalchemy import event

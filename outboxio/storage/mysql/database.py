@@ -38,9 +38,11 @@ from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
+from outboxio.storage.mysql.operations import MysqlOperations
 from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
 from outboxio.storage.mysql.probes import MysqlProbes
+from outboxio.storage.mysql.reports import MysqlReports
 from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
@@ -92,9 +94,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.retention = MysqlRetention(self._admin, self._server)
         self.subscriptions = MysqlSubscriptions(self._admin)
         self.partitions = MysqlPartitions(self._admin)
+        self.operations = MysqlOperations(self._admin, name)
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = MysqlEventSearch(self._admin, self._server, self.search)
         self.probes = MysqlProbes(self._admin)
+        self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 

@@ -145,7 +145,10 @@ UPDATE eventlog.operations SET matched = matched + %(matched)s, done = done + %(
 WHERE id = %(operation)s
 """
 REFUSED = {"retry": (), "skip": ("SUCCEEDED", "SKIPPED")}
-ORDERS = {"retry": RETRY, "skip": SKIP}
+# The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
+_RETRY_PIECE = RETRY.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
+_SKIP_PIECE = SKIP.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
+ORDERS = {"retry": _RETRY_PIECE, "skip": _SKIP_PIECE}
 
 _key = msgspec.json.Decoder(tuple[str, str])
 _decode_matches = msgspec.json.Decoder(list[Match])
@@ -231,7 +234,7 @@ async def _change(piece: Change, server: Server, connection: Any) -> tuple[int, 
     if ids:
         changed = Conditions(server, piece.namespace, Search())
         statement = ORDERS[piece.order].replace("{ids}", changed.listed("id", ids))
-        await execute(connection, statement, {**changed.args, "now": piece.moment})
+        await execute(connection, statement, {**changed.args, "now": piece.now, "moment": piece.moment})
     written = {"matched": len(rows), "done": len(ids), "reached": piece.reached_json, "now": piece.now}
     await execute(connection, WRITE_OPERATION, {**operation, **written})
     return len(rows), len(ids)

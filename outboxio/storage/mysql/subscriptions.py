@@ -76,7 +76,9 @@ UNPAUSE = for_flavours("""
 UPDATE eventlog.pauses SET ended_date = %(now)s
 WHERE namespace = %(namespace)s AND handler_name = %(handler_name)s AND ended_date IS NULL
 """)
-PAUSES = for_flavours("SELECT handler_name, ended_date FROM eventlog.pauses WHERE namespace = %(namespace)s")
+PAUSES = for_flavours("""
+SELECT handler_name, ended_date, paused_date FROM eventlog.pauses WHERE namespace = %(namespace)s
+""")
 
 # A pause has no number of partitions.
 ORDERS = for_flavours("""

@@ -40,10 +40,12 @@ from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
+from outboxio.storage.postgres.operations import PostgresOperations
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.probes import PostgresProbes
+from outboxio.storage.postgres.reports import PostgresReports
 from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
@@ -120,9 +122,11 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.retention = PostgresRetention(self._admin)
         self.subscriptions = PostgresSubscriptions(self._admin)
         self.partitions = PostgresPartitions(self._admin)
+        self.operations = PostgresOperations(self._admin, name)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)
+        self.reports = PostgresReports(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

@@ -138,6 +138,8 @@ LOCK_MATCHING = f"""
 SELECT n.id, n.state FROM eventlog.event_notifications n WHERE n.id = ANY ($13::text[]::uuid[]) AND {MATCHES}
 ORDER BY n.id FOR UPDATE
 """
+# The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
+RETRY_PIECE = RETRY.replace("updated_date = $3", "updated_date = $4")
 WRITE_OPERATION = """
 UPDATE eventlog.operations SET matched = matched + $2, done = done + $3, refused = refused + $2 - $3,
   reached = $4::text::jsonb, updated_date = $5
@@ -212,10 +214,11 @@ async def _change(piece: Change, connection: Any) -> tuple[int, int] | None:
     if piece.ids:
         parameters = (*parameters_of(piece.namespace, piece.search), sorted(piece.ids))
         rows: Sequence[tuple[UUID, str]] = await connection.fetch(LOCK_MATCHING, *parameters)
-        statement = RETRY if piece.order == "retry" else SKIP
+        is_retry = piece.order == "retry"
+        statement, moments = (RETRY_PIECE, (piece.now, piece.moment)) if is_retry else (SKIP, (piece.moment,))
         ids = [row[0] for row in rows]
         matched = len(ids)
-        done = row_count(await connection.execute(statement, piece.namespace, ids, piece.moment))
+        done = row_count(await connection.execute(statement, piece.namespace, ids, *moments))
     await connection.execute(WRITE_OPERATION, piece.operation, matched, done, piece.reached_json, piece.now)
     return matched, done
 

@@ -66,7 +66,7 @@ WHERE pauses.ended_date IS NOT NULL
 UNPAUSE = """
 UPDATE eventlog.pauses SET ended_date = $3 WHERE namespace = $1 AND handler_name = $2 AND ended_date IS NULL
 """
-PAUSES = "SELECT handler_name, ended_date FROM eventlog.pauses WHERE namespace = $1"
+PAUSES = "SELECT handler_name, ended_date, paused_date FROM eventlog.pauses WHERE namespace = $1"
 ORDERS = """
 SELECT handler_name, ended_date, NULL::int AS partitions, NULL::int AS active, NULL::timestamp AS changed_date,
   NULL::int AS declared

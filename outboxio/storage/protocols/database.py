@@ -23,7 +23,13 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
-from outboxio.storage.protocols.operating import EventSearchRepository, ProbeRepository, SearchRepository
+from outboxio.storage.protocols.operating import (
+    EventSearchRepository,
+    OperationRepository,
+    ProbeRepository,
+    ReportRepository,
+    SearchRepository,
+)
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -66,6 +72,11 @@ class Database(Protocol):
         ...
 
     @property
+    def connections_in_use(self) -> int:
+        """The number of connections that actions, handlers and reads of the application have in use."""
+        ...
+
+    @property
     def events(self) -> EventRepository: ...
 
     @property
@@ -92,6 +103,9 @@ class Database(Protocol):
         ...
 
     @property
+    def operations(self) -> OperationRepository: ...
+
+    @property
     def search(self) -> SearchRepository: ...
 
     @property
@@ -99,6 +113,9 @@ class Database(Protocol):
 
     @property
     def probes(self) -> ProbeRepository: ...
+
+    @property
+    def reports(self) -> ReportRepository: ...
 
     @property
     def schema(self) -> Schema: ...

@@ -132,6 +132,8 @@ class Pause(Struct, frozen=True):
     handler_name: str
     ended_date: datetime | None
     """The end of the pause; ``None`` while the handler is paused."""
+    paused_date: datetime | None = None
+    """The beginning of the pause; ``None`` if the beginning was not read."""
 
 
 class Announced(Struct, frozen=True):

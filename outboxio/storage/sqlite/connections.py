@@ -73,6 +73,11 @@ class Connections:
             self._reader, self._inspector = self._reader.successor(), self._inspector.successor()
         return None
 
+    @property
+    def in_use(self) -> int:
+        """The connections in use: those that the application reads on, and the writer."""
+        return len(self.readers.used) + self.turn.is_taken
+
     async def read(self, work: Work[T]) -> T:
         """Call ``work`` with the loops' connection for reading."""
         self.guard.enter()

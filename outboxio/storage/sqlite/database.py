@@ -20,8 +20,10 @@ from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
+from outboxio.storage.sqlite.operations import SqliteOperations
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.probes import SqliteProbes
+from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
@@ -75,9 +77,11 @@ class SqliteDatabase:
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         self.subscriptions = SqliteSubscriptions(self._connections)
+        self.operations = SqliteOperations(self._connections, name)
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)
+        self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:
@@ -134,6 +138,10 @@ class SqliteDatabase:
     @property
     def has_one_writer(self) -> bool:
         return True
+
+    @property
+    def connections_in_use(self) -> int:
+        return self._connections.in_use if self._engine is None else self._engine.in_use
 
     @property
     def handler_transactions(self) -> int:

@@ -117,6 +117,9 @@ SELECT 1 FROM eventlog_operations WHERE id = :operation AND namespace = :namespa
 MATCHING = f"""
 SELECT json_group_array(id) FROM {BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND {MATCHES}
 """
+# The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
+RETRY_PIECE = RETRY.replace("updated_date = :now", "updated_date = :moment")
+SKIP_PIECE = SKIP.replace("updated_date = :now", "updated_date = :moment")
 WRITE_OPERATION = """
 UPDATE eventlog_operations SET matched = matched + :matched, done = done + :done, refused = refused + :matched - :done,
   reached = :reached, updated_date = :now
@@ -179,9 +182,10 @@ def _change(piece: Change, connection: sqlite3.Connection) -> tuple[int, int] | 
     if piece.ids:
         scope = {**parameters_of(piece.namespace, piece.search), "ids": as_json(piece.ids)}
         ids = fetch_value(connection, MATCHING, scope)
-        changed = {"namespace": piece.namespace, "ids": ids, "now": as_text(piece.moment)}
+        moments = {"now": as_text(piece.now), "moment": as_text(piece.moment)}
+        changed = {"namespace": piece.namespace, "ids": ids, **moments}
         matched = len(_texts.decode(ids))
-        done = connection.execute(RETRY if piece.order == "retry" else SKIP, changed).rowcount
+        done = connection.execute(RETRY_PIECE if piece.order == "retry" else SKIP_PIECE, changed).rowcount
     written = {"matched": matched, "done": done, "reached": piece.reached_json, "now": as_text(piece.now)}
     connection.execute(WRITE_OPERATION, {**operation, **written})
     return matched, done

@@ -69,7 +69,8 @@ UPDATE eventlog_pauses SET ended_date = :now
 WHERE namespace = :namespace AND handler_name = :handler_name AND ended_date IS NULL
 """
 PAUSES = """
-SELECT json_group_array(json_array(handler_name, ended_date)) FROM eventlog_pauses WHERE namespace = :namespace
+SELECT json_group_array(json_array(handler_name, ended_date, paused_date)) FROM eventlog_pauses
+WHERE namespace = :namespace
 """
 
 FORGET = "DELETE FROM eventlog_subscriptions WHERE namespace = :namespace AND handler_name = :handler_name"
@@ -125,7 +126,7 @@ class SqliteSubscriptions:
 
     async def pauses(self, namespace: str) -> list[Pause]:
         found = await self._connections.inspect(PAUSES, {"namespace": namespace})
-        rows = msgspec.json.decode(found, type=list[tuple[str, datetime | None]])
+        rows = msgspec.json.decode(found, type=list[tuple[str, datetime | None, datetime]])
         return [Pause(*row) for row in rows]
 
     async def orders(self, namespace: str) -> Orders:

@@ -23,7 +23,8 @@ class Turn:
         self._where = where
         self._timeout = timeout
         self._owner: asyncio.Task[Any] | None = None
-        self._is_taken = False
+        self.is_taken = False
+        """True if a task has the turn."""
         self._taken_at = 0.0
         self._waiters: Waiters[None] = Waiters(timeout, refusal=self._exhausted, served_late=self._tell_wait)
 
@@ -39,9 +40,9 @@ class Turn:
                 f"this task has a transaction open on shard {self._shard!r}, and SQLite has one writer: it would wait "
                 "for itself for ever. Let the transaction end first"
             )
-        if self._is_taken:
+        if self.is_taken:
             await self._waiters.wait(self._serve_next)
-        self._is_taken = True
+        self.is_taken = True
         self._owner = asyncio.current_task()
         self._taken_at = time.monotonic()
 
@@ -51,7 +52,7 @@ class Turn:
         self._serve_next()
 
     def _serve_next(self, served: None = None) -> None:
-        self._is_taken = self._waiters.serve(None)
+        self.is_taken = self._waiters.serve(None)
 
     def _exhausted(self) -> PoolExhausted:
         held = time.monotonic() - self._taken_at
@@ -60,7 +61,7 @@ class Turn:
     def _tell_wait(self, seconds: float) -> None:
         logger.warning(
             "an action waited %.1f s for the one writer of shard %s: other actions keep it for long",
-            seconds, self._shard, extra={"shard": self._shard},
+            seconds, self._shard, shard=self._shard, seconds=seconds,
         )  # fmt: skip
 
     async def __aenter__(self) -> None:

@@ -1,0 +1,47 @@
+"""The parts that all questions and orders of :class:`~outboxio.operations.admin.Admin` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from outboxio.handlers.handler import HandlerRegistry
+from outboxio.model.event import EventTypes
+from outboxio.model.redaction import Redact
+from outboxio.operations.admin_shards import AdminShard, AdminShards, Ends
+from outboxio.operations.known_names import Known
+from outboxio.operations.ordering.recorder import By, Recorder
+from outboxio.settings import Settings
+
+
+class AdminSetup(Struct, frozen=True, kw_only=True):
+    """The parts of an outbox that operators reach."""
+
+    namespace: str
+    shards: Mapping[str, AdminShard]
+    settings: Settings
+    handlers: HandlerRegistry
+    types: EventTypes
+    redact: Redact
+    owner: object
+    """The outbox, whose transactions would block an order on a database with a single writer."""
+    process: str
+    """The name of this process in ``leases`` and ``operations``."""
+    ends: Ends
+    """Of bulk orders."""
+
+
+class AdminBase:
+    """The base class of all parts of ``Admin``."""
+
+    def __init__(self, setup: AdminSetup, by: By) -> None:
+        self._setup = setup
+        self._namespace = setup.namespace
+        self._settings = setup.settings
+        self._handlers = setup.handlers
+        self._types = setup.types
+        self._redact = setup.redact
+        self._shards = AdminShards(setup.shards, setup.owner)
+        self._known = Known(setup.namespace, setup.handlers, setup.types)
+        self._recorder = Recorder(setup.namespace, self._shards, setup.process, by, setup.redact)

@@ -1,0 +1,1 @@
+"""The questions of operators about notifications and events."""

@@ -1,0 +1,173 @@
+"""The questions of an operator about events, and the tree of what an event has caused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from outboxio.model.notification import shown_document
+from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.page import Page
+from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
+from outboxio.model.redaction import Redact, redacted_document
+from outboxio.operations.admin_base import AdminBase
+from outboxio.operations.asking.cursor import Cursor, cursor_of
+from outboxio.operations.asking.filters import given_filter, search_of
+from outboxio.operations.orders import given_id, given_limit
+from outboxio.storage.protocols import Database, EventSummary, FoundEvents
+
+MOST_NODES = 200
+_HIGHEST = 1_000  # causes above an event that are followed
+_NOTIFICATIONS = 20  # of an event, for the states of a tree
+
+
+_Found = tuple[EventSummary, str]
+
+
+class EventQuestions(AdminBase):
+    """A part of ``Admin``."""
+
+    async def events(
+        self,
+        filter: Filter | None = None,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        shard: str | None = None,
+    ) -> Page[StoredEvent]:
+        """The stored events that match, the newest first; at most ``limit``. ``page.next`` goes on.
+
+        The states, the handler and the error of a filter do not count: they belong to notifications. ``since`` and
+        ``until`` are compared with the date of the event.
+
+        Example::
+
+            for event in await outbox.admin.events(Filter(correlation_id="req-7")):
+                print(event.sequence, event.event_type, event.payload)
+        """
+        wanted, limit = given_filter(filter), given_limit(limit)
+        databases = {database.name: database for database in self._shards.databases(shard)}
+        places: Mapping[str, UUID | None] = (
+            dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, UUID).places
+        )
+        found: dict[str, FoundEvents] = {}
+        for name, place in places.items():
+            if name in databases:
+                search = await search_of(wanted, databases[name], self._known, self._types)
+                found[name] = await databases[name].event_search.newest(self._namespace, search, limit, place)
+        events = [stored(row, name, self._redact) for name, each in found.items() for row in each.rows]
+        chosen = sorted(events, key=lambda event: event.id, reverse=True)[:limit]  # ids are in the order of time
+        reached: dict[str, UUID | None] = {}
+        for name, each in found.items():
+            taken = [event.id for event in chosen if event.shard == name]
+            if len(taken) < len(each.rows):
+                reached[name] = taken[-1] if taken else places[name]
+            elif each.next is not None:
+                reached[name] = each.next
+        if not chosen and not reached and wanted.event_type is not None:
+            await self._known.refuse_unknown_type(wanted.event_type, list(databases.values()))
+        return Page(chosen, Cursor(reached).text(wanted))
+
+    async def tree(self, event_id: UUID, *, shard: str | None = None) -> EventTree | None:
+        """The chain of causation around an event, from the first event down; at most 200 events.
+
+        ``None`` if no event has this id, or if retention has removed the event.
+
+        Example::
+
+            tree = await outbox.admin.tree(event_id)
+            for node in tree.root:
+                print("  " * node.event.hops, node.event.event_type, node.worst)
+        """
+        id, databases = given_id(event_id), self._shards.databases(shard)
+        top = await self._top(databases, id)
+        return None if top is None else await self._tree(databases, id, *top)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    async def _find(self, databases: Sequence[Database], id: UUID) -> _Found | None:
+        """An event, and the name of its shard."""
+        for database in databases:
+            for row in await database.event_search.events(self._namespace, [id]):
+                return row, database.name
+        return None
+
+    async def _top(self, databases: Sequence[Database], id: UUID) -> _Found | None:
+        """The first stored event of the chain above an event."""
+        top, seen = await self._find(databases, id), {id}
+        while top is not None and (cause := top[0].causation_id) is not None and cause not in seen:
+            seen.add(cause)
+            above = await self._find(databases, cause) if len(seen) < _HIGHEST else None
+            if above is None:
+                break
+            top = above
+        return top
+
+    async def _tree(self, databases: Sequence[Database], id: UUID, top: EventSummary, shard: str) -> EventTree:
+        found: dict[UUID, _Found] = {top.id: (top, shard)}
+        children: dict[UUID, list[UUID]] = {}
+        level, is_complete = [top.id], True
+        while level and is_complete:
+            fresh: list[UUID] = []
+            for database in databases:
+                room = MOST_NODES - len(found)
+                rows = await database.event_search.caused_by(self._namespace, level, room + 1)
+                is_complete = is_complete and len(rows) <= room
+                for row in rows[:room]:
+                    if row.id not in found and row.causation_id is not None:
+                        found[row.id] = row, database.name
+                        children.setdefault(row.causation_id, []).append(row.id)
+                        fresh.append(row.id)
+            level = fresh
+        states = await self._states(databases, list(found))
+        nodes: dict[UUID, TreeNode] = {}
+        for row, name in reversed(found.values()):  # a cause is found before its children
+            below = tuple(nodes[child] for child in children.get(row.id, ()))
+            event = stored(row, name, self._redact)
+            nodes[row.id] = TreeNode(event=event, states=states.get(row.id, {}), children=below)
+        return EventTree(
+            event_id=id, root=nodes[top.id], number=len(nodes), is_complete=is_complete,
+            is_purged_above=top.causation_id is not None,
+        )  # fmt: skip
+
+    async def _states(self, databases: Sequence[Database], events: list[UUID]) -> dict[UUID, Counter[str]]:
+        states: dict[UUID, Counter[str]] = {}
+        for database in databases:
+            limit = len(events) * _NOTIFICATIONS
+            for record in await database.event_search.notifications_of(self._namespace, events, limit):
+                states.setdefault(record.event_id, Counter())[str(record.state)] += 1
+        return states
+
+
+def stored(row: EventSummary, shard: str, redact: Redact) -> StoredEvent:
+    """The event of a row, for an operator."""
+    return StoredEvent(
+        id=row.id,
+        sequence=row.sequence,
+        event_type=row.event_type,
+        model_type=row.model_type,
+        model_id=row.model_id,
+        action_id=row.action_id,
+        action_name=row.action_name,
+        action_params=_document("action_params", row.action_params, redact) or {},
+        payload=_document("payload", row.payload, redact),
+        headers=_document("headers", row.headers, redact),
+        event_date=row.event_date,
+        available_at=row.available_at,
+        is_delivered=row.delivered,
+        topic=row.topic,
+        source=row.source,
+        ordering_key=row.ordering_key,
+        correlation_id=row.correlation_id,
+        causation_id=row.causation_id,
+        hops=row.hops,
+        shard=shard,
+    )
+
+
+def _document(column: str, raw: msgspec.Raw | None, redact: Redact) -> Any:
+    return None if raw is None else redacted_document(shown_document(column, bytes(raw).decode()), redact)

@@ -1,0 +1,147 @@
+"""The filter of an operator, checked before any database is asked, and as a database understands the filter."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, cast
+from uuid import UUID
+
+import msgspec
+from msgspec.structs import replace
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.event import EventTypes, is_event_class, type_name, type_names
+from outboxio.model.notification import State
+from outboxio.model.operating.filter import Filter, Search
+from outboxio.operations.known_names import Known
+from outboxio.operations.orders import (
+    given_handler,
+    given_key,
+    given_moment,
+    given_name,
+    given_state,
+    given_states,
+    given_stored,
+    given_type,
+)
+from outboxio.storage.protocols import Database
+from outboxio.support.text import briefly
+
+LONGEST_ERROR = 1000  # characters
+
+#: The states that an order means whose filter names no states.
+TO_RETRY = (State.DEAD, State.EXPIRED, State.FAILED)
+TO_SKIP = (State.DEAD, State.EXPIRED, State.FAILED, State.PENDING, State.BLOCKED, State.DYING)
+
+#: The states of failures: what groups are made of, unless the filter names states.
+FAILURES = (State.DEAD, State.EXPIRED, State.FAILED, State.DYING)
+
+
+def given_filter(given: object, *, states: tuple[State, ...] = ()) -> Filter:
+    """A checked filter; ``None`` matches everything. ``states``: used if the filter names no states.
+
+    Raises :class:`ConfigurationError` for a value that matches no notification, naming the field.
+    """
+    if given is None:
+        given = Filter()
+    if not isinstance(given, Filter):
+        raise ConfigurationError(f"filter is {briefly(given)}; expected a Filter, as in Filter(states=('DEAD',))")
+    chosen = tuple(dict.fromkeys(given_states(given.states))) or states
+    since = None if given.since is None else given_moment(given.since, "since")
+    until = None if given.until is None else given_moment(given.until, "until")
+    if since is not None and until is not None and since >= until:
+        raise ConfigurationError(f"since is {since}, and until is {until}; expected an until that is later than since")
+    return Filter(
+        states=chosen,
+        handler=None if given.handler is None else given_handler(given.handler),
+        event_type=None if given.event_type is None else _event_type(given.event_type),
+        ordering_key=None if given.ordering_key is None else given_key(given.ordering_key),
+        model_id=None if given.model_id is None else given_stored(given.model_id, "model_id"),
+        action=None if given.action is None else _action(given.action),
+        correlation_id=None if given.correlation_id is None else given_stored(given.correlation_id, "correlation_id"),
+        error=None if given.error is None else _error(given.error),
+        since=since,
+        until=until,
+    )
+
+
+def chosen_filter(given: object, state: object, handler: object, event_type: object) -> Filter:
+    """The filter of a list: a :class:`Filter`, the name of a state, or single fields as arguments."""
+    fields: dict[str, Any] = {}
+    if state is not None:
+        fields["states"] = (given_state(state),)
+    if handler is not None:
+        fields["handler"] = handler
+    if event_type is not None:
+        fields["event_type"] = event_type
+    if isinstance(given, Filter):
+        if fields:
+            name = "state" if "states" in fields else next(iter(fields))
+            raise ConfigurationError(f"list() was given a Filter and {name}=...; put the value into the Filter")
+        return given_filter(given)
+    if given is not None:
+        if state is not None:
+            raise ConfigurationError(f"list() was given two states, {briefly(given)} and {briefly(state)}")
+        fields["states"] = (given_state(given),)
+    return given_filter(Filter(**fields))
+
+
+async def search_of(filter: Filter, database: Database, known: Known, types: EventTypes) -> Search:
+    """A checked filter, as a database understands the filter."""
+    action = filter.action
+    return Search(
+        states=cast("tuple[State, ...]", tuple(filter.states)),
+        names=None if filter.handler is None else tuple(await known.names_of(filter.handler, database)),
+        event_types=() if filter.event_type is None else stored_types(filter.event_type, types),
+        ordering_key=filter.ordering_key,
+        model_id=filter.model_id,
+        action_name=action if isinstance(action, str) else None,
+        action_id=action if isinstance(action, UUID) else None,
+        correlation_id=filter.correlation_id,
+        error=() if filter.error is None else tuple(part for part in filter.error.split("*") if part),
+        since=filter.since,
+        until=filter.until,
+    )
+
+
+def frozen(filter: Filter, end: datetime) -> Filter:
+    """The filter of a bulk order: a notification that changes from ``end`` on does not match any more."""
+    return replace(filter, until=end if filter.until is None else min(filter.until, end))
+
+
+def stored_types(event_type: str, types: EventTypes) -> tuple[str, ...]:
+    """The names under which events of a type are stored."""
+    cls = types.find(event_type)
+    return (event_type,) if cls is None else tuple(sorted({event_type, *type_names(cls)}))
+
+
+def as_request(filter: Filter) -> dict[str, object]:
+    """The fields of a filter that were given, for the record of an order."""
+    fields: dict[str, object] = msgspec.json.decode(msgspec.json.encode(filter))
+    return {name: value for name, value in fields.items() if value not in (None, (), [])}
+
+
+def _event_type(given: object) -> str:
+    return type_name(cast(Any, given)) if is_event_class(given) else given_type(given)
+
+
+def _action(given: object) -> str | UUID:
+    if isinstance(given, UUID):
+        return given
+    name = given_name(given, "action")
+    try:
+        return UUID(name) if len(name) == 36 else name
+    except ValueError:
+        return name
+
+
+def _error(given: object) -> str:
+    if not isinstance(given, str) or not given.strip("* \t\r\n"):
+        raise ConfigurationError(
+            f"error is {briefly(given)}; expected a part of the last error, as in 'ConnectionError: *refused'"
+        )
+    if len(given) > LONGEST_ERROR:
+        raise ConfigurationError(f"error has {len(given)} characters; expected at most {LONGEST_ERROR}")
+    for part in given.split("*"):
+        given_stored(part[:255], "error")
+    return given

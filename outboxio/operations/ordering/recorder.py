@@ -1,0 +1,184 @@
+"""The record of orders: each order of an operator is a row of ``operations``, on each shard that the order reaches.
+
+The row is written before the order, and gets the end of the order afterwards. So an order that dies with its process
+leaves a trace: the process that fans out ends such a row as FAILED (``takeover.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+from uuid import UUID
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.model.redaction import Redact
+from outboxio.operations.admin_shards import AdminShard, AdminShards
+from outboxio.operations.orders import given_stored
+from outboxio.support.ids import uuid7
+from outboxio.support.log import log_of, type_name
+from outboxio.support.text import briefly
+
+logger = log_of(__name__)
+
+LONGEST_TEXT = 1000  # characters of the columns reason and error
+
+#: The ends of an operation, the worst first. An operation on several shards has the worst state.
+_WORST_FIRST = (OperationState.FAILED, OperationState.RUNNING, OperationState.STOPPED, OperationState.DONE)
+
+
+class By(Struct, frozen=True):
+    """Who gives orders, and where, unless an order says otherwise."""
+
+    actor: str = "code"
+    origin: str = "code"
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """An order before any shard is reached."""
+
+    id: UUID
+    kind: str
+    request: dict[str, object]
+    actor: str
+    origin: str
+    reason: str | None
+
+    @property
+    def call(self) -> str:
+        """The call in the words of an error."""
+        return f"admin.{self.kind}()"
+
+    def operation(self, now: datetime, shard: str) -> Operation:
+        """The operation of this order on a shard, at the beginning."""
+        return Operation(
+            id=self.id, kind=self.kind, state=OperationState.RUNNING, matched=0, done=0, refused=0,
+            request=self.request, actor=self.actor, origin=self.origin, reason=self.reason, created_date=now,
+            updated_date=now, finished_date=None, error=None, shard=shard,
+        )  # fmt: skip
+
+
+class Numbers(Struct, frozen=True):
+    """How many notifications an order has matched and changed."""
+
+    matched: int
+    done: int
+
+
+Change = Callable[[AdminShard], Awaitable[int | Numbers]]
+
+
+class Recorder:
+    """Carries orders out and records them."""
+
+    def __init__(self, namespace: str, shards: AdminShards, worker: str, by: By, redact: Redact) -> None:
+        """``worker``: the name of this process in ``operations``."""
+        self.worker = worker
+        self.by = by
+        self._namespace = namespace
+        self._shards = shards
+        self._redact = redact
+
+    def order(self, kind: str, request: Mapping[str, object], actor: object, reason: object) -> Order:
+        """An order with checked texts. Raises :class:`ConfigurationError` for a text that cannot be stored."""
+        return Order(
+            id=uuid7(),
+            kind=kind,
+            request={name: value for name, value in request.items() if value is not None},
+            actor=self.by.actor if actor is None else given_stored(actor, "actor"),
+            origin=self.by.origin,
+            reason=None if reason is None else _given_reason(reason),
+        )
+
+    async def carry_out(self, order: Order, shard: str | None, change: Change) -> list[Operation]:
+        """Make a change on each chosen shard, record the change, and wake the loops of a shard with changed rows."""
+        return [await self._on(order, one, change) for one in self._shards.to_write(order.call, shard)]
+
+    async def done(self, order: Order, shard: str | None, change: Change) -> int:
+        """The same; the number of changed rows on all shards."""
+        return sum(operation.done for operation in await self.carry_out(order, shard, change))
+
+    async def begin(self, order: Order, one: AdminShard, worker: str) -> Operation:
+        """Record the beginning of an order on a shard."""
+        operation = order.operation(await one.now(), one.database.name)
+        await one.database.operations.insert(self._namespace, operation, worker)
+        return operation
+
+    async def end(self, one: AdminShard, operation: Operation, worker: str) -> Operation:
+        """Record an end, and log the end. Returns the operation with the date of the end."""
+        now = one.clock()
+        ended = replace(operation, updated_date=now, finished_date=now)
+        await one.database.operations.finish(self._namespace, ended, worker)
+        log_end(ended)
+        return ended
+
+    async def _on(self, order: Order, one: AdminShard, change: Change) -> Operation:
+        operation = await self.begin(order, one, self.worker)
+        try:
+            found = await change(one)
+        except Exception as error:
+            try:
+                await self.end(one, after_error(operation, error, self._redact), self.worker)
+            except Exception as lost:  # the first error matters
+                logger.warning(
+                    "the end of operation %s could not be recorded: %s",
+                    operation.id,
+                    lost,
+                    operation=str(operation.id),
+                )
+            raise
+        numbers = found if isinstance(found, Numbers) else Numbers(found, found)
+        if numbers.done:
+            one.wake()
+        refused = numbers.matched - numbers.done
+        ended = replace(
+            operation, state=OperationState.DONE, matched=numbers.matched, done=numbers.done, refused=refused
+        )
+        return await self.end(one, ended, self.worker)
+
+
+def after_error(operation: Operation, error: Exception, redact: Redact) -> Operation:
+    """The operation after an error."""
+    told = redact(f"{type_name(error)}: {error}")[:LONGEST_TEXT].replace("\0", "")
+    return replace(operation, state=OperationState.FAILED, error=told)
+
+
+def log_end(operation: Operation) -> None:
+    """Log the end of an operation."""
+    logger.info(
+        "%s by %s is %s: %d of %d notifications changed", operation.kind, operation.actor, operation.state,
+        operation.done, operation.matched, operation=str(operation.id), actor=operation.actor, origin=operation.origin,
+        reason=operation.reason, shard=operation.shard,
+    )  # fmt: skip
+
+
+def added_up(operations: Sequence[Operation]) -> Operation:
+    """The operation of all shards: the numbers added up, the worst state, the first error."""
+    first, *others = operations
+    if not others:
+        return first
+    ends = [one.finished_date for one in operations if one.finished_date is not None]
+    return replace(
+        first,
+        state=next(state for state in _WORST_FIRST if any(one.state is state for one in operations)),
+        matched=sum(one.matched for one in operations),
+        done=sum(one.done for one in operations),
+        refused=sum(one.refused for one in operations),
+        created_date=min(one.created_date for one in operations),
+        updated_date=max(one.updated_date for one in operations),
+        finished_date=max(ends) if len(ends) == len(operations) else None,
+        error=next((one.error for one in operations if one.error is not None), None),
+        shard=", ".join(one.shard for one in operations),
+        is_complete=all(one.is_complete for one in operations),
+    )
+
+
+def _given_reason(reason: object) -> str:
+    if not isinstance(reason, str) or len(reason) > LONGEST_TEXT:
+        raise ConfigurationError(f"reason is {briefly(reason)}; expected a text of at most {LONGEST_TEXT} characters")
+    for start in range(0, len(reason), 255):
+        given_stored(reason[start : start + 255], "reason")
+    return reason

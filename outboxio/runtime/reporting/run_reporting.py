@@ -1,0 +1,74 @@
+"""The parts of a shard run that tell numbers: to metrics, and to operators by rows of the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from outboxio.model.lock_name import LockName
+from outboxio.operations.reporting.figures import FigureReader
+from outboxio.operations.reporting.reporter import Reporter
+from outboxio.runtime.environment import Environment, Roles
+from outboxio.runtime.reporting.live import LiveRun
+from outboxio.support.log import log_of
+from outboxio.version import __version__
+
+if TYPE_CHECKING:
+    from outboxio.runtime.shard_run import ShardRun
+
+logger = log_of(__name__)
+
+LONGEST_FAREWELL = 5.0  # seconds
+ALERT_AGE = timedelta(seconds=60)
+
+
+class RunReporting:
+    """Made for each shard run; a drain uses none of the parts."""
+
+    def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool]) -> None:
+        shard = run.shard
+        environment = shard.environment
+        self.live = LiveRun(run, roles)
+        self.reporter = Reporter(
+            environment.namespace, environment.owner, __version__, shard.database, shard.clock, shard.minutes,
+            content=self.live.report, fans_out=fans_out,
+        )  # fmt: skip
+        self.figures = FigureReader(
+            environment.namespace, shard.database, environment.handlers, shard.clock, shard.statistics,
+            fans_out=fans_out, seen_since=run.announcer.seen_since,
+        )  # fmt: skip
+        self._shard = shard.name
+        self._statistics = shard.statistics
+        shard.statistics.follow(run.counters)
+        self._expect(environment, roles)
+
+    def _expect(self, environment: Environment, roles: Roles) -> None:
+        """The locks and handlers of this process, which metrics show before anything has happened."""
+        if roles.fanout:
+            self._statistics.expect_lock(environment.fanout_lock)
+        for handler in environment.handlers if roles.handling else ():
+            self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
+            alert_age: timedelta = getattr(handler.options, "alert_age", None) or ALERT_AGE
+            self._statistics.of(handler.name).alert_age = alert_age.total_seconds()
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """Show the shard run in metrics while the block lasts."""
+        self._statistics.live = self.live
+        try:
+            yield
+        finally:
+            self._statistics.live = self._statistics.figures = None
+
+    async def leave(self) -> None:
+        """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""
+        try:
+            async with asyncio.timeout(LONGEST_FAREWELL):
+                await self.reporter.leave()
+        except Exception as error:
+            logger.warning(
+                "shard %s has not got the last report of this process: %s", self._shard, error, shard=self._shard
+            )

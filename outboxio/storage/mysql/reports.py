@@ -1,0 +1,109 @@
+"""The tables ``handler_minutes`` and ``instance_reports`` on MySQL and MariaDB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from outboxio.storage.mysql.connection import LoopConnection
+from outboxio.storage.mysql.flavour import for_flavours
+from outboxio.storage.mysql.values import as_json, as_moment
+from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
+from outboxio.storage.reporting import in_key_order, minute_of, numbers_of, report_of, summed
+
+# The histograms are texts within the JSON of the argument, because MariaDB's JSON_TABLE reads no arrays. A count of 64
+# bits has 20 digits.
+WRITE_MINUTES = for_flavours("""
+INSERT INTO eventlog.handler_minutes (namespace, minute_date, handler_name, instance, succeeded, failed, dead, expired,
+  skipped, duration_us, durations, lags)
+SELECT %(namespace)s, m.minute_date, m.handler_name, %(instance)s, m.succeeded, m.failed, m.dead, m.expired, m.skipped,
+  m.duration_us, m.durations, m.lags
+FROM JSON_TABLE(%(minutes)s, '$[*]' COLUMNS (minute_date DATETIME(6) PATH '$[0]', handler_name {text} PATH '$[1]',
+  succeeded BIGINT PATH '$[2]', failed BIGINT PATH '$[3]', dead BIGINT PATH '$[4]', expired BIGINT PATH '$[5]',
+  skipped BIGINT PATH '$[6]', duration_us BIGINT PATH '$[7]', durations VARCHAR(400) PATH '$[8]',
+  lags VARCHAR(400) PATH '$[9]')) m
+ON DUPLICATE KEY UPDATE succeeded = m.succeeded, failed = m.failed, dead = m.dead, expired = m.expired,
+  skipped = m.skipped, duration_us = m.duration_us, durations = m.durations, lags = m.lags
+""")
+
+_MINUTES = """
+SELECT handler_name, minute_date, succeeded, failed, dead, expired, skipped, duration_us, durations, lags
+FROM eventlog.handler_minutes WHERE namespace = %(namespace)s AND minute_date >= %(since)s"""
+MINUTES = for_flavours(f"{_MINUTES} ORDER BY minute_date, handler_name")
+MINUTES_OF_HANDLER = for_flavours(f"{_MINUTES} AND handler_name = %(handler)s ORDER BY minute_date")
+
+WRITE_REPORT = for_flavours("""
+INSERT INTO eventlog.instance_reports (namespace, instance, version, started_date, last_seen_date, delay_seconds,
+  report)
+VALUES (%(namespace)s, %(instance)s, %(version)s, %(started)s, %(seen)s, %(delay)s, %(report)s)
+ON DUPLICATE KEY UPDATE version = %(version)s, started_date = %(started)s, last_seen_date = %(seen)s,
+  delay_seconds = %(delay)s, report = %(report)s
+""")
+
+REPORTS = for_flavours("""
+SELECT instance, version, started_date, last_seen_date, delay_seconds, report FROM eventlog.instance_reports
+WHERE namespace = %(namespace)s AND last_seen_date >= %(seen_since)s ORDER BY instance
+""")
+
+REMOVE_REPORT = for_flavours("""
+DELETE FROM eventlog.instance_reports WHERE namespace = %(namespace)s AND instance = %(instance)s
+""")
+
+REMOVE_MINUTES = for_flavours("""
+DELETE FROM eventlog.handler_minutes WHERE namespace = %(namespace)s AND minute_date < %(before)s
+ORDER BY minute_date, handler_name, instance LIMIT %(limit)s
+""")
+REMOVE_REPORTS = for_flavours("""
+DELETE FROM eventlog.instance_reports WHERE namespace = %(namespace)s AND last_seen_date < %(before)s
+ORDER BY instance LIMIT %(limit)s
+""")
+
+
+class MysqlReports:
+    def __init__(self, admin: LoopConnection) -> None:
+        self._admin = admin
+
+    async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
+        if minutes:
+            scope = {
+                "namespace": namespace,
+                "instance": instance,
+                "minutes": as_json(map(_row_of, in_key_order(minutes))),
+            }
+            await self._admin.execute(WRITE_MINUTES, scope)
+
+    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
+        statement = MINUTES if handler is None else MINUTES_OF_HANDLER
+        rows = await self._admin.fetch(statement, {"namespace": namespace, "since": since, "handler": handler})
+        return summed(minute_of(*row) for row in rows)
+
+    async def write_report(self, namespace: str, report: InstanceReport) -> None:
+        scope = {
+            "namespace": namespace,
+            "instance": report.instance,
+            "version": report.version,
+            "started": report.started_date,
+            "seen": report.last_seen_date,
+            "delay": report.delay_seconds,
+            "report": bytes(report.report).decode(),
+        }
+        await self._admin.execute(WRITE_REPORT, scope)
+
+    async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]:
+        rows = await self._admin.fetch(REPORTS, {"namespace": namespace, "seen_since": seen_since})
+        return [report_of(*row) for row in rows]
+
+    async def remove_report(self, namespace: str, instance: str) -> None:
+        await self._admin.execute(REMOVE_REPORT, {"namespace": namespace, "instance": instance})
+
+    async def remove_old(self, namespace: str, minutes_before: datetime, seen_before: datetime, limit: int) -> int:
+        scope = {"namespace": namespace, "limit": limit}
+        removed = await self._admin.execute(REMOVE_MINUTES, {**scope, "before": minutes_before})
+        return removed + await self._admin.execute(REMOVE_REPORTS, {**scope, "before": seen_before})
+
+
+def _row_of(minute: HandlerMinute) -> tuple[str | int, ...]:
+    return (
+        as_moment(minute.minute_date), minute.handler_name, *numbers_of(minute),
+        as_json(minute.durations), as_json(minute.lags),
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""The fields of log entries, and the fields that a handler's own records get."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import anyio
+import pytest
+import structlog
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+import outboxio.logs
+from outboxio import Batch, EventEnvelope, Outbox, Retry, RetryAfter, RetryPolicy, StaleRecord, Transaction
+from outboxio.testing import MovableClock
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+
+pytestmark = pytest.mark.costly
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+HEADERS = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+
+logger = logging.getLogger("app.shop")
+
+
+class Records(logging.Handler):
+    """The fields of records, as a handler with the filter of outboxio writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(outboxio.logs.Context())
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """Level, message and fields of the records of a logger."""
+        return [
+            {"level": record.levelname, "message": record.getMessage(), **fields_in(vars(record))}
+            for record in self.records
+            if record.name == name
+        ]
+
+
+def fields_in(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name.startswith("outboxio_")}
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    handler, root = Records(), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield handler
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+JUDGE = "outboxio.invocation.judge"
+
+
+async def once_failed(look: Look) -> dict[str, Any]:
+    (row,) = await look.fetch("SELECT id, event_id, event_type FROM {event_notifications}")
+    return {
+        "outboxio_namespace": "app", "outboxio_shard": "default", "outboxio_handler": "first",
+        "outboxio_event_id": str(row["event_id"]), "outboxio_notification_id": str(row["id"]),
+        "outboxio_event_type": "MoneyDeposited", "outboxio_action": "Emit", "outboxio_trace_id": TRACE,
+        "outboxio_error_type": "ValueError",
+    }  # fmt: skip
+
+
+async def test_the_first_failure_is_a_warning_further_ones_are_information_and_the_end_is_an_error(
+    outbox: Outbox, look: Look, clock: MovableClock, records: Records
+) -> None:
+    no = Journal(lambda envelope: ValueError("no"))
+    outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=3))(no)
+    await outbox.executor.execute(Emit((1,)), headers=HEADERS)
+    for _ in range(3):
+        await outbox.drain()
+        clock.advance(timedelta(hours=1))
+
+    common = await once_failed(look)
+    told = records.of(JUDGE)
+    assert [{**entry, "message": ""} for entry in told] == [
+        {"level": "WARNING", "message": "", **common, "outboxio_attempt": 1, "outboxio_state": "FAILED"},
+        {"level": "INFO", "message": "", **common, "outboxio_attempt": 2, "outboxio_state": "FAILED"},
+        {"level": "ERROR", "message": "", **common, "outboxio_attempt": 3, "outboxio_state": "DEAD"},
+    ]
+    event = common["outboxio_event_id"]
+    assert told[2]["message"] == f"handler 'first' failed for event {event} (attempt 3, now DEAD): ValueError('no')"
+    assert len({record.msg for record in records.records if record.name == JUDGE}) == 1
+
+
+async def test_a_row_that_expires_after_a_failure_is_an_error_and_before_any_run_a_warning(
+    outbox: Outbox, look: Look, clock: MovableClock, records: Records
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError("no")))
+    await outbox.executor.execute(Emit((1, 2)))
+    await outbox.drain()
+    await look.fetch("UPDATE {event_notifications} SET state = 'PENDING', attempts = 0 WHERE model_id = '2'")
+    clock.advance(timedelta(days=8))
+    assert (await outbox.drain()).expired == 2
+
+    ends = [entry for entry in records.of(JUDGE) if entry["outboxio_state"] == "EXPIRED"]
+    # Both ends come in one flood, in which the most severe entry stands for the other entries.
+    assert [entry["level"] for entry in ends] in (["ERROR"], ["WARNING", "ERROR"], ["ERROR", "WARNING"])
+    assert "within the retention, now EXPIRED after 1 attempts" in " ".join(entry["message"] for entry in ends)
+    assert all(entry["outboxio_handler"] == "first" and "outboxio_attempt" not in entry for entry in ends)
+
+
+async def test_a_run_that_asks_for_a_later_run_is_no_warning(outbox: Outbox, look: Look, records: Records) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: RetryAfter("1h", count_attempt=False)))
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    (entry,) = records.of(JUDGE)
+    assert (entry["level"], entry["outboxio_error_type"]) == ("INFO", "RetryAfter")
+
+
+async def test_a_hook_that_fails_is_a_warning_and_then_information(
+    outbox: Outbox, look: Look, clock: MovableClock, records: Records
+) -> None:
+    async def hook(envelope: EventEnvelope[Any], error: Exception) -> None:
+        raise LookupError("no mailbox")
+
+    outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=1), on_dead=hook)(
+        Journal(lambda envelope: ValueError("no"))
+    )
+    await outbox.executor.execute(Emit((1,)), headers=HEADERS)
+    for _ in range(3):
+        await outbox.drain()
+        clock.advance(timedelta(hours=1))
+
+    told = [(entry["level"], entry["outboxio_state"], entry["outboxio_error_type"]) for entry in records.of(JUDGE)]
+    assert told[0] == ("ERROR", "DYING", "ValueError")
+    assert told[1:3] == [("WARNING", "DYING", "LookupError"), ("INFO", "DYING", "LookupError")]
+
+
+async def test_ten_thousand_equal_failures_are_few_lines_with_the_right_sum(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    async def no(envelope: EventEnvelope[Any]) -> None:
+        raise ConnectionError("the provider is down")
+
+    outbox.handler(MoneyDeposited, name="first")(no)
+    outbox.handler(MoneyDeposited, name="second", retry=RetryPolicy(max_attempts=1))(no)
+    for _ in range(5):
+        await outbox.executor.execute(Emit(tuple(range(1_000))))
+    began = asyncio.get_running_loop().time()
+    drained = await outbox.drain()
+    seconds = asyncio.get_running_loop().time() - began
+
+    assert (drained.failed, drained.dead) == (5_000, 5_000)
+    for handler, level in (("first", "WARNING"), ("second", "ERROR")):
+        told = [entry for entry in records.of(JUDGE) if entry["outboxio_handler"] == handler]
+        assert {entry["level"] for entry in told} == {level}
+        assert len(told) <= seconds + 2
+        assert sum(1 + entry.get("outboxio_suppressed", 0) for entry in told) == 5_000
+
+
+async def test_the_failure_of_a_consumed_message_has_the_same_fields(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError("no")))
+    await outbox.inbox.consume(
+        source="bank", external_id="7", type="MoneyDeposited", payload={"wallet_id": str(UUID(int=1)), "amount": 1},
+        headers=HEADERS, on_error="store",
+    )  # fmt: skip
+
+    (entry,) = records.of(JUDGE)
+    assert (entry["outboxio_namespace"], entry["outboxio_shard"], entry["outboxio_handler"]) == (
+        "app", "default", "first",
+    )  # fmt: skip
+    assert entry["outboxio_trace_id"] == TRACE
+
+
+async def test_an_action_that_is_run_again_says_which_action_and_where(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    class Stale(Emit):
+        async def perform(self, tx: Transaction) -> None:
+            if not failures:
+                failures.append(1)
+                raise StaleRecord("wallets", 1)
+            await super().perform(tx)
+
+    failures = list[int]()
+    await outbox.executor.execute(Stale((1,)), retry=Retry(on=StaleRecord, delay=0))
+
+    (entry,) = records.of("outboxio.actions.executor")
+    assert (entry["outboxio_action"], entry["outboxio_error_type"]) == ("Stale", "StaleRecord")
+    assert (entry["outboxio_namespace"], entry["outboxio_shard"]) == ("app", "default")
+    assert UUID(entry["outboxio_action_id"])
+
+
+async def test_each_line_of_the_loops_says_for_which_namespace_and_shard(
+    make_outbox: MakeOutbox, database_url: str, records: Records
+) -> None:
+    outbox = await make_outbox(namespace="shop", database={"eu": database_url})
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await outbox.drain()
+
+    told = records.of("outboxio.runtime.lock_manager")
+    assert {entry["outboxio_lock"] for entry in told} == {"shop/fanout", "shop/dispatch/first"}
+    assert {(entry["outboxio_namespace"], entry["outboxio_shard"]) for entry in told} == {("shop", "eu")}
+
+
+# --- the handler's own records ---------------------------------------------------------------------
+
+
+async def test_the_handlers_own_records_say_for_which_event_they_are(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    async def say(envelope: EventEnvelope[Any]) -> None:
+        logger.info("at work")
+        logger.info("at home", extra={"outboxio_shard": "mine"})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(logger.info, "in a thread of a task"))
+
+    outbox.handler(MoneyDeposited, name="first")(say)
+    await outbox.executor.execute(Emit((1,)), headers=HEADERS)
+    logger.info("before")
+    await outbox.drain()
+    logger.info("after")
+
+    expected = await once_failed(look) | {"outboxio_attempt": 1}
+    del expected["outboxio_error_type"]
+    before, work, home, thread, after = records.of("app.shop")
+    assert fields_in(before) == fields_in(after) == {}
+    assert fields_in(work) == fields_in(thread) == expected
+    assert fields_in(home) == {**expected, "outboxio_shard": "mine"}
+
+
+async def test_a_handler_in_a_thread_and_one_in_a_transaction_have_the_same_fields(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    def in_thread(envelope: EventEnvelope[Any]) -> None:
+        logger.info("%s", envelope.attempt)
+        anyio.from_thread.run_sync(logger.info, "in the loop")
+
+    async def in_transaction(envelope: EventEnvelope[Any]) -> None:
+        logger.info("%s", envelope.attempt)
+
+    outbox.handler(MoneyDeposited, name="first")(in_thread)
+    outbox.handler(MoneyDeposited, name="second", delivery="transactional")(in_transaction)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+
+    told = records.of("app.shop")
+    assert sorted(entry["outboxio_handler"] for entry in told) == ["first", "first", "second"]
+    assert len({entry["outboxio_event_id"] for entry in told}) == 1
+
+
+async def test_the_records_of_a_batch_have_the_number_of_events_and_no_single_event(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    async def many(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
+        logger.info("%d at once", len(envelopes))
+
+    outbox.handler(MoneyDeposited, name="many", batch=Batch(size=10))(many)
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    await outbox.drain()
+
+    (entry,) = records.of("app.shop")
+    assert fields_in(entry) == {
+        "outboxio_namespace": "app", "outboxio_shard": "default", "outboxio_handler": "many", "outboxio_batch_size": 3,
+    }  # fmt: skip
+
+
+async def test_a_row_under_an_alias_has_the_name_of_the_handler_in_all_entries(
+    make_outbox: MakeOutbox, clock: MovableClock, records: Records
+) -> None:
+    before, after = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    before.handler(MoneyDeposited, name="old")(Journal(lambda envelope: ValueError("no")))
+    await before.executor.execute(Emit((1,)))
+    await before.drain()
+
+    async def say(envelope: EventEnvelope[Any]) -> None:
+        logger.info("at work")
+        raise LookupError
+
+    after.handler(MoneyDeposited, name="new", aliases={"old"})(say)
+    clock.advance(timedelta(hours=1))
+    await after.drain()
+
+    assert {entry["outboxio_handler"] for entry in records.of("app.shop")} == {"new"}
+    assert {entry["outboxio_handler"] for entry in records.of(JUDGE)} == {"old", "new"}
+
+
+async def test_a_task_that_outlives_its_handler_has_no_fields_of_the_run(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    go_on, tasks = asyncio.Event(), list[asyncio.Task[None]]()
+
+    async def late() -> None:
+        logger.info("early")
+        await go_on.wait()
+        logger.info("late")
+
+    async def spawn(envelope: EventEnvelope[Any]) -> None:
+        tasks.append(asyncio.create_task(late()))
+        await asyncio.sleep(0)
+
+    outbox.handler(MoneyDeposited, name="first")(spawn)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    go_on.set()
+    await tasks[0]
+
+    early, late_one = records.of("app.shop")
+    assert early["outboxio_handler"] == "first"
+    assert fields_in(late_one) == {}
+
+
+async def test_the_trace_is_that_of_the_current_span_of_opentelemetry_if_there_is_one(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    tracer = TracerProvider().get_tracer("tests")
+    spans = list[trace.Span]()
+
+    async def say(envelope: EventEnvelope[Any]) -> None:
+        logger.info("without")
+        with tracer.start_as_current_span("work") as span:
+            spans.append(span)
+            logger.info("within")
+
+    outbox.handler(MoneyDeposited, name="first")(say)
+    await outbox.executor.execute(Emit((1,)), headers=HEADERS)
+    with tracer.start_as_current_span("start") as started:
+        async with outbox.running():
+            started.end()  # workers inherit a span that has ended
+            await outbox.drain()
+
+    without, within = records.of("app.shop")
+    assert without["outboxio_trace_id"] == TRACE
+    assert within["outboxio_trace_id"] == f"{spans[0].get_span_context().trace_id:032x}"
+
+
+async def test_structlog_entries_of_a_handler_have_the_same_fields(outbox: Outbox, look: Look) -> None:
+    written = list[dict[str, Any]]()
+
+    def keep(logger: object, name: str, event: Any) -> Any:
+        written.append(dict(event))
+        raise structlog.DropEvent
+
+    log = structlog.wrap_logger(None, processors=[outboxio.logs.structlog_context, keep])
+
+    async def say(envelope: EventEnvelope[Any]) -> None:
+        log.info("at work", amount=1)
+        log.info("at home", outboxio_shard="mine")
+
+    outbox.handler(MoneyDeposited, name="first")(say)
+    await outbox.executor.execute(Emit((1,)), headers=HEADERS)
+    await outbox.drain()
+    log.info("after")
+
+    expected = await once_failed(look) | {"outboxio_attempt": 1}
+    del expected["outboxio_error_type"]
+    assert written == [
+        {"event": "at work", "amount": 1, **expected},
+        {"event": "at home", **expected, "outboxio_shard": "mine"},
+        {"event": "after"},
+    ]

@@ -1,0 +1,154 @@
+"""The table ``operations`` on every database: who has ordered what, and which process carries an order out."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta
+from uuid import UUID, uuid4
+
+import pytest
+from msgspec.structs import replace
+
+from outboxio import Outbox
+from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.storage.operation_rows import NOBODY
+from outboxio.storage.protocols import OperationRepository
+from outboxio.support.ids import uuid7
+from tests.kit.app import Emit, Journal, MoneyDeposited
+from tests.kit.inside import database_of
+from tests.kit.storage import NOW
+
+LATER = NOW + timedelta(seconds=31)
+
+
+@pytest.fixture
+def operations(outbox: Outbox) -> OperationRepository:
+    return database_of(outbox).operations
+
+
+def order(created: datetime = NOW) -> Operation:
+    return Operation(
+        id=uuid7(),
+        kind="retry",
+        state=OperationState.RUNNING,
+        matched=0,
+        done=0,
+        refused=0,
+        request={"handler": "mail", "states": ["DEAD"], "key": "'\"\\\n\U0001f600"},
+        actor="ada@host",
+        origin="code",
+        reason="it's mended",
+        created_date=created,
+        updated_date=created,
+        finished_date=None,
+        error=None,
+        shard="default",
+    )
+
+
+async def test_an_operation_is_read_as_it_was_written(operations: OperationRepository) -> None:
+    written = order()
+    await operations.insert("app", written, "worker")
+    assert await operations.get("app", written.id) == written
+
+    ended = replace(
+        written, state=OperationState.FAILED, matched=7, done=2**40, refused=3, updated_date=LATER,
+        finished_date=LATER, error="ValueError: \U0001f600",
+    )  # fmt: skip
+    assert not await operations.finish("app", ended, "a stranger")
+    assert await operations.finish("app", ended, "worker")
+    assert await operations.get("app", written.id) == ended
+    assert not await operations.finish("app", ended, "worker"), "an end is final"
+
+
+async def test_operations_of_a_different_namespace_are_neither_seen_nor_changed(
+    operations: OperationRepository,
+) -> None:
+    written = order()
+    await operations.insert("app", written, NOBODY)
+    assert await operations.get("other", written.id) is None
+    assert await operations.select("other", 10, None) == []
+    assert await operations.stale("other", LATER, 10) == []
+    assert await operations.take("other", written.id, "worker", LATER, LATER) is None
+    assert not await operations.order_stop("other", written.id)
+    assert not await operations.is_to_stop("other", written.id)
+    assert await operations.remove_old("other", LATER, 10) == 0
+    assert await operations.get("app", written.id) == written
+
+
+async def test_operations_are_listed_newest_first_and_in_pages(operations: OperationRepository) -> None:
+    same = NOW + timedelta(seconds=9)
+    orders = [order(created=NOW + timedelta(seconds=second)) for second in range(3)]
+    orders += [order(created=same) for _ in range(3)]
+    for one in orders:
+        await operations.insert("app", one, "worker")
+    newest_first = sorted(orders, key=lambda one: (one.created_date, str(one.id)), reverse=True)
+
+    found: list[Operation] = []
+    before: tuple[datetime, UUID] | None = None
+    while page := await operations.select("app", 2, before):
+        found += page
+        before = page[-1].created_date, page[-1].id
+    assert found == newest_first
+
+
+async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(operations: OperationRepository) -> None:
+    written = order()
+    await operations.insert("app", written, "the dead")
+    seen_before = LATER - timedelta(seconds=30)
+    assert await operations.stale("app", NOW, 10) == [], "the worker has written just now"
+    assert await operations.stale("app", seen_before, 10) == [written.id]
+
+    taken = await asyncio.gather(
+        *(operations.take("app", written.id, f"successor {number}", seen_before, LATER) for number in range(3))
+    )
+    [winner] = [one for one in taken if one is not None]
+    assert winner.operation == replace(written, updated_date=LATER)
+    assert winner.reached is None
+    assert await operations.stale("app", seen_before, 10) == []
+
+
+async def test_an_operation_without_a_worker_waits_for_nobody(operations: OperationRepository) -> None:
+    written = order(created=LATER)
+    await operations.insert("app", written, NOBODY)
+    assert await operations.stale("app", NOW, 10) == [written.id]
+    assert await operations.take("app", written.id, "worker", NOW, LATER) is not None
+    assert await operations.stale("app", NOW, 10) == []
+
+
+async def test_only_a_running_operation_can_be_stopped(operations: OperationRepository) -> None:
+    written = order()
+    await operations.insert("app", written, "worker")
+    assert not await operations.is_to_stop("app", written.id)
+    assert await operations.order_stop("app", written.id)
+    assert await operations.order_stop("app", written.id)
+    assert await operations.is_to_stop("app", written.id)
+    await operations.finish("app", replace(written, state=OperationState.STOPPED), "worker")
+    assert not await operations.order_stop("app", written.id)
+    assert not await operations.order_stop("app", uuid4())
+
+
+async def test_old_operations_are_removed_and_running_operations_stay(operations: OperationRepository) -> None:
+    running, ended = order(), [order(created=NOW + timedelta(seconds=second)) for second in range(4)]
+    for one in (running, *ended):
+        await operations.insert("app", one, "worker")
+    for one in ended:
+        await operations.finish("app", replace(one, state=OperationState.DONE), "worker")
+    before = NOW + timedelta(seconds=3)
+    assert await operations.remove_old("app", before, 2) == 2
+    assert await operations.remove_old("app", before, 2) == 1
+    assert {one.id for one in await operations.select("app", 10, None)} == {running.id, ended[3].id}
+
+
+async def test_the_states_of_notifications_are_read_by_id(outbox: Outbox, operations: OperationRepository) -> None:
+    outbox.handler(MoneyDeposited, name="first")(
+        Journal(lambda envelope: ValueError() if envelope.event.amount == 1 else None)
+    )
+    await outbox.executor.execute(Emit((1, 2)))
+    await outbox.drain()
+    records = await outbox.admin.list()
+    expected = {record.id: record.state for record in records}
+    assert len(expected) == 2
+    assert await operations.states("app", [*expected, uuid4()]) == expected
+    assert await operations.states("other", list(expected)) == {}
+    assert await operations.states("app", []) == {}

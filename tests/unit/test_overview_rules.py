@@ -1,0 +1,247 @@
+"""The rules of the verdict, without a database: a fault in the facts is told once, in a sentence with numbers."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from outboxio.operations.overview.facts import (
+    Facts,
+    FailedOperation,
+    HandlerFacts,
+    HandlerReport,
+    InstanceFacts,
+    LockFacts,
+    Report,
+    ShardFacts,
+)
+from outboxio.operations.overview.rules import RULE_NAMES
+from outboxio.operations.overview.summary import overview_of
+from outboxio.operations.overview.values import MOST, Overview
+from outboxio.operations.overview.wording import counted, listed, spoken
+from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
+
+NOW = datetime(2030, 1, 1, 12, 30, 15)
+WORKER = "host-a:7:c0ffee"
+
+
+def ago(**duration: float) -> datetime:
+    return NOW - timedelta(**duration)
+
+
+def instance(name: str = WORKER, *, is_alive: bool = True, **report: Any) -> InstanceFacts:
+    seen = NOW if is_alive else ago(minutes=5)
+    return InstanceFacts(
+        instance=name, version="1", started=ago(hours=1), last_seen=seen, is_alive=is_alive, report=Report(**report)
+    )
+
+
+def handler(name: str = "ledger", **facts: Any) -> HandlerFacts:
+    held = [LockFacts(owner=WORKER, since=ago(hours=1))]
+    return HandlerFacts(**{
+        "name": name, "event_types": ("Paid",), "last_seen": ago(seconds=10), "locks": held, **facts
+    })  # fmt: skip
+
+
+def shard(*handlers: HandlerFacts, **facts: Any) -> ShardFacts:
+    held = LockFacts(owner=WORKER, since=ago(hours=1))
+    return ShardFacts(**{
+        "name": "default", "now": NOW, "handlers": handlers or (handler(),), "fanout": held,
+        "instances": [instance()], **facts,
+    })  # fmt: skip
+
+
+def overview(*shards: ShardFacts) -> Overview:
+    return overview_of(Facts(namespace="app", shards=shards))
+
+
+def told(facts: ShardFacts) -> list[tuple[str, str]]:
+    return [(finding.rule, finding.sentence) for finding in overview(facts).findings]
+
+
+def minutes(*, succeeded: int = 0, failed: int = 0, back: int = 0) -> list[HandlerMinute]:
+    moment = NOW.replace(second=0) - timedelta(minutes=back)
+    return [HandlerMinute(
+        handler_name="ledger", minute_date=moment, succeeded=succeeded, failed=failed, dead=0, expired=0, skipped=0,
+        duration_us=0, durations=(succeeded, *[0] * 16), lags=(0, succeeded, *[0] * 15),
+    )]  # fmt: skip
+
+
+def parked(blocked: int) -> ParkedKey:
+    return ParkedKey("ledger", "k", uuid4(), uuid4(), ago(hours=1), blocked)
+
+
+def test_a_healthy_outbox_has_a_single_sentence_with_the_figures() -> None:
+    busy = handler(due=3, oldest_due=ago(seconds=0.4), minutes=minutes(succeeded=1700))
+    found = overview(shard(busy, handler("mail")))
+    assert found.level == "ok"
+    assert found.verdict == ["All is well: 2 handlers, 340 notifications a minute, oldest due 0.4 s."]
+    assert found.findings == ()
+
+
+FAULTS: dict[str, tuple[ShardFacts, str]] = {
+    "shard_unreachable": (
+        shard(error="connection refused"), "Shard `default` cannot be reached: connection refused",
+    ),
+    "schema_behind": (
+        shard(schema="the table operations is missing"),
+        "The tables of shard `default` do not fit this version of outboxio: the table operations is missing",
+    ),
+    "no_instance": (
+        shard(instances=[instance(is_alive=False)]),
+        "No process works, and the last was seen 5 min ago: events and notifications wait.",
+    ),
+    "lock_without_holder": (
+        shard(handler(locks=[LockFacts()], due=8211, oldest_due=ago(minutes=14))),
+        "No process holds `ledger`: 8,211 notifications wait.",
+    ),
+    "fanout_behind": (
+        shard(undelivered={"Paid": Waiting(1203, ago(minutes=3))}),
+        "Fan-out is behind: the oldest event has waited for 3 min, 1,203 wait.",
+    ),
+    "handler_behind": (
+        shard(handler(due=8211, oldest_due=ago(minutes=14))),
+        "`ledger` is behind: oldest due 14 min, 8,211 waiting.",
+    ),
+    "handler_failing": (
+        shard(handler(minutes=minutes(succeeded=8, failed=92), last_error="ConnectionError: pdf:8080")),
+        "`ledger` fails 92% of 100 runs of the last 5 minutes: ConnectionError: pdf:8080.",
+    ),
+    "new_dead": (
+        shard(handler(dead=9, dead_hour=3, newest_dead=ago(minutes=4))),
+        "3 notifications of `ledger` ended DEAD or EXPIRED within the last hour, the last 4 min ago.",
+    ),
+    "parked_keys": (
+        shard(handler(parked=[parked(9), parked(5)])),
+        "2 keys of `ledger` are parked by a dead letter, and 14 notifications wait behind.",
+    ),
+    "stuck_runs": (
+        shard(instances=[instance(handlers={"ledger": HandlerReport(stuck=1)})]),
+        "1 run of `ledger` is stuck in process host-a:7:c0ffee.",
+    ),
+    "unroutable": (
+        shard(unroutable={"old-name": 12}), "12 notifications of `old-name` wait, and no process has such a handler.",
+    ),
+    "event_without_handler": (
+        shard(undelivered={"Refunded": Waiting(12, ago(hours=3))}),
+        "1 event type has no handler anywhere: `Refunded`. 12 events wait.",
+    ),
+    "paused_long": (
+        shard(handler(paused_since=ago(days=2), due=7, oldest_due=ago(days=2))),
+        "`ledger` has been paused for 2 days, 7 waiting.",
+    ),
+    "clock_off": (
+        shard(instances=[instance(clock_offset=-5.2)]),
+        "The clock of host-a is 5.2 s behind the clock of the database.",
+    ),
+    "partition_unowned": (
+        shard(handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)], unowned_due=[1])),
+        "Partition 1 of `ledger`: notifications are due, and no process holds the lock.",
+    ),
+    "operation_failed": (
+        shard(failed_operations=[FailedOperation("retry", "ada", "ValueError: no", "id")]),
+        "An order has failed: retry by ada: ValueError: no",
+    ),
+}  # fmt: skip
+
+
+def test_there_is_a_fault_for_each_rule() -> None:
+    assert tuple(FAULTS) == RULE_NAMES
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_each_rule_tells_its_fault_once_with_a_remedy(rule: str) -> None:
+    facts, sentence = FAULTS[rule]
+    found = overview(facts)
+    assert [(finding.rule, finding.sentence) for finding in found.findings] == [(rule, sentence)]
+    assert found.verdict == [sentence]
+    assert found.level == ("down" if rule in RULE_NAMES[:3] else "degraded")
+    assert found.findings[0].remedy
+
+
+HEALTHY = {
+    "an event that waits for fan-out for a moment": shard(undelivered={"Paid": Waiting(3, ago(seconds=20))}),
+    "an event that becomes available later": shard(undelivered={"Paid": Waiting(3, None), "Other": Waiting(1, None)}),
+    "a notification that is due for a moment": shard(handler(due=1, oldest_due=ago(seconds=50))),
+    "a handler that may be late": shard(handler(due=1, oldest_due=ago(minutes=9), alert_age=timedelta(minutes=10))),
+    "a paused handler": shard(handler(due=1, oldest_due=ago(hours=9), paused_since=ago(hours=9))),
+    "few failures": shard(handler(minutes=minutes(failed=9))),
+    "half of the runs": shard(handler(minutes=minutes(failed=10, succeeded=10))),
+    "failures of long ago": shard(handler(minutes=minutes(failed=100, back=7))),
+    "old dead letters": shard(handler(dead=100, newest_dead=ago(hours=2))),
+    "a lock that changes hands": shard(handler(locks=[LockFacts()], due=1, oldest_due=ago(seconds=20))),
+    "a handler that is gone, without work": shard(
+        handler(locks=[LockFacts(owner="gone", is_dead=True)], last_seen=ago(hours=2))
+    ),
+    "a clock that is a little off": shard(instances=[instance(clock_offset=1.9)], clock_offset=-1.9),
+    "a new database": shard(handlers=(), instances=[], fanout=LockFacts()),
+    "events for other tools": shard(handlers=(), undelivered={"Paid": Waiting(9, ago(days=1))}),
+    "a partition without a holder, without work": shard(
+        handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)])
+    ),
+    "contract files that wait": shard(pending=("0008_contract.sql",)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_no_fault_is_not_told(name: str) -> None:
+    assert told(HEALTHY[name]) == []
+
+
+def test_a_handler_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
+    facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)], due=1, oldest_due=ago(hours=1)))
+    assert told(facts) == [("lock_without_holder", "No process holds `ledger`: 1 notification waits.")]
+
+
+def test_fan_out_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
+    facts = shard(fanout=LockFacts(), undelivered={"Paid": Waiting(2, ago(minutes=1))})
+    assert told(facts) == [("lock_without_holder", "No process holds fan-out: 2 events wait.")]
+
+
+def test_a_holder_that_died_just_now_is_told_before_work_is_late() -> None:
+    facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)]))
+    assert told(facts) == [("lock_without_holder", "No process holds `ledger`.")]
+
+
+def test_the_worst_sentence_comes_first() -> None:
+    facts = shard(
+        handler("late", due=1, oldest_due=ago(hours=1)),
+        handler("dead", dead_hour=1, newest_dead=ago(minutes=1)),
+        instances=[],
+    )
+    assert [rule for rule, _ in told(facts)] == ["no_instance", "handler_behind", "new_dead"]
+    assert [one.handler_name for one in overview(facts).handlers] == ["late", "dead"]
+
+
+def test_of_several_shards_the_sentence_names_the_shard_and_one_shard_is_not_all() -> None:
+    late = handler(due=1, oldest_due=ago(hours=1))
+    found = overview(shard(late, name="one"), shard(name="two", error="refused"))
+    assert found.level == "degraded"
+    assert found.verdict == [
+        "Shard `two` cannot be reached: refused",
+        "`ledger` is behind: oldest due 60 min, 1 waiting (shard `one`).",
+    ]
+    assert overview(shard(name="one", error="refused"), shard(name="two", error="refused")).level == "down"
+
+
+def test_a_handler_on_two_shards_is_a_single_line_with_the_sum() -> None:
+    found = overview(
+        shard(handler(due=MOST - 1, oldest_due=ago(seconds=3), minutes=minutes(succeeded=5)), name="one"),
+        shard(handler(due=7, oldest_due=ago(seconds=9), minutes=minutes(succeeded=5, back=59)), name="two"),
+    )
+    [line] = found.handlers
+    assert (line.due, line.oldest_due, line.per_minute) == (MOST, 9.0, 1.0)
+    assert (line.minutes[0], line.minutes[59], sum(line.minutes)) == (5, 5, 10)
+    assert (line.duration_p95, line.lag_p95) == (0.001, 0.005)
+    assert line.holders == {"one": (WORKER,), "two": (WORKER,)}
+
+
+def test_durations_and_numbers_are_as_exact_as_a_person_needs() -> None:
+    assert [spoken(seconds) for seconds in (0, 0.44, 9.96, 61, 119.9, 130, 3600 * 5, 86400, 86400 * 3)] == [
+        "0.0 s", "0.4 s", "10.0 s", "61 s", "2 min", "2 min", "5 h", "24 h", "3 days",
+    ]  # fmt: skip
+    assert [counted(number) for number in (0, 9999, MOST, MOST + 1)] == ["0", "9,999", "10,000+", "10,000+"]
+    assert listed(["a", "b", "c", "d", "e"]) == "`a`, `b`, `c` and 2 more"

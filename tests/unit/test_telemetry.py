@@ -1,0 +1,131 @@
+"""The seam of telemetry: which telemetry an outbox has, and how a sampled row is recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from outboxio import Outbox
+from outboxio.telemetry import Execution, Telemetry
+from outboxio.telemetry.choice import TelemetryChoice, use_in_process, use_no_more
+from outboxio.telemetry.headers import carried, seems_sampled, with_trace
+from outboxio.telemetry.protocol import NO_TELEMETRY
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
+
+
+class Counting(Telemetry):
+    """Counts the executions."""
+
+    def __init__(self) -> None:
+        self.executions = 0
+
+    def executing(self, *args: Any, **options: Any) -> Execution:
+        self.executions += 1
+        return Execution()
+
+
+class OfProcess(Counting):
+    """Is not needed by outboxes with telemetry of the same kind."""
+
+    def yields_to(self, given: Telemetry) -> bool:
+        return isinstance(given, Counting)
+
+
+@pytest.fixture
+def of_process() -> Iterator[OfProcess]:
+    telemetry = OfProcess()
+    use_in_process(telemetry)
+    yield telemetry
+    use_no_more(telemetry)
+
+
+def execute(choice: TelemetryChoice) -> None:
+    with choice.chosen.executing("app", "default", "Pay", None) as execution:
+        execution.repeated()
+
+
+def test_an_outbox_without_telemetry_has_telemetry_that_does_nothing() -> None:
+    choice = TelemetryChoice()
+
+    assert choice.chosen is NO_TELEMETRY
+    execute(choice)
+
+
+def test_several_telemetries_are_told_in_order() -> None:
+    first, second = Counting(), Counting()
+    execute(TelemetryChoice([first, second]))
+
+    assert (first.executions, second.executions) == (1, 1)
+
+
+def test_telemetry_is_told_of_the_outboxes_that_have_it() -> None:
+    class Attached(Telemetry):
+        def __init__(self) -> None:
+            self.outboxes: list[Outbox] = []
+
+        def attached(self, outbox: Outbox) -> None:
+            self.outboxes.append(outbox)
+
+    first, second = Attached(), Attached()
+    one, two = Outbox("sqlite://", namespace="a", telemetry=[first, second]), Outbox("sqlite://", namespace="b")
+
+    assert first.outboxes == second.outboxes == [one]
+    assert two.statistics.keys() == {"default"}
+
+
+def test_telemetry_of_the_process_is_told_of_outboxes_made_before_and_after() -> None:
+    before, telemetry = TelemetryChoice(), OfProcess()
+    use_in_process(telemetry)
+    execute(before)
+    execute(TelemetryChoice())
+    use_no_more(telemetry)
+    execute(before)
+
+    assert telemetry.executions == 2
+
+
+def test_given_telemetry_may_replace_the_telemetry_of_the_process(of_process: OfProcess) -> None:
+    own, other = Counting(), Telemetry()
+    execute(TelemetryChoice(own))
+    execute(TelemetryChoice(other))
+
+    assert (own.executions, of_process.executions) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", [str, str.encode, lambda text: msgspec.Raw(text.encode())])
+@pytest.mark.parametrize("flags", ["00", "01", "02", "03", "ff", "fe"])
+@pytest.mark.parametrize("more", [{}, {"tracestate": "a=1"}, {"a": "traceparent", "b": {"traceparent": PARENT}}])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_sampled_row_is_recognised_in_the_text_of_its_headers(
+    kind: Any, flags: str, more: dict[str, Any], is_text: bool
+) -> None:
+    headers: Any = {**more, "traceparent": PARENT + flags}
+    context = [1, {"amount": 7}, msgspec.json.encode(headers).decode() if is_text else headers, None]
+
+    for text in (msgspec.json.encode(context).decode(), msgspec.json.format(msgspec.json.encode(context)).decode()):
+        assert seems_sampled(kind(text)) is bool(int(flags, 16) & 1)
+
+
+def test_a_row_without_the_header_is_not_sampled() -> None:
+    assert not seems_sampled('[1,{"trace":"parent"},null]')
+    assert not seems_sampled(b"null")
+
+
+def test_headers_of_a_trace_take_the_place_of_older_headers_and_leave_the_rest() -> None:
+    headers = msgspec.json.encode({"tenant": "a", "traceparent": "old", "tracestate": "old"}).decode()
+    merged = with_trace(headers, {"traceparent": "new"}, ("traceparent", "tracestate"))
+
+    assert merged is not None
+    assert msgspec.json.decode(merged) == {"tenant": "a", "traceparent": "new"}
+    assert with_trace(None, {}, ("traceparent",)) is None
+    assert with_trace('{"traceparent":"old"}', {}, ("traceparent",)) is None
+
+
+def test_events_of_handlers_take_over_the_headers_of_traces_only() -> None:
+    headers = {"traceparent": PARENT, "tenant": "a", "baggage": 7, "sentry-trace": "x"}
+
+    assert carried(headers) == {"traceparent": PARENT, "sentry-trace": "x"}
