@@ -96,7 +96,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.partitions = MysqlPartitions(self._admin)
         self.operations = MysqlOperations(self._admin, name)
         self.search = MysqlSearch(self._admin, self._server, name)
-        self.event_search = MysqlEventSearch(self._admin, self.search)
+        self.event_search = MysqlEventSearch(self._admin, self._server, self.search)
         self.probes = MysqlProbes(self._admin, self._server)
         self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)

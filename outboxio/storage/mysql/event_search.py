@@ -9,6 +9,7 @@ from typing import Any
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_EVENT
 from outboxio.storage.mysql.connection import LoopConnection, fetch
+from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.mysql.matching import Conditions
 from outboxio.storage.protocols.operating import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
@@ -40,23 +41,24 @@ ORDER BY n.event_id, n.handler_name LIMIT %(limit)s
 
 
 class MysqlEventSearch(WalkedEvents):
-    def __init__(self, admin: LoopConnection, search: WalkedSearch) -> None:
+    def __init__(self, admin: LoopConnection, server: Server, search: WalkedSearch) -> None:
         super().__init__(search)
         self._admin = admin
+        self._server = server
 
     async def read(self, namespace: str, search: Search, before: str, size: int) -> EventChunk:
-        scope = Conditions(namespace, search, of_events=True)
+        scope = Conditions(self._server, namespace, search, of_events=True)
         args = {**scope.args, "before": before, "size": size}
         [(read, last, matches)] = await self._fetch(READ.replace("{matches}", scope.text), args)
         return EventChunk(read, last, str(matches).split(",") if matches else None)
 
     async def matching(self, namespace: str, search: Search, ids: Sequence[str]) -> list[str]:
-        scope = Conditions(namespace, search, of_events=True)
+        scope = Conditions(self._server, namespace, search, of_events=True)
         statement = MATCHING.replace("{matches}", scope.text).replace("{ids}", scope.listed("id", ids))
         return [row[0] for row in await self._fetch(statement, scope.args)]
 
     async def summaries(self, namespace: str, ids: Sequence[str]) -> list[EventSummary]:
-        scope = Conditions(namespace, Search())
+        scope = Conditions(self._server, namespace, Search())
         rows = await self._fetch(SUMMARIES.replace("{ids}", scope.listed("id", ids)), scope.args)
         return [summary_of(dict(zip(EVENT_COLUMNS, row, strict=True))) for row in rows]
 
@@ -69,7 +71,7 @@ class MysqlEventSearch(WalkedEvents):
         return [row[1] for row in sorted(rows)[:limit]]
 
     async def notification_ids(self, namespace: str, events: Sequence[str], limit: int) -> list[str]:
-        scope = Conditions(namespace, Search())
+        scope = Conditions(self._server, namespace, Search())
         statement = NOTIFICATION_IDS.replace("{ids}", scope.listed("id", events))
         return [row[0] for row in await self._fetch(statement, {**scope.args, "limit": limit})]
 

@@ -44,6 +44,8 @@ class Flavour(Struct, frozen=True):
 #   set the column would have the character set of the selected database, and lose characters.
 # * {collate}: makes any further text comparable with our columns.
 # * {id}: the type of an id within JSON_TABLE; {id_of x}: such an id in the type of our id columns.
+# * {last_type}, {last_message}: the paths to the last error of a notification ``n``. On MariaDB a path is not constant:
+#   after an empty array, MariaDB finds nothing at a constant path from the end in the rest of the rows.
 # * {hashing}: in front of a statement with joins that may hash.
 # * {dead}: the DEAD and EXPIRED rows in the index event_notifications_dead; {dead_name}, {dead_date}: its columns.
 # * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
@@ -61,6 +63,8 @@ MYSQL = Flavour(
         "collate": "COLLATE utf8mb4_0900_bin",
         "hashing": "",
         "unwaiting": "",
+        "last_type": "'$[last].type'",
+        "last_message": "'$[last].message'",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "{}",
         "dead": "TRUE",
@@ -82,6 +86,8 @@ MARIADB = Flavour(
         "collate": "COLLATE utf8mb4_nopad_bin",
         "hashing": "SET STATEMENT join_cache_level = 4 FOR",
         "unwaiting": "SET STATEMENT innodb_lock_wait_timeout = 0 FOR",
+        "last_type": "IF(n.attempts < -1, '', '$[-1].type')",
+        "last_message": "IF(n.attempts < -1, '', '$[-1].message')",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
@@ -107,7 +113,10 @@ def for_flavours(text: str) -> Statement:
 
 
 def _spelled(text: str, flavour: Flavour) -> str:
-    for word in ("text", "document", "collate", "hashing", "unwaiting", "id", "dead", "dead_name", "dead_date"):
+    for word in (
+        *("text", "document", "collate", "last_type", "last_message", "hashing", "unwaiting", "id"),
+        *("dead", "dead_name", "dead_date"),
+    ):
         text = text.replace(f"{{{word}}}", flavour.words[word])
     return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from outboxio.storage.mysql.connection import fetch
 
-FEWEST_JUMPS, MOST_JUMPS = 8, 64  # in a message
+FEWEST_JUMPS, MOST_JUMPS = 8, 32  # in a message
 
 # Greater than every value of a column: the end of the index.
 _END = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
@@ -42,30 +42,34 @@ async def jump(connection: Any, query: str, args: Mapping[str, Any]) -> list[str
         jumps, start = MOST_JUMPS, fresh[-1]
 
 
-async def jump_together(connection: Any, first: str, second: str, args: Mapping[str, Any], most: int) -> list[str]:
-    """The values that two columns have in common, after at most ``most`` steps.
+STEPS = 64  # in a message
+
+FROM_BEGINNING = (">=", "")
+"""The relation and the value with which the first step begins."""
+
+
+async def jump_together(
+    connection: Any, first: str, second: str, args: Mapping[str, Any], begin: tuple[str, str]
+) -> tuple[list[str], tuple[str, str] | None]:
+    """The values that two columns have in common, within 64 steps; and where to go on, ``None`` at the end.
 
     A step jumps to the next value in the first index, and then to the next value, not before the first, in the second.
     So a few values in either index take a few steps, however many values the other index has. Both queries are as in
     :func:`jump`.
     """
-    values: list[str] = []
-    steps, taken, start, relation = FEWEST_JUMPS, 0, "", ">="
-    while taken < most:
-        ones, others = ([f"@outboxio_{kind}_{number}" for number in range(steps)] for kind in ("one", "other"))
-        jumps = [_next(first, relation, _START)]
-        for one, other in zip(ones[:-1], others[:-1], strict=True):
-            jumps.append(f"IF({one} = {other}, {_next(first, '>', one)}, {_next(first, '>=', other)})")
-        texts = [text for one, jump in zip(ones, jumps, strict=True) for text in (jump, _next(second, ">=", one))]
-        variables = [variable for pair in zip(ones, others, strict=True) for variable in pair]
-        found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
-        values += [one for one, other in zip(found[::2], found[1::2], strict=True) if one == other and not _is_end(one)]
-        one, other = found[-2:]
-        if _is_end(other):
-            break
-        start, relation = (one, ">") if one == other else (other, ">=")
-        taken, steps = taken + steps, MOST_JUMPS
-    return values
+    relation, start = begin
+    ones, others = ([f"@outboxio_{kind}_{number}" for number in range(STEPS)] for kind in ("one", "other"))
+    jumps = [_next(first, relation, _START)]
+    for one, other in zip(ones[:-1], others[:-1], strict=True):
+        jumps.append(f"IF({one} = {other}, {_next(first, '>', one)}, {_next(first, '>=', other)})")
+    texts = [text for one, jump in zip(ones, jumps, strict=True) for text in (jump, _next(second, ">=", one))]
+    variables = [variable for pair in zip(ones, others, strict=True) for variable in pair]
+    found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
+    values = [one for one, other in zip(found[::2], found[1::2], strict=True) if one == other and not _is_end(one)]
+    one, other = found[-2:]
+    if _is_end(other):
+        return values, None
+    return values, (">", one) if one == other else (">=", other)
 
 
 async def _assigned(connection: Any, variables: list[str], texts: list[str], args: Mapping[str, Any]) -> list[str]:

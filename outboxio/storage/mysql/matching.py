@@ -10,25 +10,26 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outboxio.model.operating.filter import Search
+from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.searching.patterns import like
 
-# The last error in the form of ``Filter.error``; NULL for anything but an object with two texts. The path has a number:
-# after an empty array, MariaDB finds nothing at the constant path ``$[last]`` in the rest of the rows.
-_TYPE, _MESSAGE = (
-    f"JSON_EXTRACT(n.errors, CONCAT('$[', GREATEST(JSON_LENGTH(n.errors), 1) - 1, '].{part}'))"
-    for part in ("type", "message")
-)
-TYPE, MESSAGE = (f"JSON_UNQUOTE({value}) COLLATE utf8mb4_bin" for value in (_TYPE, _MESSAGE))
+# The last error: an array of the type and the message, read in a single pass over the document. NULL for errors that
+# are no array.
+TOLD = for_flavours("""IF(CONVERT(JSON_TYPE(n.errors) USING utf8mb4) COLLATE utf8mb4_bin = 'ARRAY',
+    JSON_EXTRACT(n.errors, {last_type}, {last_message}), NULL)""")
 
 
-def _is_of_type(value: str, kind: str) -> str:
-    return f"CONVERT(JSON_TYPE({value}) USING utf8mb4) COLLATE utf8mb4_bin = '{kind}'"
+def _is_text(place: int) -> str:
+    return f"CONVERT(JSON_TYPE(JSON_EXTRACT({{told}}, '$[{place}]')) USING utf8mb4) COLLATE utf8mb4_bin = 'STRING'"
 
 
-HAS_LAST_ERROR = " AND ".join(
-    (_is_of_type("n.errors", "ARRAY"), _is_of_type(_TYPE, "STRING"), _is_of_type(_MESSAGE, "STRING"))
-)
-_ERROR = f"IF({HAS_LAST_ERROR}, CONCAT({TYPE}, ': ', {MESSAGE}) LIKE %(error)s ESCAPE '|', FALSE)"
+def _text(place: int) -> str:
+    return f"JSON_UNQUOTE(JSON_EXTRACT({{told}}, '$[{place}]')) COLLATE utf8mb4_bin"
+
+
+# The condition on what is told. An error that is no object with two texts has no text.
+HAS_TEXTS = f"""IF({_is_text(0)} AND {_is_text(1)},
+    CONCAT({_text(0)}, ': ', {_text(1)}) LIKE %(error)s ESCAPE '|', FALSE)"""
 
 _EQUAL = ("ordering_key", "model_id", "action_name", "action_id", "correlation_id")
 
@@ -40,7 +41,7 @@ class Conditions:
     ``n``, which has no state, no handler and no error.
     """
 
-    def __init__(self, namespace: str, search: Search, *, of_events: bool = False) -> None:
+    def __init__(self, server: Server, namespace: str, search: Search, *, of_events: bool = False) -> None:
         self.args: dict[str, Any] = {"namespace": namespace, "since": search.since, "until": search.until}
         parts = ["n.namespace = %(namespace)s"]
         date = "event_date" if of_events else "updated_date"
@@ -59,11 +60,23 @@ class Conditions:
             parts.append(f"n.{date} >= %(since)s")
         if search.until is not None:
             parts.append(f"n.{date} < %(until)s")
-        if search.error and not of_events:
-            # The error comes last, because its column may be stored apart from the row.
-            parts.append(_ERROR)
-            self.args["error"] = like(search.error)
         self.text = " AND ".join(parts)
+        """The conditions on columns."""
+        self._told, self._has_texts = "NULL", "TRUE"
+        if search.error and not of_events:
+            # The document is read only if all other conditions hold.
+            self._told, self._has_texts = f"IF({self.text}, {server.spell(TOLD)}, NULL)", HAS_TEXTS
+            self.args["error"] = like(search.error)
+
+    def put_into(self, statement: str, told: str = "") -> str:
+        """A statement with the conditions.
+
+        ``{matches}`` stands for the conditions on columns, ``{told}`` for what is read of the last error, and
+        ``{has_texts}`` for the condition on the last error. ``told``: the column of a derived table with ``{told}``.
+        """
+        has_texts = self._has_texts.replace("{told}", told or self._told)
+        statement = statement.replace("{matches}", self.text).replace("{has_texts}", has_texts)
+        return statement.replace("{told}", self._told)
 
     def listed(self, prefix: str, values: Iterable[str]) -> str:
         """Placeholders for the inside of ``IN (...)``, whose values become arguments."""

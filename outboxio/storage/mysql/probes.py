@@ -15,7 +15,7 @@ from outboxio.storage.mysql.columns import BY_DUE, BY_LINE
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.fanout import BY_TYPE
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
-from outboxio.storage.mysql.jumps import jump, jump_together
+from outboxio.storage.mysql.jumps import FROM_BEGINNING, STEPS, jump, jump_together
 from outboxio.storage.mysql.ordering import BLOCKED, ENDED
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
@@ -27,14 +27,17 @@ MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
 # A probe of the index for each name or slot, in a single statement. Most names have nothing to count. The statements
 # that count have a branch for each name.
+#
+# The first and the last row of each slot: with a condition on the date, the server would read all rows of the slot.
+# ORDER BY has the columns that differ from probe to probe, as in ordering.py.
 _UNFINISHED = """n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
     AND n.partition_number = w.number"""
-_BY_DATE = "ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT 1"
-FIRST_DUE = for_flavours(f"""
-SELECT f.name, MIN(f.due), MAX(f.waits) FROM (
-  SELECT w.name, (SELECT n.next_retry_at FROM {BY_DUE}
-    WHERE {_UNFINISHED} AND n.next_retry_at <= %(now)s {_BY_DATE}) AS due, (SELECT 1 FROM {BY_DUE}
-    WHERE {_UNFINISHED} AND n.next_retry_at > %(now)s AND n.next_retry_at < %(first_rest)s {_BY_DATE}) AS waits
+ENDS_OF_SLOTS = for_flavours(f"""
+SELECT f.name, MIN(f.first), MAX(f.last) FROM (
+  SELECT w.name, (SELECT n.next_retry_at FROM {BY_DUE} WHERE {_UNFINISHED}
+      ORDER BY n.handler_name, n.partition_number, n.next_retry_at, n.sequence LIMIT 1) AS first,
+    (SELECT n.next_retry_at FROM {BY_DUE} WHERE {_UNFINISHED}
+      ORDER BY n.handler_name DESC, n.partition_number DESC, n.next_retry_at DESC, n.sequence DESC LIMIT 1) AS last
   FROM JSON_TABLE(%(slots)s, '$[*]' COLUMNS (name {{text}} PATH '$[0]', number SMALLINT PATH '$[1]')) w) f
 GROUP BY f.name
 """)
@@ -141,10 +144,9 @@ class MysqlProbes:
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
         numbers = numbers_of(slots)
         pairs = as_json((name, number) for name, partitions in numbers.items() for number in range(partitions))
-        scope = {"namespace": namespace, "now": now, "first_rest": FIRST_REST, "slots": pairs}
-        rows = await self._admin.fetch(FIRST_DUE, scope)
-        oldest = {name: due for name, due, _ in rows if due is not None}
-        waits = [name for name, _, waits in rows if waits]
+        rows = await self._admin.fetch(ENDS_OF_SLOTS, {"namespace": namespace, "slots": pairs})
+        oldest = {name: first for name, first, _ in rows if first is not None and first <= now}
+        waits = [name for name, _, last in rows if last is not None and last > now]
         due = await self._count(COUNT_DUE, [(name, namespace, name, now, most) for name in oldest], numbers)
         waiting = await self._count(
             COUNT_WAITING, [(name, namespace, name, now, FIRST_REST, most) for name in waits], numbers
@@ -182,11 +184,17 @@ class MysqlProbes:
 
     async def _parked(self, namespace: str, blocked: str, dead: str, most: int) -> list[ParkedKey]:
         args: dict[str, Any] = {"namespace": namespace, "blocked_name": blocked, "dead_name": dead}
-        jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, most=MOST_STEPS)
-        keys: list[str] = await self._admin.use(jumping)
-        rows = (await self._admin.fetch(PARKING, {**args, "names": as_json(keys)}))[:most] if keys else []
-        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows])
-        return [ParkedKey(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows]
+        rows: list[tuple[Any, ...]] = []
+        begin: tuple[str, str] | None = FROM_BEGINNING
+        for _ in range(MOST_STEPS // STEPS + 1):
+            if begin is None or len(rows) >= most:
+                break
+            jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, begin=begin)
+            keys, begin = await self._admin.use(jumping)
+            rows += await self._admin.fetch(PARKING, {**args, "names": as_json(keys)}) if keys else []
+        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows[:most]])
+        found = [(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows[:most]]
+        return [ParkedKey(*values) for values in found]
 
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         types = await self._admin.use(lambda connection: jump(connection, NEXT_TYPE, {"namespace": namespace}))

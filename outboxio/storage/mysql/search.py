@@ -16,7 +16,7 @@ from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, REC
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.jumps import jump
-from outboxio.storage.mysql.matching import HAS_LAST_ERROR, MESSAGE, TYPE, Conditions
+from outboxio.storage.mysql.matching import TOLD, Conditions
 from outboxio.storage.mysql.notifications import RETRY, SKIP
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
 from outboxio.storage.mysql.probes import BY_DEAD, NEXT_DEAD_NAME
@@ -51,8 +51,9 @@ WHERE p.number <= IFNULL((SELECT h.active FROM eventlog.handler_partitions h
 
 
 def _rows(one: str, two: str, source: str, condition: str, order: str) -> str:
-    return f"""SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match
-  FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size)s"""
+    return f"""SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match,
+    {{told}} AS told
+  FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size_{{number}})s"""
 
 
 def _reading(rows: str, order: str) -> str:
@@ -65,7 +66,7 @@ def _reading(rows: str, order: str) -> str:
 (SELECT {{number}} AS number, COUNT(*), SUM(r.is_match),
   SUBSTRING_INDEX(GROUP_CONCAT({key} ORDER BY {order} SEPARATOR '\n'), '\n', -1),
   GROUP_CONCAT(IF(r.is_match AND NOT %(only_counts)s, JSON_ARRAY({key}, r.id), NULL) ORDER BY {order})
-FROM ({rows}) r)
+FROM (SELECT i.one, i.two, i.id, i.is_match AND {{has_texts}} AS is_match FROM ({rows}) i) r)
 """
 
 
@@ -90,7 +91,7 @@ _NAME = "%(name_of_{number})s"
 _DEAD_ROWS, _EXPIRED_ROWS = (
     _dead_rows("n.updated_date", f"n.state = '{state}' AND n.handler_name") for state in ("DEAD", "EXPIRED")
 )
-_DEAD_OR_EXPIRED = f"({_DEAD_ROWS}) UNION ALL ({_EXPIRED_ROWS}) ORDER BY one DESC, two DESC LIMIT %(size)s"
+_DEAD_OR_EXPIRED = f"({_DEAD_ROWS}) UNION ALL ({_EXPIRED_ROWS}) ORDER BY one DESC, two DESC LIMIT %(size_{{number}})s"
 _NEWEST_FIRST = "r.one DESC, r.two DESC"
 WALKS: dict[tuple[str, int], Statement] = {
     (DEAD, 0): {
@@ -140,7 +141,7 @@ READ_EVENTS = f"""
 SELECT COUNT(*), SUM(r.is_match), GROUP_CONCAT(IF(r.is_match,
   JSON_ARRAY(JSON_ARRAY(r.event_id, r.handler_name COLLATE utf8mb4_bin), r.id), NULL))
 FROM (SELECT CAST(n.event_id AS CHAR) COLLATE utf8mb4_bin AS event_id, n.handler_name,
-    CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match
+    CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AND {{has_texts}} AS is_match
   FROM {BY_EVENT} WHERE n.event_id IN ({{ids}})) r
 """
 
@@ -150,8 +151,8 @@ SELECT {", ".join(f"n.{column}" for column in RECORD_COLUMNS)} FROM {BY_ID}
 WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})
 """
 ERRORS = f"""
-SELECT n.id, n.event_id, n.handler_name, n.updated_date, {TYPE}, {MESSAGE} FROM {BY_ID}
-WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}}) AND {HAS_LAST_ERROR}
+SELECT n.id, n.event_id, n.handler_name, n.updated_date, {{told}} FROM {BY_ID}
+WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})
 """
 
 LOCK_OPERATION = """
@@ -159,7 +160,9 @@ SELECT 1 FROM eventlog.operations WHERE id = %(operation)s AND namespace = %(nam
   AND state = 'RUNNING' AND NOT stop_ordered FOR UPDATE
 """
 # The rows are locked in the order of the primary key, as all statements of the loops lock rows.
-LOCK_MATCHING = f"SELECT n.id, n.state FROM {BY_ID} WHERE n.id IN ({{ids}}) AND {{matches}} FOR UPDATE"
+LOCK_MATCHING = (
+    f"SELECT n.id, n.state FROM {BY_ID} WHERE n.id IN ({{ids}}) AND {{matches}} AND {{has_texts}} FOR UPDATE"
+)
 WRITE_OPERATION = """
 UPDATE eventlog.operations SET matched = matched + %(matched)s, done = done + %(done)s,
   refused = refused + %(matched)s - %(done)s, reached = %(reached)s, updated_date = %(now)s
@@ -194,17 +197,17 @@ class MysqlSearch(WalkedSearch):
         return sorted(Stretch(name, int(part)) for name, part in await self._admin.fetch(SLOTS, scope))
 
     async def read(
-        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], size: int, *, only_counts: bool
+        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        matching = Conditions(namespace, search)
+        matching = Conditions(self._server, namespace, search)
         chunks: list[Chunk] = []
         for start in range(0, len(requests), MOST_BRANCHES):
             some = requests[start : start + MOST_BRANCHES]
-            args = {**matching.args, "size": size, "only_counts": only_counts}
+            args = {**matching.args, "only_counts": only_counts}
             branches: list[str] = []
             for number, request in enumerate(some):
                 kind = request.stretch.part if walk == BLOCKED else 0
-                branch = self._server.spell(WALKS[walk, kind]).replace("{matches}", matching.text)
+                branch = matching.put_into(self._server.spell(WALKS[walk, kind]), "i.told")
                 branches.append(branch.replace("{number}", str(number)))
                 args |= _arguments(walk, number, request)
             rows = await self._admin.use(partial(fetch, sql=" UNION ALL ".join(branches), args=args))
@@ -218,7 +221,7 @@ class MysqlSearch(WalkedSearch):
         return [] if ids is None else str(ids).split(",")
 
     async def read_events(self, namespace: str, search: Search, event_ids: Sequence[str]) -> Chunk:
-        matching = Conditions(namespace, search)
+        matching = Conditions(self._server, namespace, search)
         statement = _with_ids(READ_EVENTS, matching, event_ids)
         [(read, number, matches)] = await self._admin.use(partial(fetch, sql=statement, args=matching.args))
         return _chunk((read, number, None, matches))
@@ -228,32 +231,32 @@ class MysqlSearch(WalkedSearch):
         return [record_of(dict(zip(RECORD_COLUMNS, row, strict=True)), self._shard) for row in rows]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
-        rows = await self._of_ids(ERRORS, namespace, ids)
-        return [LastError(UUID(row[0]), UUID(row[1]), *row[2:]) for row in rows]
+        rows = await self._of_ids(ERRORS.replace("{told}", self._server.spell(TOLD)), namespace, ids)
+        return [error for row in rows if (error := _last_error(row)) is not None]
 
     async def change(self, piece: Change) -> tuple[int, int] | None:
-        changed: tuple[int, int] | None = await self._admin.in_transaction(partial(_change, piece))
+        changed: tuple[int, int] | None = await self._admin.in_transaction(partial(_change, piece, self._server))
         return changed
 
     async def _of_ids(self, statement: str, namespace: str, ids: Sequence[str]) -> list[tuple[Any, ...]]:
-        scope = Conditions(namespace, Search())
+        scope = Conditions(self._server, namespace, Search())
         rows: list[tuple[Any, ...]] = await self._admin.use(
             partial(fetch, sql=_with_ids(statement, scope, ids), args=scope.args)
         )
         return rows
 
 
-async def _change(piece: Change, connection: Any) -> tuple[int, int] | None:
+async def _change(piece: Change, server: Server, connection: Any) -> tuple[int, int] | None:
     operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
     if not await fetch(connection, LOCK_OPERATION, operation):
         return None
     rows: list[tuple[str, str]] = []
     if piece.ids:
-        matching = Conditions(piece.namespace, piece.search)
+        matching = Conditions(server, piece.namespace, piece.search)
         rows = await fetch(connection, _with_ids(LOCK_MATCHING, matching, sorted(piece.ids)), matching.args)
     ids = [id for id, state in rows if state not in REFUSED[piece.order]]
     if ids:
-        changed = Conditions(piece.namespace, Search())
+        changed = Conditions(server, piece.namespace, Search())
         statement = ORDERS[piece.order].replace("{ids}", changed.listed("id", ids))
         await execute(connection, statement, {**changed.args, "now": piece.now, "moment": piece.moment})
     written = {"matched": len(rows), "done": len(ids), "reached": piece.reached_json, "now": piece.now}
@@ -263,7 +266,7 @@ async def _change(piece: Change, connection: Any) -> tuple[int, int] | None:
 
 def _with_ids(statement: str, matching: Conditions, ids: Sequence[str]) -> str:
     """A statement with conditions and ids, which become arguments of the conditions."""
-    return statement.replace("{matches}", matching.text).replace("{ids}", matching.listed("id", ids))
+    return matching.put_into(statement).replace("{ids}", matching.listed("id", ids))
 
 
 def _arguments(walk: str, number: int, request: Request) -> dict[str, Any]:
@@ -271,9 +274,19 @@ def _arguments(walk: str, number: int, request: Request) -> dict[str, Any]:
     return {
         f"name_of_{number}": request.stretch.name,
         f"part_{number}": request.stretch.part,
+        f"size_{number}": request.size,
         f"one_{number}": one,
         f"two_{number}": int(two) if walk in _HAS_SEQUENCE else two,
     }
+
+
+def _last_error(row: Sequence[Any]) -> LastError | None:
+    id, event_id, handler_name, updated_date, told = row
+    match () if told is None else msgspec.json.decode(told, type=tuple[object, ...]):
+        case (str() as kind, str() as message):
+            return LastError(UUID(id), UUID(event_id), handler_name, updated_date, kind, message)
+        case _:
+            return None
 
 
 def _chunk(row: Sequence[Any]) -> Chunk:

@@ -32,11 +32,12 @@ from outboxio.storage.searching.walks import (
     Stretch,
 )
 
-# The last error in the form of ``Filter.error``; NULL for anything but an object with two texts.
-_LAST = "n.errors -> -1"
-_LAST_ERROR = f"""CASE WHEN jsonb_typeof(n.errors) = 'array' AND jsonb_typeof({_LAST} -> 'type') = 'string'
-  AND jsonb_typeof({_LAST} -> 'message') = 'string' THEN {{text}} END"""
-_ERROR_TEXT = _LAST_ERROR.format(text=f"({_LAST} ->> 'type') || ': ' || ({_LAST} ->> 'message')")
+# The last error, ``l.told``: read once, because the document may be stored apart from the row, and compressed. NULL for
+# anything but an array. An error that is no object with two texts has no text.
+_IS_TOLD = "jsonb_typeof(l.told -> 'type') = 'string' AND jsonb_typeof(l.told -> 'message') = 'string'"
+_LAST_ERROR = "(SELECT n.errors -> -1 AS told OFFSET 0) AS l"
+_ERROR_TEXT = f"""(
+    SELECT (l.told ->> 'type') || ': ' || (l.told ->> 'message') FROM {_LAST_ERROR} WHERE {_IS_TOLD})"""
 
 # No condition is of use for an index: the walk decides which rows are read. The error comes last, because its column
 # may be stored apart from the row.
@@ -57,7 +58,8 @@ def _walk(one: str, two: str, condition: str, order: str, *, moment: bool = Fals
     last = "json_build_array(" + text.format("(array_agg(n.one))[count(*)]") + ", (array_agg(n.two))[count(*)]::text)"
     return f"""
 SELECT json_agg(json_build_array(r.read, r.matching, r.last, r.matches))::text
-FROM unnest($13::text[], $14::text[]::int[], $15::text[], $16::text[]) AS w(name, part, one, two)
+FROM unnest($13::text[], $14::text[]::int[], $15::text[], $16::text[], $17::text[]::int[])
+  AS w(name, part, one, two, size)
 CROSS JOIN LATERAL (
   SELECT count(*) AS read, count(*) FILTER (WHERE n.is_match) AS matching,
     CASE WHEN count(*) > 0 THEN {last} END AS last,
@@ -65,7 +67,7 @@ CROSS JOIN LATERAL (
       FILTER (WHERE n.is_match AND NOT $18::bool) AS matches
   FROM (
     SELECT {one} AS one, {two} AS two, n.id, ({MATCHES}) IS TRUE AS is_match FROM eventlog.event_notifications n
-    WHERE {condition} ORDER BY {order} LIMIT $17) n) r
+    WHERE {condition} ORDER BY {order} LIMIT w.size) n) r
 """
 
 
@@ -88,7 +90,8 @@ WALKS = {
     ),
     (BLOCKED, KEYED): _walk(
         "n.ordering_key", "n.sequence",
-        f"{_OF_NAME} AND {_IN_LINE} AND (n.ordering_key, n.sequence) > (w.one, w.two::bigint)",
+        f"""{_OF_NAME} AND {_IN_LINE} AND n.ordering_key IS NOT NULL
+      AND (n.ordering_key, n.sequence) > (w.one, w.two::bigint)""",
         "n.ordering_key, n.sequence",
     ),
     (BLOCKED, KEYLESS): _walk(
@@ -121,9 +124,9 @@ RECORDS = f"""
 SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n WHERE n.namespace = $1 AND n.id = ANY ($2::text[]::uuid[])
 """
 ERRORS = f"""
-SELECT n.id, n.event_id, n.handler_name, n.updated_date, {_LAST} ->> 'type', {_LAST} ->> 'message'
-FROM eventlog.event_notifications n
-WHERE n.namespace = $1 AND n.id = ANY ($2::text[]::uuid[]) AND {_LAST_ERROR.format(text="TRUE")}
+SELECT n.id, n.event_id, n.handler_name, n.updated_date, l.told ->> 'type', l.told ->> 'message'
+FROM eventlog.event_notifications n CROSS JOIN LATERAL {_LAST_ERROR}
+WHERE n.namespace = $1 AND n.id = ANY ($2::text[]::uuid[]) AND {_IS_TOLD}
 """
 
 LOCK_OPERATION = """
@@ -167,13 +170,13 @@ class PostgresSearch(WalkedSearch):
         return sorted(stretches)
 
     async def read(
-        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], size: int, *, only_counts: bool
+        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
         found: dict[Request, Chunk] = {}
         for kind in (KEYED, KEYLESS) if walk == BLOCKED else (0,):
             some = [request for request in requests if walk != BLOCKED or request.stretch.part == kind]
             if some:
-                parameters = (*parameters_of(namespace, search), *_columns(some), size, only_counts)
+                parameters = (*parameters_of(namespace, search), *_columns(some), only_counts)
                 [(chunks,)] = await self._admin.fetch(WALKS[walk, kind], *parameters)
                 found |= zip(some, _chunks.decode(chunks), strict=True)
         return [found[request] for request in requests]
@@ -246,4 +249,5 @@ def _columns(requests: Sequence[Request]) -> tuple[list[Any], ...]:
         as_texts(request.stretch.part for request in requests),
         list(ones),
         [request.after[1] for request in requests],
+        as_texts(request.size for request in requests),
     )

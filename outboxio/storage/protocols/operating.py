@@ -87,7 +87,7 @@ class SearchRepository(Protocol):
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 20_000
+        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
     ) -> FoundRows:
         """Up to ``limit`` matches after a place. The place is from a page of the same search."""
         ...
@@ -99,11 +99,11 @@ class SearchRepository(Protocol):
         """
         ...
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 20_000) -> Counted:
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
         """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
         ...
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 20_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
@@ -164,7 +164,7 @@ class EventSearchRepository(Protocol):
         ...
 
     async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 20_000
+        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
     ) -> FoundEvents:
         """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
 

@@ -72,7 +72,7 @@ class WalkedEvents(ABC):
         return await self._in_sequence(namespace, await self.caused(namespace, _texts(causes), limit) if causes else [])
 
     async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 20_000
+        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
     ) -> FoundEvents:
         before = LAST_ID if after is None else str(after)
         find = self._newest if search.correlation_id is None and search.action_id is None else self._newest_of_few

@@ -57,15 +57,15 @@ class Merge:
     def lagging(self, wanted: int) -> Sequence[Cursor]:
         """The stretches to read next, so that ``wanted`` rows can be taken.
 
-        A stretch that was read beyond the wanted rows need not be read. Of the remaining stretches, the half that lags
-        most is read: a stretch with few rows by date would otherwise be read to its end.
+        If enough rows were read, these are the stretches that may hold a row before the last of the wanted rows.
+        Otherwise these are the half of the stretches that lags most: a stretch with few rows by date would otherwise be
+        read to its end.
         """
-        if fresh := [cursor for cursor in self._cursors if cursor.is_fresh]:
-            return fresh
         rows, unread = self._read(), sorted(self.unread, key=_rank, reverse=True)
         if len(rows) >= wanted:
-            unread = [cursor for cursor in unread if cursor.rank > rows[wanted - 1][0]]
-        return unread[: (len(unread) + 1) // 2]
+            return [cursor for cursor in unread if cursor.rank > rows[wanted - 1][0]]
+        fresh = [cursor for cursor in unread if not cursor.reads]
+        return fresh or unread[: (len(unread) + 1) // 2]
 
     def _read(self) -> list[tuple[Any, Cursor, Match]]:
         """The rows that were read and not taken, in order, with ranks and stretches."""

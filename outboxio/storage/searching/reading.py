@@ -10,7 +10,8 @@ from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch, place_at, rank_of
 
 FEWEST_ROWS, MOST_ROWS = 200, 2000
-"""The rows of the first read and of each later read, where a read may have to pass over rows that do not match."""
+"""The rows of a first read that may have to pass over rows, and the rows of any read."""
+GROWTH = 4
 
 
 class Reader(ABC):
@@ -22,9 +23,9 @@ class Reader(ABC):
 
     @abstractmethod
     async def read(
-        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], size: int, *, only_counts: bool
+        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        """Up to ``size`` rows of each request; the chunks are in the order of the requests."""
+        """The rows of each request; the chunks are in the order of the requests."""
 
     @abstractmethod
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
@@ -44,12 +45,9 @@ class Cursor:
         self.after = after
         self.matches: deque[Match] = deque()
         """Matching rows that were read and not yet taken."""
-        self.is_fresh = True
+        self.reads = 0
+        """The number of reads so far."""
         self.is_at_end = False
-
-    @property
-    def request(self) -> Request:
-        return Request(self.stretch, self.after)
 
     @property
     def rank(self) -> object:
@@ -63,7 +61,7 @@ class Cursor:
 
     def heed(self, chunk: Chunk, size: int) -> None:
         """Go on behind a chunk of at most ``size`` rows."""
-        self.is_fresh = False
+        self.reads += 1
         self.matches.extend(chunk.matches or ())
         self.is_at_end = chunk.read < size or chunk.last is None
         if chunk.last is not None:
@@ -71,17 +69,24 @@ class Cursor:
 
 
 class Pace:
-    """How many rows the next read may read, and how many rows all reads may read."""
+    """How many rows the next read of each stretch may read, and how many rows all reads may read.
+
+    The first read is small, because most pages need few rows. Each further read of a stretch is four times as long as
+    the read before.
+    """
 
     def __init__(self, first: int, most: int) -> None:
         self.left = most
-        self._next = min(first, MOST_ROWS)
+        self._first = first
+        self._of_stretch = 0
 
-    def size(self, stretches: int) -> int:
-        """The rows of each stretch in the next read."""
-        total = min(self._next, self.left)
-        self._next = min(2 * self._next, MOST_ROWS)
-        return max(1, total // stretches)
+    def requests(self, cursors: Sequence[Cursor]) -> list[Request]:
+        """The next read of each stretch; together not much more than MOST_ROWS."""
+        if not self._of_stretch:
+            self._of_stretch = -(-self._first // len(cursors))
+        largest = max(1, min(MOST_ROWS, self.left) // len(cursors))
+        sizes = [min(self._of_stretch * GROWTH**cursor.reads, largest) for cursor in cursors]
+        return [Request(cursor.stretch, cursor.after, size) for cursor, size in zip(cursors, sizes, strict=True)]
 
     def heed(self, chunks: Iterable[Chunk]) -> None:
         self.left -= sum(chunk.read for chunk in chunks)

@@ -195,16 +195,19 @@ class _Walking:
 
     def _pace(self, walk: str) -> Pace:
         first = self._limit + 1
-        return Pace(first if takes_all(walk, self._search) else max(first, FEWEST_ROWS), self._most)
+        if not takes_all(walk, self._search):
+            first = max(first, FEWEST_ROWS)
+        elif walk in MERGED:
+            first *= 2  # the rows of a page are not spread evenly over the stretches
+        return Pace(first, self._most)
 
     async def _read(
         self, walk: str, cursors: Sequence[Cursor], pace: Pace, *, only_counts: bool = False
     ) -> Sequence[Chunk]:
-        size = pace.size(len(cursors))
-        requests = [cursor.request for cursor in cursors]
-        chunks = await self._reader.read(self._namespace, walk, self._search, requests, size, only_counts=only_counts)
-        for cursor, chunk in zip(cursors, chunks, strict=True):
-            cursor.heed(chunk, size)
+        requests = pace.requests(cursors)
+        chunks = await self._reader.read(self._namespace, walk, self._search, requests, only_counts=only_counts)
+        for cursor, request, chunk in zip(cursors, requests, chunks, strict=True):
+            cursor.heed(chunk, request.size)
         pace.heed(chunks)
         return chunks
 

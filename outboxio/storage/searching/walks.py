@@ -54,10 +54,11 @@ class Match(Struct, frozen=True, array_like=True):
 
 
 class Request(Struct, frozen=True):
-    """A read of a part of a stretch: the rows behind ``after``."""
+    """A read of a part of a stretch: up to ``size`` rows behind ``after``."""
 
     stretch: Stretch
     after: Key
+    size: int
 
 
 class Chunk(Struct, frozen=True, array_like=True):

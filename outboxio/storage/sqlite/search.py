@@ -147,9 +147,9 @@ class SqliteSearch(WalkedSearch):
         return sorted(Stretch(name, part) for name in found for part in parts)
 
     async def read(
-        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], size: int, *, only_counts: bool
+        self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        scope = {**parameters_of(namespace, search), "size": size, "only_counts": only_counts}
+        scope = {**parameters_of(namespace, search), "only_counts": only_counts}
         statements = [(WALKS[walk, request.stretch.part], {**scope, **_parameters(request)}) for request in requests]
         return [_chunk.decode(text) for text in await self._connections.inspect_each(statements)]
 
@@ -209,6 +209,6 @@ def parameters_of(namespace: str, search: Search) -> dict[str, Any]:
     }
 
 
-def _parameters(request: Request) -> dict[str, str]:
+def _parameters(request: Request) -> dict[str, Any]:
     one, two = request.after
-    return {"name": request.stretch.name, "one": one, "two": two}
+    return {"name": request.stretch.name, "one": one, "two": two, "size": request.size}

@@ -1,0 +1,102 @@
+"""What operators ask reads the same number of rows, whatever retention keeps and whatever the planner believes.
+
+The rows are counted by the means of each dialect (``tests/kit/meters.py``): by the plans of PostgreSQL, the handler
+counters of MySQL and MariaDB, and the steps of SQLite. ``python -m benchmarks.operating`` asks the same questions on
+tables of the size of a year.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outboxio import Outbox
+from tests.kit.app import Look
+from tests.kit.inside import database_of
+from tests.kit.meters import meter
+from tests.kit.questions import Questions
+from tests.kit.size import FULL
+from tests.kit.watched import Filling
+
+pytestmark = pytest.mark.every_version
+
+#: Each bound is reached in the small tables already.
+SMALL, LARGE = 12_500, 400_000 if FULL else 40_000
+MOST, COUNTED = 400, 4
+#: A page ends within a read, a few rows earlier or later. On SQLite the unit is a step of the virtual machine.
+SLACK = {"postgres": 300, "mysql": 900, "mariadb": 900, "sqlite": 15_000}
+
+TABLES = ("events", "event_notifications")
+
+
+class Beliefs:
+    """The statistics of the planner."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+
+    async def freeze(self) -> None:
+        """From now on, only :meth:`analyse` makes statistics."""
+        for table in TABLES:
+            if self._look.driver == "asyncpg":
+                await self._look.fetch(f"ALTER TABLE {{{table}}} SET (autovacuum_enabled = false)")
+            if self._look.driver == "aiomysql":
+                await self._look.fetch(f"ALTER TABLE {{{table}}} STATS_PERSISTENT = 1, STATS_AUTO_RECALC = 0")
+
+    async def analyse(self) -> None:
+        for table in TABLES:
+            await self._look.fetch(f"ANALYZE {'TABLE' if self._look.driver == 'aiomysql' else ''} {{{table}}}")
+
+
+async def reads_of(url: str, total: int) -> dict[str, int]:
+    """The rows that each question reads, with plans that are made now."""
+    look = Look(url)
+    async with Outbox(url, namespace="app") as outbox:
+        database = database_of(outbox)
+        read, reads = meter(database, look), {}
+        for name, ask in Questions(total, most=MOST, counted=COUNTED).all().items():
+            answer, reads[name] = await read(lambda ask=ask: ask(database))
+            assert answer is not None
+        return reads
+
+
+async def test_questions_read_no_more_rows_where_retention_keeps_more(database_url: str, look: Look) -> None:
+    async with Outbox(database_url, namespace="app") as outbox:
+        await outbox.migrate()
+    filling, beliefs = Filling(look), Beliefs(look)
+    await beliefs.freeze()
+    await beliefs.analyse()
+    await filling.fill(SMALL)
+    await filling.fill_beside()
+    small = await reads_of(database_url, SMALL)
+    await filling.fill(LARGE)
+
+    reads: dict[str, dict[str, int]] = {"statistics of empty tables": await reads_of(database_url, LARGE)}
+    await beliefs.analyse()
+    reads["fresh statistics"] = await reads_of(database_url, LARGE)
+
+    slack = SLACK[look.dialect]
+    more: dict[str, Any] = {
+        f"{name}, {belief}": (small[name], large[name])
+        for belief, large in reads.items() for name in small if large[name] > small[name] * 1.1 + slack
+    }  # fmt: skip
+    assert more == {}
+    assert max(small.values()) < (60 * MOST if not look.is_file else 4_000_000)
+
+
+async def test_a_piece_reads_what_it_changes(database_url: str, look: Look) -> None:
+    async with Outbox(database_url, namespace="app") as outbox:
+        await outbox.migrate()
+        filling = Filling(look)
+        await filling.fill(SMALL)
+        await filling.fill_beside()
+        database = database_of(outbox)
+        read, ask = meter(database, look), Questions(SMALL).piece()
+        first, small = await read(lambda: ask(database))
+        await filling.fill(LARGE)
+
+        second, large = await read(lambda: ask(database))
+
+    assert (first.done, second.done) == (500, 500)
+    assert large <= small * 1.1 + 10 * SLACK[look.dialect]
