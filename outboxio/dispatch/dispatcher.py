@@ -369,5 +369,5 @@ def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
     for handler in handlers:
         spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
         queue = queues[id(handler)] = HandlerQueue(spec, setup.statistics.of(handler.name))
-        queue.statistics.queue = queue
+        queue.statistics.follow(queue)
     return queues

@@ -76,7 +76,7 @@ def _ended(lifecycle: Lifecycle) -> list[str]:
 
 def _shard(shard: ShardRuntime, run: ShardRun | None, now: float) -> ShardMemory:
     given = shard.clock.is_given or shard.clock.offset is None
-    clock_offset = None if given else (shard.clock() - utc_now()).total_seconds()
+    clock_offset = None if given else round((shard.clock() - utc_now()).total_seconds(), 3)
     stuck = len(shard.stuck.ids)
     if run is None or (run.prepared_at is None and run.probe is None):
         return ShardMemory(clock_offset=clock_offset, stuck=stuck)
@@ -109,8 +109,11 @@ def _fit_of(probe: Loop) -> Fit:
 
 
 def _loop(loop: Loop, now: float) -> LoopHealth:
+    age = age_of(loop, now)
     return LoopHealth(
-        last_round_age=age_of(loop, now), failures=loop.failures, waits_for_database=waits_for_database(loop)
+        last_round_age=None if age is None else round(age, 3),
+        failures=loop.failures,
+        waits_for_database=waits_for_database(loop),
     )
 
 

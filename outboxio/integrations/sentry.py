@@ -256,6 +256,9 @@ class _Process(Call):
         elif outcome.state is not State.SUCCEEDED:
             self._status = "internal_error"
 
+    def raised(self, error: BaseException) -> None:
+        self._has_ended, self._status = True, "internal_error"
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.invocation.batch_call import Done
+from outboxio.invocation.claim import Claim, TakenByAnother
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.flood import Flood
 from outboxio.model.envelope import HandlerContext
@@ -42,6 +43,7 @@ class TracedInvoker(HandlerInvoker):
     ) -> None:
         super().__init__(database, handlers, clock, context, counters, **parts)
         assert context.telemetry is not None
+        self._claim: Claim | None = parts.get("claim")
         self._call_for = context.telemetry.call
         self._batch_call_for = context.telemetry.batch_call
         self._call_untold, self._call_batch_untold = super().call, super().call_batch
@@ -49,9 +51,13 @@ class TracedInvoker(HandlerInvoker):
     def call(  # pyright: ignore[reportIncompatibleMethodOverride]  # no frame is added to the calls that are left alone
         self, run: Run, task: asyncio.Task[None]
     ) -> Coroutine[Any, Any, Outcome | None]:
-        call = _safely(self._call_for, run.queue.handler, run.notification)
+        try:
+            call = self._call_for(run.queue.handler, run.notification)
+        except Exception as error:
+            call = None
+            _log(error)
         calling = self._call_untold(run, task)
-        return calling if call is None else _surrounded(calling, call, run)
+        return calling if call is None else _surrounded(calling, call, run, self._claim)
 
     def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:
         rows = [run.notification for part in batch.parts for run in part]
@@ -71,10 +77,16 @@ def handler_invoker(context: HandlerContext) -> type[HandlerInvoker]:
     return HandlerInvoker if context.telemetry is None else TracedInvoker
 
 
-async def _surrounded(calling: Coroutine[Any, Any, Outcome | None], call: Call, run: Run) -> Outcome | None:
+async def _surrounded(
+    calling: Coroutine[Any, Any, Outcome | None], call: Call, run: Run, claim: Claim | None
+) -> Outcome | None:
     with _harmless(call):
         outcome = await calling
-        _safely(call.ended, _known(run, outcome))
+        error = getattr(claim, "error", None)  # a message that is consumed has no row, and its claim keeps the error
+        if error is None or issubclass(type(error), TakenByAnother):
+            _safely(call.ended, _known(run, outcome))
+        else:
+            _safely(call.raised, error)
     return outcome
 
 
@@ -101,11 +113,17 @@ def _safely(tell: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | Non
     try:
         return tell(*args, **options)
     except Exception as error:
-        if _flood.admits(kind := type_name(error), logging.ERROR):
-            _flood.log(kind, logging.ERROR, "telemetry failed, and the run goes on: %s", error, error_type=kind)
+        _log(error)
         return None
 
 
+def _log(error: Exception) -> None:
+    if _flood.admits(kind := type_name(error), logging.ERROR):
+        _flood.log(kind, logging.ERROR, "telemetry failed, and the run goes on: %s", error, error_type=kind)
+
+
 def _known(run: Run, outcome: Outcome | None) -> Outcome | None:
-    """The outcome of a run; a run in a transaction that was committed has succeeded."""
+    """The outcome of a run; a run in a transaction that was committed has succeeded, and a stuck run has no outcome."""
+    if run.abandoned:
+        return None
     return success(run.notification, run.lease) if outcome is None and run.is_settled else outcome

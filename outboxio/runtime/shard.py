@@ -51,8 +51,7 @@ class ShardRuntime:
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
-        for handler in self.statistics.handlers.values():
-            handler.stuck, handler.queue, handler.consuming = 0, None, ()
+        self.statistics.begin_anew()
 
     @property
     def name(self) -> str:

@@ -10,8 +10,9 @@ does not count either. With a hook, a row counts as dead or expired as soon as t
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from typing import Protocol
 
 from outboxio.model.notification import SUCCEEDED, State
@@ -43,8 +44,8 @@ class HandlerStatistics:
     """The runs of a handler in this process, on a shard, since the outbox was made."""
 
     __slots__ = (
-        "consuming", "dead", "error_types", "expired", "failed", "failures", "lag", "queue", "skipped", "stuck",
-        "succeeded", "successes",
+        "_queue", "alert_age", "consuming", "dead", "error_types", "expired", "failed", "failures", "lag", "skipped",
+        "stuck", "succeeded", "successes",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,15 +67,30 @@ class HandlerStatistics:
         """The classes of errors that have a histogram: at most 10, further classes are ``other``."""
         self.stuck = 0
         """Stuck runs that still go on."""
-        self.queue: Queue | None = None
-        """The queue of the last shard run; ``None`` until the handler is run here."""
         self.consuming: Sized = ()
         """The runs of ``inbox.consume`` that go on."""
+        self.alert_age: float | None = None
+        """The age, in seconds, of a due notification from which the handler counts as behind."""
+        self._queue: Callable[[], Queue | None] = _no_queue
+
+    def follow(self, queue: Queue) -> None:
+        """The queue of a shard run that begins. The statistics do not keep the queue alive."""
+        self._queue = weakref.ref(queue)
+
+    def forget_queue(self) -> None:
+        """The shard run has ended."""
+        self._queue = _no_queue
+
+    @property
+    def queue(self) -> Queue | None:
+        """The queue of the shard run that goes on; ``None`` if the handler is not run here."""
+        return self._queue()
 
     @property
     def in_flight(self) -> int:
         """The number of runs that go on, without stuck runs."""
-        return len(self.consuming) + (0 if self.queue is None else len(self.queue.running))
+        queue = self.queue
+        return len(self.consuming) + (0 if queue is None else len(queue.running))
 
     # --- runs ----------------------------------------------------------------------------------
 
@@ -139,3 +155,7 @@ class HandlerStatistics:
     def runs(self) -> int:
         """The number of runs that have ended with an outcome."""
         return sum(histogram.number for histogram in self.durations)
+
+
+def _no_queue() -> None:
+    return None

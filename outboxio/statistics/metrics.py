@@ -112,6 +112,11 @@ UNROUTABLE = _metric(
 ACTIVE = _metric("outboxio.runs.active", "gauge", "{run}", "handler", "Runs that go on in this process.")
 STUCK = _metric("outboxio.runs.stuck", "gauge", "{run}", "handler", "Runs that ignore their cancellation.")
 LIMIT = _metric("outboxio.runs.limit", "gauge", "{run}", "handler", "Runs at the same time in this process, at most.")
+ALERT_AGE = _metric(
+    "outboxio.alert.age", "gauge", "s", "handler",
+    "Age of the oldest due notification from which the handler counts as behind.",
+)  # fmt: skip
+PAUSED = _metric("outboxio.paused", "gauge", "{handler}", "handler", "1 if an operator has paused the handler.")
 REFUSED = _metric(
     "outboxio.outcomes.refused", "counter", "{outcome}", "",
     "Outcomes that were not written, because another process holds the handler, or the row is settled.",
@@ -189,8 +194,10 @@ def _of_handler(name: str, handler: HandlerStatistics) -> Iterator[_Value]:
     yield LAG, (name,), handler.lag
     yield ACTIVE, (name,), handler.in_flight
     yield STUCK, (name,), handler.stuck
-    if handler.queue is not None:
-        yield LIMIT, (name,), handler.queue.limit
+    if (queue := handler.queue) is not None:
+        yield LIMIT, (name,), queue.limit
+    if handler.alert_age is not None:
+        yield ALERT_AGE, (name,), handler.alert_age
 
 
 def _of_run(shard: ShardStatistics) -> Iterator[_Value]:
@@ -199,6 +206,9 @@ def _of_run(shard: ShardStatistics) -> Iterator[_Value]:
         return
     for role in live.roles:
         yield RUNNING, (role,), 1
+    paused = live.paused
+    for name in list(shard.handlers):
+        yield PAUSED, (name,), int(name in paused)
     yield LOOP_LAG, (), live.loop_lag
     yield POOL_USED, (), live.connections_in_use
     if (figures := shard.figures) is not None:

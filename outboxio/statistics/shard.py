@@ -32,6 +32,11 @@ class Live(Protocol):
         """The connections of the pool that actions and handlers have in use."""
         ...
 
+    @property
+    def paused(self) -> Sequence[str]:
+        """The names of the paused handlers of this process."""
+        ...
+
 
 class ShardStatistics:
     """The work of this process on a shard. The numbers outlive ``running()`` and only rise.
@@ -98,6 +103,12 @@ class ShardStatistics:
         """How often the event loop stood still for about a second or longer."""
         return self._standstills + self._counters.standstills
 
+    def begin_anew(self) -> None:
+        """A new event loop takes over: the runs of the former event loop do not go on."""
+        for handler in self.handlers.values():
+            handler.stuck, handler.consuming = 0, ()
+            handler.forget_queue()
+
     def of(self, handler_name: str) -> HandlerStatistics:
         """The statistics of a handler."""
         found = self.handlers.get(handler_name)
@@ -108,6 +119,10 @@ class ShardStatistics:
     def expect_loop(self, name: str) -> None:
         """A loop of a shard run, which has not failed yet."""
         self.loop_failures.setdefault(name, 0)
+
+    def expect_lock(self, name: LockName) -> None:
+        """A cluster lock that this process tries to take. Metrics show the lock as not held until then."""
+        self.locks_held.setdefault(lock_label(name), 0)
 
     def loop_failed(self, name: str) -> None:
         """A round of a loop has failed."""

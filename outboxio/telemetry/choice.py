@@ -132,6 +132,10 @@ class _Call(_All, Call):
         for part in self._parts:
             part.ended(outcome)
 
+    def raised(self, error: BaseException) -> None:
+        for part in self._parts:
+            part.raised(error)
+
 
 class Several(Telemetry):
     """Several telemetries as one, each inside of the one before."""

@@ -69,6 +69,9 @@ class Call(Watched):
     def ended(self, outcome: Outcome | None) -> None:
         """A row of the call has this outcome; ``None`` if the row has no outcome, and runs again."""
 
+    def raised(self, error: BaseException) -> None:
+        """The call of ``inbox.consume`` has failed: the message has no row yet, and the verdict comes later."""
+
 
 EXECUTION, SENDING, CALL = Execution(), Sending(), Call()
 """Work that no telemetry surrounds."""

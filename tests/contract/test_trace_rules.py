@@ -622,6 +622,19 @@ async def test_a_consumed_message_is_a_child_of_the_consumers_span_or_of_its_hea
     assert traces.named("process Placed") == []
 
 
+@pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
+async def test_a_consumed_message_whose_handler_fails_says_so(make: MakeOutbox, traces: Traces, delivery: Any) -> None:
+    outbox = await make(traces.telemetry())
+    outbox.handler(Placed, name="pay", delivery=delivery)(fails_until(9, ValueError()))
+    message: Any = {"source": "s", "external_id": "1", "event": Placed(1), "headers": {"traceparent": REMOTE}}
+    with pytest.raises(BaseExceptionGroup):
+        await outbox.inbox.consume(**message)
+
+    run = traces.one("process Placed")
+    assert (attributes(run)["outboxio.outcome"], attributes(run)["error.type"]) == ("failed", "ValueError")
+    assert run.status.status_code is StatusCode.ERROR
+
+
 # --- the seam --------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ ROWS = "outboxio.rows"
 # Values of OUTCOME, for actions and for runs.
 COMMITTED, JOINED, DUPLICATE, REFUSED, UNKNOWN = "committed", "joined", "duplicate", "refused", "unknown"
 SUCCEEDED, RETRY, DEAD, EXPIRED, CUT_SHORT = "succeeded", "retry", "dead", "expired", "cut_short"
+FAILED = "failed"  # in inbox.consume, where the sender or a later verdict decides about a retry
 
 
 def execute(action_name: str) -> str:

@@ -84,6 +84,7 @@ class SpannedCall(Spanned, Call):
         self._is_hook = is_hook
         self._worst = -1
         self._outcome: Outcome | None = None
+        self._raised: str | None = None
 
     def ended(self, outcome: Outcome | None) -> None:
         if not self.span.is_recording():
@@ -91,7 +92,14 @@ class SpannedCall(Spanned, Call):
         if (rank := _RANKS.index(_name_of(outcome, is_hook=self._is_hook))) > self._worst:
             self._worst, self._outcome = rank, outcome
 
+    def raised(self, error: BaseException) -> None:
+        self._raised = type_name(error)
+
     def describe(self, error: BaseException | None) -> None:
+        if self._raised is not None:
+            self.span.set_attribute(names.OUTCOME, names.FAILED)
+            self.fail(self._raised)
+            return
         name = names.CUT_SHORT if self._worst < 0 else _RANKS[self._worst]
         self.span.set_attribute(names.OUTCOME, name)
         outcome = self._outcome

@@ -17,8 +17,6 @@ from outboxio.support.clock import utc_now
 if TYPE_CHECKING:
     from outboxio.runtime.shard_run import ShardRun
 
-ALERT_AGE = timedelta(seconds=60)
-
 
 class LiveRun:
     """See :class:`~outboxio.statistics.shard.Live`."""
@@ -37,6 +35,10 @@ class LiveRun:
     def connections_in_use(self) -> int:
         return self._shard.database.connections_in_use
 
+    @property
+    def paused(self) -> Sequence[str]:
+        return self._run.dispatcher.paused
+
     def report(self) -> dict[str, Any]:
         """The content of this process's row in ``instance_reports``."""
         now, dispatcher, statistics = self._shard.clock(), self._run.dispatcher, self._shard.statistics
@@ -49,7 +51,7 @@ class LiveRun:
             "loop_lag": round(self.loop_lag, 6),
             "clock_offset": self._clock_offset(),
             "locks": {lock: number for lock, number in statistics.locks_held.items() if number},
-            "paused": dispatcher.paused if handles else [],
+            "paused": self.paused if handles else [],
             "handlers": {handler.name: self._handler(handler) for handler in handlers},
             "stuck": [
                 {
@@ -65,13 +67,13 @@ class LiveRun:
 
     def _handler(self, handler: Handler) -> dict[str, Any]:
         statistics = self._shard.statistics.of(handler.name)
-        alert_age: timedelta = getattr(handler.options, "alert_age", None) or ALERT_AGE
+        queue = statistics.queue
         wanted = self._shard.environment.handlers.wanted_by(handler)
         return {
             "in_flight": statistics.in_flight,
-            "limit": 0 if statistics.queue is None else statistics.queue.limit,
+            "limit": 0 if queue is None else queue.limit,
             "stuck": statistics.stuck,
-            "alert_age": alert_age.total_seconds(),
+            "alert_age": statistics.alert_age,
             "types": sorted(one.event_type for one in wanted if one.event_type),
         }
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from outboxio.model.lock_name import LockName
 from outboxio.operations.reporting.figures import FigureReader
 from outboxio.operations.reporting.reporter import Reporter
-from outboxio.runtime.environment import Roles
+from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.reporting.live import LiveRun
 from outboxio.support.log import log_of
 from outboxio.version import __version__
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 logger = log_of(__name__)
 
 LONGEST_FAREWELL = 5.0  # seconds
+ALERT_AGE = timedelta(seconds=60)
 
 
 class RunReporting:
@@ -40,6 +43,16 @@ class RunReporting:
         self._shard = shard.name
         self._statistics = shard.statistics
         shard.statistics.follow(run.counters)
+        self._expect(environment, roles)
+
+    def _expect(self, environment: Environment, roles: Roles) -> None:
+        """The locks and handlers of this process, which metrics show before anything has happened."""
+        if roles.fanout:
+            self._statistics.expect_lock(environment.fanout_lock)
+        for handler in environment.handlers if roles.handling else ():
+            self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
+            alert_age: timedelta = getattr(handler.options, "alert_age", None) or ALERT_AGE
+            self._statistics.of(handler.name).alert_age = alert_age.total_seconds()
 
     @contextmanager
     def shown(self) -> Generator[None]:
