@@ -72,6 +72,16 @@ from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNo
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
 from outboxio.operations.admin import Admin
+from outboxio.operations.overview.values import (
+    Finding,
+    HandlerStatus,
+    InstanceStatus,
+    KeyStatus,
+    LockStatus,
+    Overview,
+    OverviewFigures,
+    ShardStatus,
+)
 from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
 from outboxio.operations.retention import Removed
 from outboxio.operations.stranded import Stranded
@@ -109,16 +119,21 @@ __all__ = [
     "EventHandler",
     "EventTree",
     "Filter",
+    "Finding",
     "Group",
     "Groups",
     "HandlerFailed",
     "HandlerPartitions",
+    "HandlerStatus",
     "Handlers",
     "Health",
     "Inbox",
+    "InstanceStatus",
     "InterruptedRun",
     "InvalidEvent",
     "InvalidRetryAfter",
+    "KeyStatus",
+    "LockStatus",
     "LoopHealth",
     "NestedConnection",
     "NestedExecute",
@@ -132,6 +147,8 @@ __all__ = [
     "OtherDatabase",
     "Outbox",
     "OutboxError",
+    "Overview",
+    "OverviewFigures",
     "Page",
     "PartitionOwner",
     "PoolExhausted",
@@ -156,6 +173,7 @@ __all__ = [
     "SettingsError",
     "Shard",
     "ShardHealth",
+    "ShardStatus",
     "ShutdownError",
     "StaleRecord",
     "State",

@@ -18,6 +18,7 @@ from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
+from outboxio.health.overview import OverviewSource
 from outboxio.health.reader import HealthReader
 from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
@@ -122,7 +123,6 @@ class Outbox(Registration, Recording):
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
-        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
         own_connections = OwnConnections(self._guard)
         self.executor = self._action_executor(redact)
         """Runs actions."""
@@ -135,6 +135,8 @@ class Outbox(Registration, Recording):
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
         """The questions and orders of an operator."""
+        source = OverviewSource(self.admin.overview)
+        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
         self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The ``outboxio`` command: ``migrate``, ``check``, ``worker``, ``status``, ``partitions``, ``demo``."""
+"""The ``outboxio`` command."""
 
 from __future__ import annotations
 
@@ -16,5 +16,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     from outboxio.cli.app import app
+    from outboxio.cli.commands.completion import answer_shells
 
+    answer_shells()
     app(prog_name="outboxio")

@@ -10,6 +10,7 @@ import typer
 
 from outboxio.cli.options import Options
 from outboxio.errors import SettingsError
+from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
 from outboxio.support.duration import parse_duration
 
@@ -21,7 +22,14 @@ class Choice(Options, frozen=True):
 
     state: Annotated[
         list[str] | None,
-        typer.Option("--state", "-s", metavar="STATE", help="Of this state; may be repeated.", show_default=False),
+        typer.Option(
+            "--state",
+            "-s",
+            metavar="STATE",
+            help="Of this state; may be repeated.",
+            show_default=False,
+            autocompletion=lambda: [str(state) for state in State],
+        ),
     ] = None
     handler: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of this handler, its aliases included.", show_default=False)

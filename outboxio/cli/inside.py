@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
+from outboxio.cli.asking import actor
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
+from outboxio.model.event import Event, type_name, with_subclasses
+from outboxio.operations.admin import Admin
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -27,6 +30,18 @@ def clock_of(outbox: Outbox, shard: str) -> Callable[[], datetime]:
 
 def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
+
+
+def types_of(outbox: Outbox) -> Mapping[str, type]:
+    """The event classes that the outbox knows, by the stored name."""
+    known = {cls for handler in handlers(outbox) for cls in handler.accepts()}
+    known |= {cls for cls in with_subclasses(Event) if cls is not Event}
+    return {type_name(cls): cls for cls in known}
+
+
+def admin_of(outbox: Outbox) -> Admin:
+    """The orders of the command line: recorded with the user of this machine."""
+    return outbox.admin.by(actor(), origin="cli")
 
 
 async def is_live(outbox: Outbox) -> bool:

@@ -87,7 +87,10 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
     parameters = list[inspect.Parameter]()
-    for parameter in inspect.signature(function).parameters.values():
+    given = inspect.signature(function).parameters.values()
+    for parameter in sorted(
+        given, key=lambda parameter: groups.get(parameter.name) is Common
+    ):  # the help ends with these
         if parameter.name in groups:
             parameters += _parameters_of(groups[parameter.name])
         else:

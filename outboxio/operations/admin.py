@@ -9,10 +9,12 @@ from outboxio.operations.ordering.handler_orders import HandlerOrders
 from outboxio.operations.ordering.notification_orders import NotificationOrders
 from outboxio.operations.ordering.recorder import By
 from outboxio.operations.orders import given_name
+from outboxio.operations.overview.questions import OverviewQuestions
 from outboxio.operations.partitions.orders import PartitionOrders
 
 
 class Admin(
+    OverviewQuestions,
     Questions,
     EventQuestions,
     OperationQuestions,
@@ -51,4 +53,4 @@ class Admin(
             admin = outbox.admin.by("ada@example.org", origin="dashboard")
             await admin.pause("invoice-pdf", reason="the PDF service moves")
         """
-        return Admin(self._setup, By(given_name(actor, "actor"), given_name(origin, "origin")[:24]))
+        return Admin(self._setup, By(given_name(actor, "actor"), given_name(origin, "origin")[:24]), self._overviews)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from outboxio import Outbox
-from outboxio.cli import schema
+from outboxio.cli.commands import schema
 from outboxio.model.lock_name import Slot
 from outboxio.operations.partitions import unowned
 from outboxio.operations.partitions.advice import advice_on_partitions

@@ -52,8 +52,26 @@ def commands() -> set[str]:
     return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # typer types it as a plain command
 
 
+ROWS = ("--database", "URL", "--namespace", "shop")
+UNKNOWN = "01900000-0000-7000-8000-000000000000"
+
 #: How each command is told which database is meant; the URL takes the place of ``URL``.
 CALLS: dict[str, list[tuple[str, ...]]] = {
+    **{
+        name: [ROWS]
+        for name in (
+            *("doctor", "handlers", "instances", "locks", "list", "dead", "events", "tail", "keys", "paused"),
+            *("operations", "export", "health"),
+        )
+    },
+    **{name: [(*ROWS, UNKNOWN)] for name in ("show", "stop")},
+    **{name: [(*ROWS, "--all", "--yes")] for name in ("retry", "skip")},
+    **{name: [("shop:outbox", "ship")] for name in ("pause", "unpause")},
+    **{name: [("shop:outbox", "ship", "--since", "1h", "--yes")] for name in ("replay", "backfill")},
+    "resume": [("shop:outbox", "ship", "key", "--yes")],
+    "purge": [(*ROWS, "--yes")],
+    "unsubscribe": [("shop:outbox", "ship", "--yes")],
+    "emit": [("shop:outbox", "Ordered", '{"number": 1}')],
     "migrate": [("--database", "URL"), ("shop:shards", "--json")],
     "check": [("--database", "URL"), ("shop:outbox", "--json"), ("shop:shards",)],
     "status": [("--database", "URL", "--namespace", "shop"), ("shop:outbox", "--json"), ("shop:shards",)],
@@ -104,8 +122,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
 
 
 def test_every_command_is_tried() -> None:
-    writes_a_file_only = {"alembic-revision"}
-    assert set(CALLS) == commands() - writes_a_file_only
+    ask_no_database = {"alembic-revision", "describe", "completion"}
+    assert set(CALLS) == commands() - ask_no_database
 
 
 async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
@@ -114,7 +132,7 @@ async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: 
             # In a thread, because a command starts an event loop; signals belong to the main thread.
             code, written = await asyncio.to_thread(shell, command, *arguments, database=url)
 
-            assert code == 0, (command, arguments, written)
+            assert code in (0, 1), (command, arguments, written)  # 1: there is nothing to show or to change
             assert SECRET not in written, (command, arguments)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outboxio import Outbox
+from outboxio import Outbox, Overview
 from outboxio.dispatch.settler import Settler
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease, Outcome
@@ -118,3 +118,12 @@ def tell_outcomes(ended: Callable[[Outcome], None]) -> None:
         add(self, outcome)
 
     Settler.add = tell  # type: ignore[method-assign]
+
+
+async def fresh_overview(outbox: Outbox) -> Overview:
+    """``outbox.admin.overview()``, read anew, with a complete check of the tables."""
+    reader = outbox.admin._overviews
+    reader._read_at = float("-inf")
+    for collector in reader._collectors:
+        collector._checked_at = float("-inf")
+    return await outbox.admin.overview()

@@ -193,7 +193,7 @@ def test_what_is_no_fault_is_not_told(name: str) -> None:
 
 def test_a_handler_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
     facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)], due=1, oldest_due=ago(hours=1)))
-    assert told(facts) == [("lock_without_holder", "No process holds `ledger`: 1 notification wait.")]
+    assert told(facts) == [("lock_without_holder", "No process holds `ledger`: 1 notification waits.")]
 
 
 def test_fan_out_without_a_holder_is_not_told_to_be_behind_as_well() -> None:

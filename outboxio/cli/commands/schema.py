@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from outboxio.errors import OutboxError, RightsMissing, SchemaMissing
 from outboxio.operations.partitions.advice import advice_on_partitions
 from outboxio.outbox import Outbox
 from outboxio.storage.protocols import Database
-from outboxio.storage.schema import sql_folder
+from outboxio.storage.schema import sql_files, sql_folder
 
 
 async def migrate(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
@@ -29,6 +30,29 @@ async def migrate(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
         text = f"applied {', '.join(files)}" if files else "was up to date"
         say(line(("ok", "green"), f"  {shard}: {text}"))
         _tell_pending(shard, pending[shard])
+    return Exit.FINE
+
+
+def print_files(dialect: str) -> Exit:
+    """Print the SQL files of a dialect, in order."""
+    for file in sql_files(dialect):
+        sys.stdout.write(f"-- {file.name}\n\n{file.text}\n")
+    return Exit.FINE
+
+
+async def plan(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Name the files that ``migrate`` would apply, and the files that would wait. Nothing changes."""
+    findings = [await _look_at(outbox, shard, database) for shard, database in databases(outbox).items()]
+    for finding in findings:
+        if finding.error is not None and not finding.missing:
+            raise finding.error
+    planned = {finding.shard: [file.rpartition("/")[2] for file in finding.files] for finding in findings}
+    if as_json:
+        say_json({"would apply": planned})
+        return Exit.FINE
+    for shard, files in planned.items():
+        text = f"would apply {', '.join(files)}" if files else "is up to date"
+        say(line(("ok" if not files else "..", "green" if not files else "yellow"), f"  {shard}: {text}"))
     return Exit.FINE
 
 

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import Exit, exit_code, in_words, line, say, say_error, say_json
+from outboxio.cli.commands import glance
 from outboxio.cli.commands.partitions import unowned_with_due_rows
-from outboxio.cli.inside import databases
+from outboxio.cli.inside import admin_of, databases
 from outboxio.errors import OutboxError
 from outboxio.operations.partitions.owners import HandlerPartitions, in_ranges
 from outboxio.operations.stranded import Stranded
@@ -62,9 +63,13 @@ class Report(Struct):
         return {name: sum(counts.get(name, 0) for counts in self.counts.values()) for name in names}
 
 
-async def status(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Count, shard by shard. An unreachable shard does not hide the counts of the rest."""
-    report = await _ask_all(outbox)
+async def status(outbox: Outbox, *, as_json: bool, fail_on: Sequence[str] = ()) -> Exit:
+    """The overview, and the exact counts of each shard. An unreachable shard does not hide the counts of the rest.
+
+    ``fail_on``: rules and levels of findings for which the answer is no.
+    """
+    glance.refuse_unknown_rules(fail_on)
+    report, overview = await _ask_all(outbox), await admin_of(outbox).overview()
     for error in report.errors.values():
         say_error(in_words(error))
     if as_json:
@@ -74,16 +79,18 @@ async def status(outbox: Outbox, *, as_json: bool) -> Exit:
             {"shard": one.shard, "handler_name": one.handler_name, "number": one.number, "owners": _owners(one)}
             for one in report.partitions
         ]
-        say_json({**answer, "stranded": report.stranded, "partitions": owners, "unowned": report.unowned})
+        more = {"stranded": report.stranded, "partitions": owners, "unowned": report.unowned, "overview": overview}
+        say_json(answer | more)
     elif report.counts:
-        say("", _table(outbox.namespace, report), "")
+        say("", glance.shown(overview), "", _table(outbox.namespace, report), "")
         if report.partitions:
             say(_table_of_owners(report), "")
         for unowned in report.unowned:
             say(line(("NO", "bold red"), f"  {unowned.shard}: {unowned}"))
         for stranded in report.stranded:
             say(line(("NO", "bold red"), f"  {stranded.shard}: {stranded}"))
-    return max(map(exit_code, report.errors.values()), default=Exit.FINE)
+    no = Exit.NO if glance.fails(overview, fail_on) else Exit.FINE
+    return max(map(exit_code, report.errors.values()), default=no)
 
 
 async def _ask_all(outbox: Outbox) -> Report:

@@ -1,22 +1,199 @@
-"""Commands that change something for all processes."""
+"""Commands that change rows or settings for all processes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from outboxio.cli.answer import Exit, answer
+from outboxio.cli.choice import Choice, given_id, moment
+from outboxio.cli.commands import orders
 from outboxio.cli.commands import partitions as partitions_command
-from outboxio.cli.options import Common, command
-from outboxio.cli.target import opened
+from outboxio.cli.options import Common, Options, Target, command
+from outboxio.cli.target import TargetError, opened
+from outboxio.outbox import Outbox
+
+Order: TypeAlias = Coroutine[Any, Any, Exit]
 
 PANEL = "Changing"
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    command(app, example="partitions app.main:outbox score 16", rich_help_panel=PANEL)(partitions)
+    for function, example in {
+        retry: "retry --state DEAD --handler receipt --reason 'the mail server is back'",
+        skip: "skip 0198c0de-0000-7000-8000-000000000000",
+        resume: "resume ledger account-7",
+        replay: "replay search-index --since 2026-01-31",
+        backfill: "backfill search-index --since 30d --type MoneyDeposited",
+        pause: "pause receipt --reason 'the mail server is down'",
+        unpause: "unpause receipt",
+        purge: "purge --yes",
+        unsubscribe: "unsubscribe old-report",
+        stop: "stop 0198c0de-0000-7000-8000-000000000000",
+        emit: 'emit app.main:outbox MoneyDeposited \'{"wallet_id": "7", "amount": "1.00"}\'',
+        partitions: "partitions app.main:outbox score 16",
+    }.items():
+        command(app, example=example, rich_help_panel=PANEL)(function)
+
+
+def _words(metavar: str, rest: str) -> Any:
+    return typer.Argument(metavar=metavar, help=f"Your outbox, as for all commands; {rest}.", show_default=False)
+
+
+Ids = Annotated[list[str] | None, _words("[TARGET] [ID]...", "the ids of notifications")]
+HandlerName = Annotated[list[str] | None, _words("[TARGET] HANDLER", "the name of a handler")]
+
+
+class Manner(Options, frozen=True):
+    """How an order is given."""
+
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the order would do.")] = False
+    reason: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Why: kept in the record of the order.", show_default=False),
+    ] = None
+
+    def with_json(self, common: Common) -> orders.Manner:
+        return orders.Manner(self.yes, self.dry_run, self.reason, common.json)
+
+
+class Bulk(Options, frozen=True):
+    """An order for everything that matches."""
+
+    all: Annotated[bool, typer.Option("--all", help="Everything that matches, and not 10,000 at most.")] = False
+    background: Annotated[
+        bool, typer.Option("--background", help="Leave the work to the running processes; do not wait.")
+    ] = False
+
+
+def retry(common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: Ids = None) -> None:
+    """Make notifications due now, with attempts from the start. Without --state: DEAD, EXPIRED and FAILED."""
+    _change("retry", common, choice, bulk, manner, words)
+
+
+def skip(common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: Ids = None) -> None:
+    """End notifications as SKIPPED. A parked key goes on. A notification that has succeeded stays."""
+    _change("skip", common, choice, bulk, manner, words)
+
+
+def _change(kind: str, common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: list[str] | None) -> None:
+    async def work() -> Exit:
+        named = common.of_namespace(words, most=10_000)
+        given = orders.Given([given_id(word) for word in named.words], choice, bulk.all, bulk.background)
+        async with opened(named) as outbox:
+            return await orders.change(outbox, kind, given, manner.with_json(common))
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def _order(
+    common: Common, words: list[str] | None, needed: Sequence[str], order: Callable[[Outbox, Sequence[str]], Order]
+) -> None:
+    """Open the outbox, and give an order that takes words behind the target."""
+
+    async def work() -> Exit:
+        named = common.of_namespace(words, most=len(needed))
+        if len(named.words) < len(needed):
+            raise TargetError(f"{needed[len(named.words)]} is missing: expected {' '.join(needed)} behind the target")
+        async with opened(named) as outbox:
+            return await order(outbox, named.words)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def resume(
+    common: Common,
+    manner: Manner,
+    words: Annotated[
+        list[str] | None, _words("[TARGET] HANDLER KEY", "the name of an ordered handler, and a parked key")
+    ] = None,
+) -> None:
+    """Let a parked key go on without the dead letter that parks the key. To run the dead letter again, use retry."""
+    how = manner.with_json(common)
+    _order(common, words, ["HANDLER", "KEY"], lambda outbox, given: orders.resume(outbox, given[0], given[1], how))
+
+
+def replay(
+    common: Common,
+    manner: Manner,
+    since: Annotated[str, typer.Option(metavar="MOMENT", help="Events since: a date, or how long ago (2h, 3d).")],
+    words: HandlerName = None,
+    until: Annotated[str | None, typer.Option(metavar="MOMENT", help="Events before.", show_default=False)] = None,
+) -> None:
+    """Make a handler run again for events that the handler has finished."""
+    how = manner.with_json(common)
+    begin, end = moment(since, "--since"), None if until is None else moment(until, "--until")
+    _order(common, words, ["HANDLER"], lambda outbox, given: orders.replay(outbox, given[0], begin, end, how))
+
+
+def backfill(
+    common: Common,
+    manner: Manner,
+    since: Annotated[str, typer.Option(metavar="MOMENT", help="Events since: a date, or how long ago (2h, 3d).")],
+    words: HandlerName = None,
+    type: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="Only this event type; may be repeated.", show_default=False),
+    ] = None,
+) -> None:
+    """Give a handler the events that were fanned out before the handler existed."""
+    how, begin = manner.with_json(common), moment(since, "--since")
+    _order(
+        common, words, ["HANDLER"], lambda outbox, given: orders.backfill(outbox, given[0], begin, type or (), how)
+    )  # fmt: skip
+
+
+def pause(common: Common, manner: Manner, words: HandlerName = None) -> None:
+    """Start no run of a handler, in any process, until unpause. Events wait, and none is lost."""
+    how = manner.with_json(common)
+    _order(common, words, ["HANDLER"], lambda outbox, given: orders.pause(outbox, given[0], how))
+
+
+def unpause(common: Common, manner: Manner, words: HandlerName = None) -> None:
+    """End the pause of a handler."""
+    how = manner.with_json(common)
+    _order(common, words, ["HANDLER"], lambda outbox, given: orders.unpause(outbox, given[0], how))
+
+
+def purge(common: Common, manner: Manner, words: Target = None) -> None:
+    """Remove old rows now. Running processes do the same little by little."""
+    how = manner.with_json(common)
+    _order(common, None if words is None else [words], [], lambda outbox, _: orders.purge(outbox, how))
+
+
+def unsubscribe(common: Common, manner: Manner, words: HandlerName = None) -> None:
+    """Forget a handler that is gone for good. You have to type the name."""
+    how = manner.with_json(common)
+    _order(common, words, ["HANDLER"], lambda outbox, given: orders.unsubscribe(outbox, given[0], how))
+
+
+def stop(
+    common: Common,
+    manner: Manner,
+    words: Annotated[list[str] | None, _words("[TARGET] ID", "the id of an operation")] = None,
+) -> None:
+    """Stop an order that is under way. Notifications that were changed stay changed."""
+    how = manner.with_json(common)
+    _order(common, words, ["ID"], lambda outbox, given: orders.stop(outbox, given_id(given[0]), how))
+
+
+def emit(
+    common: Common,
+    manner: Manner,
+    words: Annotated[
+        list[str] | None, _words("[TARGET] TYPE JSON", "an event type of your code, and its fields as a JSON object")
+    ] = None,
+    action: Annotated[
+        str, typer.Option(metavar="NAME", help="The name of the action that is recorded.")
+    ] = "EmitByHand",
+) -> None:
+    """Record an event by hand. The event is checked by the class of your code."""
+    how = manner.with_json(common)
+    _order(common, words, ["TYPE", "JSON"], lambda outbox, given: orders.emit(outbox, given[0], given[1], action, how))
 
 
 def partitions(

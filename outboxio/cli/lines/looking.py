@@ -2,37 +2,123 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outboxio.cli.answer import Exit, answer
+from outboxio.cli.choice import Choice, given_id
+from outboxio.cli.commands import cluster, glance, notifications
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import status as status_command
+from outboxio.cli.commands.notifications import Paging
 from outboxio.cli.options import Common, Options, Target, command
-from outboxio.cli.target import opened
+from outboxio.cli.target import TargetError, opened
 
 PANEL = "Looking"
+
+_AND_ID = "[TARGET] ID"
+
+Limit = Annotated[int, typer.Option(metavar="N", min=1, help="How many rows at most.")]
+After = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Go on after a page: the text that the page has printed.", show_default=False),
+]
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    example = "status --database postgresql://localhost/app --namespace wallets"
-    command(app, example=example, rich_help_panel=PANEL)(status)
+    status_example = "status --database postgresql://localhost/app --namespace wallets"
+    command(app, example=status_example, rich_help_panel=PANEL)(status)
+    command(app, example="doctor app.main:outbox", rich_help_panel=PANEL)(doctor)
+    command(app, example="handlers", rich_help_panel=PANEL)(handlers)
+    command(app, "list", example="list app.main:outbox --state FAILED --handler receipt", rich_help_panel=PANEL)(
+        list_notifications
+    )
+    command(app, example="dead --since 24h", rich_help_panel=PANEL)(dead)
+    command(app, example="show 0198c0de-0000-7000-8000-000000000000 --tree", rich_help_panel=PANEL)(show)
+    command(app, example="events --type MoneyDeposited --limit 20", rich_help_panel=PANEL)(events)
+    command(app, example="tail --follow --handler receipt", rich_help_panel=PANEL)(tail)
+    command(app, example="keys", rich_help_panel=PANEL)(keys)
+    command(app, example="instances", rich_help_panel=PANEL)(instances)
+    command(app, example="locks", rich_help_panel=PANEL)(locks)
+    command(app, example="paused", rich_help_panel=PANEL)(paused)
+    command(app, example="operations", rich_help_panel=PANEL)(operations)
+    command(app, example="export --handler receipt --output dead.ndjson", rich_help_panel=PANEL)(export)
     command(app, example="health --port 8080 --live", rich_help_panel=PANEL)(health)
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
 
 
-def status(common: Common, target: Target = None) -> None:
-    """Count notifications by state, waiting events, and notifications without a handler.
+def status(
+    common: Common,
+    target: Target = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.5, help="Show the overview anew so often.", show_default=False),
+    ] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULES",
+            help="Exit with 1 if one of these rules finds a fault: names with commas, as in handler_behind,new_dead; "
+            "degraded and down stand for all faults of a level.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the state at a glance, and count notifications by state.
 
-    For handlers with several partitions, say how many partitions each process owns.
+    First the faults, in sentences, then the handlers, the worst first, the processes, and the exact counts.
     """
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
-            return await status_command.status(outbox, as_json=common.json)
+            if watch is not None:
+                return await glance.watch(outbox, watch)
+            rules = fail_on.split(",") if fail_on else []
+            return await status_command.status(outbox, as_json=common.json, fail_on=rules)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def doctor(common: Common, target: Target = None) -> None:
+    """Name each fault, and the command that mends the fault. Exits with 1 if there is a fault."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.doctor(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def handlers(common: Common, target: Target = None) -> None:
+    """Show the handlers, the worst first: backlog, dead letters, rates, and the process that holds each handler."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.handlers(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def instances(common: Common, target: Target = None) -> None:
+    """Show the processes that run: version, roles, lag of the event loop, runs, stuck runs."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.instances(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def locks(common: Common, target: Target = None) -> None:
+    """Show which process holds which cluster lock."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await glance.locks(outbox, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -88,5 +174,137 @@ def describe(common: Common, target: Target = None) -> None:
     async def work() -> Exit:
         async with opened(common.named(target)) as outbox:
             return describe_command.describe(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def list_notifications(
+    common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None
+) -> None:
+    """List notifications, the newest first."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await notifications.list_notifications(outbox, choice, Paging(limit, after), as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def dead(
+    common: Common,
+    choice: Choice,
+    target: Target = None,
+    by: Annotated[str, typer.Option(metavar="error|handler", help="Group by error, or by handler.")] = "error",
+) -> None:
+    """Show the dead letters in groups of like errors, each with the command that retries the group.
+
+    Numbers, ids and quoted values in an error do not count.
+    """
+
+    async def work() -> Exit:
+        if by not in ("error", "handler"):
+            raise TargetError(f"--by {by}: expected error or handler")
+        async with opened(common.of_namespace(target)) as outbox:
+            return await notifications.dead(outbox, choice, by, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def show(
+    common: Common,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar=_AND_ID,
+            help="Your outbox, as for all commands; the id of an event or of a notification.",
+            show_default=False,
+        ),
+    ] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Also show the events that the event has caused.")] = False,
+    payload: Annotated[bool, typer.Option("--payload", help="Also show the payload and the parameters.")] = False,
+) -> None:
+    """Show an event: the action, the notifications, and the errors of each notification."""
+
+    async def work() -> Exit:
+        named = common.of_namespace(words, most=1)
+        if not named.words:
+            raise TargetError("show needs the id of an event or of a notification")
+        id = given_id(named.words[0])
+        async with opened(named) as outbox:
+            return await notifications.show(outbox, id, tree=tree, payload=payload, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def events(common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None) -> None:
+    """List events, the newest first. States, handlers and errors belong to notifications, and do not count."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await notifications.events(outbox, choice, Paging(limit, after), as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def tail(
+    common: Common,
+    choice: Choice,
+    target: Target = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until a signal comes.")] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+) -> None:
+    """Show notifications as they change, the newest change last."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await notifications.tail(outbox, choice, follow=follow, every=every, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def keys(common: Common, target: Target = None) -> None:
+    """List the parked keys of ordered handlers, with the commands that let a key go on."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await cluster.keys(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def paused(common: Common, target: Target = None) -> None:
+    """List the paused handlers."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await cluster.paused(outbox, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:
+    """List the orders of operators, the newest first: by whom, why, and how far the order is."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await cluster.operations(outbox, limit, after, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def export(
+    common: Common,
+    choice: Choice,
+    target: Target = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="A new file. Default: stdout.", show_default=False),
+    ] = None,
+) -> None:
+    """Write dead letters with payloads and errors, redacted, one JSON object on each line."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await notifications.export(outbox, choice, output)
 
     answer(work, as_json=common.json, verbose=common.verbose)

@@ -9,6 +9,7 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.commands import worker as worker_command
+from outboxio.cli.commands.completion import Shell, print_script
 from outboxio.cli.commands.demo import demo as tell_demo
 from outboxio.cli.logs import LogFormat, set_up
 from outboxio.cli.options import Options, command
@@ -51,6 +52,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     command(app, example="worker app.main:outbox --log-level debug", rich_help_panel=PANEL)(worker)
     command(app, example="demo --database postgresql://localhost/postgres", rich_help_panel=PANEL)(demo)
+    command(app, example="completion bash >> ~/.bashrc", rich_help_panel=PANEL)(completion)
 
 
 def worker(
@@ -138,3 +140,10 @@ def _refuse_what_is_nothing(
         raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
     if timeout is not None and not drain:
         raise TargetError("--timeout goes with --drain only")
+
+
+def completion(
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")],
+) -> None:
+    """Print the script with which a shell completes commands and options."""
+    print_script(shell)

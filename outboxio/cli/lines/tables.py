@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from outboxio.cli.target import opened
 
 PANEL = "The tables"
 
+Dialect = Literal["postgres", "mysql", "mariadb", "sqlite"]
 Contract = Annotated[
     bool,
     typer.Option("--contract", help="Also drop what only older versions use; none of their processes may run."),
@@ -28,13 +29,31 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
-def migrate(common: Common, target: Target = None, contract: Contract = False) -> None:
+def migrate(
+    common: Common,
+    target: Target = None,
+    contract: Contract = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which files are missing.")] = False,
+    sql: Annotated[
+        Dialect | None,
+        typer.Option(
+            metavar="DIALECT",
+            help="Print the SQL files of postgres, mysql, mariadb or sqlite. Asks no database.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Make the tables, or bring them up to date.
 
     Safe to run at every deployment and from several machines at once. Your own tables are never touched.
     """
 
     async def work() -> Exit:
+        if sql is not None:
+            return schema.print_files(sql)
+        if dry_run:
+            async with opened(common.named(target)) as outbox:
+                return await schema.plan(outbox, as_json=common.json)
         async with opened(common.named(target)) as outbox:
             return await schema.migrate(outbox, contract=contract, as_json=common.json)
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from outboxio.handlers.subscription import LONGEST_UNSEEN
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, ShardFacts
 from outboxio.operations.overview.values import Finding, Level
-from outboxio.operations.overview.wording import counted, listed, of, spoken
+from outboxio.operations.overview.wording import counted, listed, of, spoken, waiting
 
 UNHELD_FOR = timedelta(seconds=30)
 FANOUT_BEHIND = timedelta(seconds=30)
@@ -78,11 +78,11 @@ def clock_off(facts: ShardFacts) -> Iterator[Finding]:
 def lock_without_holder(facts: ShardFacts) -> Iterator[Finding]:
     """No process holds fan-out, or a handler, and work has waited for more than 30 s."""
     if is_fanout_unheld(facts):
-        sentence = f"No process holds fan-out: {of(_undelivered(facts), 'event')} wait."
+        sentence = f"No process holds fan-out: {waiting(_undelivered(facts), 'event')}."
         yield _finding(facts, "lock_without_holder", sentence, "outboxio locks")
     for handler in facts.handlers:
         if is_unheld(facts, handler):
-            waits = f": {of(handler.due, 'notification')} wait" if handler.due else ""
+            waits = f": {waiting(handler.due, 'notification')}" if handler.due else ""
             sentence = f"No process holds `{handler.name}`{waits}."
             yield _finding(facts, "lock_without_holder", sentence, "outboxio locks", handler)
 
@@ -152,7 +152,7 @@ def parked_keys(facts: ShardFacts) -> Iterator[Finding]:
             are = "is" if number == 1 else "are"
             sentence = (
                 f"{of(number, 'key', 100)} of `{handler.name}` {are} parked by a dead letter, and "
-                f"{of(behind, 'notification')} wait behind."
+                f"{waiting(behind, 'notification')} behind."
             )
             yield _finding(facts, "parked_keys", sentence, f"outboxio keys --handler {_word(handler.name)}", handler)
 
@@ -180,16 +180,16 @@ def event_without_handler(facts: ShardFacts) -> Iterator[Finding]:
     if not facts.handlers or (facts.has_topics and is_fanout_unheld(facts)):
         return  # without any handler, other tools read the events
     unwanted = {
-        name: waiting
-        for name, waiting in facts.undelivered.items()
+        name: events
+        for name, events in facts.undelivered.items()
         if name not in facts.wanted_types
-        and waiting.oldest is not None
-        and facts.age(waiting.oldest) > FANOUT_BEHIND.total_seconds()
+        and events.oldest is not None
+        and facts.age(events.oldest) > FANOUT_BEHIND.total_seconds()
     }
     if unwanted:
-        number = sum(waiting.number for waiting in unwanted.values())
+        number = sum(events.number for events in unwanted.values())
         types = f"{len(unwanted)} event type{' has' if len(unwanted) == 1 else 's have'}"
-        sentence = f"{types} no handler anywhere: {listed(sorted(unwanted))}. {of(number, 'event')} wait."
+        sentence = f"{types} no handler anywhere: {listed(sorted(unwanted))}. {waiting(number, 'event')}."
         yield _finding(facts, "event_without_handler", sentence, "outboxio events --undelivered")
 
 
@@ -251,16 +251,16 @@ def failures(facts: ShardFacts, handler: HandlerFacts) -> tuple[int, float]:
 
 def _undelivered(facts: ShardFacts) -> int:
     """The undelivered events that a handler wants."""
-    return sum(waiting.number for name, waiting in facts.undelivered.items() if name in facts.wanted_types)
+    return sum(events.number for name, events in facts.undelivered.items() if name in facts.wanted_types)
 
 
 def _oldest_undelivered(facts: ShardFacts) -> float | None:
     """The seconds for which the first undelivered event that a handler wants has waited."""
     wanted = facts.wanted_types
     ages = [
-        facts.age(waiting.oldest)
-        for name, waiting in facts.undelivered.items()
-        if name in wanted and waiting.oldest is not None
+        facts.age(events.oldest)
+        for name, events in facts.undelivered.items()
+        if name in wanted and events.oldest is not None
     ]
     return max(ages, default=None)
 

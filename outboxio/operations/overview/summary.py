@@ -12,12 +12,12 @@ from outboxio.operations.overview.facts import Facts, HandlerFacts, InstanceFact
 from outboxio.operations.overview.rules import FAILING_WITHIN, RULE_NAMES, failures, findings_of
 from outboxio.operations.overview.values import (
     MOST,
-    Figures,
     Finding,
     HandlerStatus,
     InstanceStatus,
     Level,
     Overview,
+    OverviewFigures,
     ShardStatus,
 )
 from outboxio.operations.overview.wording import spoken
@@ -70,7 +70,7 @@ def _level(facts: Facts, findings: Sequence[Finding]) -> Level:
     return "degraded" if findings else "ok"
 
 
-def _all_is_well(handlers: Sequence[HandlerStatus], figures: Figures) -> str:
+def _all_is_well(handlers: Sequence[HandlerStatus], figures: OverviewFigures) -> str:
     number = f"{len(handlers)} handler{'' if len(handlers) == 1 else 's'}"
     oldest = "nothing is due" if figures.oldest_due is None else f"oldest due {spoken(figures.oldest_due)}"
     rate = figures.per_minute
@@ -159,10 +159,10 @@ def _percentile(bounds: Sequence[float], histograms: Sequence[Sequence[int]], sh
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def _figures(facts: Facts, handlers: Sequence[HandlerStatus]) -> Figures:
+def _figures(facts: Facts, handlers: Sequence[HandlerStatus]) -> OverviewFigures:
     shards = [_shard(shard) for shard in facts.shards]
     lags = [minute.lags for shard in facts.shards for handler in shard.handlers for minute in handler.minutes]
-    return Figures(
+    return OverviewFigures(
         undelivered=_sum(shard.undelivered for shard in shards),
         oldest_undelivered=_oldest(shard.oldest_undelivered for shard in shards),
         due=_sum(handler.due for handler in handlers),

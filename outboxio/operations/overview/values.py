@@ -146,7 +146,7 @@ class LockStatus(Struct, frozen=True, kw_only=True):
     """True if the owner has reported within three delays; ``None`` without a report, or without an owner."""
 
 
-class Figures(Struct, frozen=True, kw_only=True):
+class OverviewFigures(Struct, frozen=True, kw_only=True):
     """The figures of all handlers and shards together."""
 
     undelivered: int
@@ -181,7 +181,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     verdict: list[str]
     """Sentences, the worst first. A single sentence that begins with ``All is well`` if there is no finding."""
     findings: tuple[Finding, ...]
-    figures: Figures
+    figures: OverviewFigures
     handlers: tuple[HandlerStatus, ...]
     """The worst first."""
     instances: tuple[InstanceStatus, ...]

@@ -20,6 +20,11 @@ def of(number: int, noun: str, most: int = MOST) -> str:
     return f"{counted(number, most)} {noun}{'' if number == 1 else 's'}"
 
 
+def waiting(number: int, noun: str, most: int = MOST) -> str:
+    """What waits: ``1 event waits``, ``2 events wait``."""
+    return f"{of(number, noun, most)} {'waits' if number == 1 else 'wait'}"
+
+
 def spoken(seconds: float) -> str:
     """A duration, as exact as a person needs: ``0.4 s``, ``14 min``, ``3 h``, ``2 days``."""
     if seconds < 10:

@@ -1,0 +1,70 @@
+"""``outboxio instances``, ``locks``, ``keys``, ``paused``, ``operations``: who does what in the cluster."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from outboxio.cli.answer import Exit, line, say, say_aside, say_json
+from outboxio.cli.inside import admin_of
+from outboxio.cli.shown import ago, moment, state_of, table
+from outboxio.outbox import Outbox
+
+
+async def paused(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print the names of the paused handlers."""
+    names = sorted(await admin_of(outbox).paused())
+    if as_json:
+        say_json(names)
+    elif names:
+        for name in names:
+            say(line((name, "bold"), f"  outboxio unpause {name} ends the pause"))
+    else:
+        say(line(("ok", "green"), "  no handler is paused"))
+    return Exit.FINE
+
+
+async def operations(outbox: Outbox, limit: int, after: str | None, *, as_json: bool) -> Exit:
+    """Print the newest orders of operators."""
+    page = await admin_of(outbox).operations(limit, after)
+    if as_json:
+        say_json({"rows": list(page), "next": page.next})
+        return Exit.FINE
+    if not page:
+        say(line(("no operator has given an order yet", "dim")))
+        return Exit.FINE
+    shown = table("id", "order", "state", "done", "by", "when (UTC)", "reason", right=["done"])
+    for one in page:
+        number = f"{one.done:,} of {one.matched:,}"
+        reason = one.reason or (one.error or "")
+        shown.add_row(
+            Text(str(one.id)), line(one.kind), state_of(one.state), number, line(f"{one.actor} ({one.origin})"),
+            moment(one.created_date), line(reason),
+        )  # fmt: skip
+    say(shown)
+    if page.next is not None:
+        say_aside(line((f"older ones: --after {page.next}", "dim")))
+    return Exit.FINE
+
+
+async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print the parked keys, each with the commands that let the key go on."""
+    found = await admin_of(outbox).keys()
+    if as_json:
+        say_json(found)
+        return Exit.FINE
+    if not found:
+        say(line(("ok", "green"), "  no key is parked"))
+        return Exit.FINE
+    shown = table("handler", "key", "parked by", "since", "behind", right=["behind"])
+    for key in found:
+        shown.add_row(
+            line((key.handler_name, "bold")), line(key.ordering_key), Text(str(key.notification_id)), ago(key.since),
+            f"{key.blocked:,}",
+        )  # fmt: skip
+    first = found[0]
+    say(shown, "", line(("to run the parking notification again, or to go on without it:", "dim")))
+    say(
+        line(f"  outboxio retry {first.notification_id}"),
+        line(f"  outboxio resume {first.handler_name} {first.ordering_key}"),
+    )
+    return Exit.FINE

@@ -1,0 +1,202 @@
+"""``outboxio doctor``, ``handlers``, ``instances``, ``locks``, and the overview at the top of ``outboxio status``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from outboxio.cli.answer import Exit, indented, line, say, say_error, say_json, terminal
+from outboxio.cli.inside import admin_of
+from outboxio.cli.shown import ago, moment, span, table
+from outboxio.cli.target import TargetError
+from outboxio.operations.overview.rules import RULE_NAMES
+from outboxio.operations.overview.values import HandlerStatus, InstanceStatus, Overview
+from outboxio.outbox import Outbox
+
+_MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print what is wrong, and the command that mends each fault; the answer is no if anything is wrong."""
+    overview = await admin_of(outbox).overview()
+    if as_json:
+        say_json({"level": overview.level, "verdict": overview.verdict, "findings": overview.findings})
+    elif overview.findings:
+        for finding in overview.findings:
+            say(
+                line(_MARKS[finding.level], f"  {finding.sentence}"),
+                line(("      to mend it  ", "dim"), finding.remedy),
+            )
+    else:
+        say(*_verdict(overview))
+    return _code(overview, Exit.FINE if overview.level == "ok" else Exit.NO)
+
+
+async def handlers(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print the handlers, the worst first."""
+    overview = await admin_of(outbox).overview()
+    found = overview.handlers
+    if as_json:
+        say_json(found)
+    elif found:
+        say(_handlers(found))
+    else:
+        say(line(("no process has announced a handler yet", "dim")))
+    return _code(overview)
+
+
+async def instances(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print the processes of the cluster, by their own reports."""
+    overview = await admin_of(outbox).overview()
+    if as_json:
+        say_json(overview.instances)
+    elif overview.instances:
+        say(_instances(overview.instances))
+    else:
+        say(line(("..", "yellow"), "  no process has reported: start a worker, or enter running()"))
+    return _code(overview)
+
+
+async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
+    """Print who holds which cluster lock."""
+    found = await admin_of(outbox).locks()
+    if as_json:
+        say_json(found)
+        return Exit.FINE
+    shown = table("lock", "holder", "taken (UTC)")
+    for lock in found:
+        label = "fan-out" if lock.role == "fanout" else f"{lock.handler_name}/{lock.partition}"
+        free = Text("no process", "bold yellow")
+        holder = free if lock.owner is None else line(lock.owner, (" (silent)" * (lock.is_alive is False), "bold red"))
+        shown.add_row(line((label, "bold"), f" on {lock.shard}"), holder, moment(lock.since))
+    say(shown)
+    return Exit.FINE
+
+
+def refuse_unknown_rules(names: Iterable[str]) -> None:
+    """Raise :class:`TargetError` for a name that is neither a rule nor a level."""
+    known = ("degraded", "down", *RULE_NAMES)
+    for name in names:
+        if name not in known:
+            raise TargetError(f"--fail-on {name}: expected one of {', '.join(known)}")
+
+
+def fails(overview: Overview, names: Sequence[str]) -> bool:
+    """True if a finding has one of these rules or levels. ``down`` is a kind of ``degraded``."""
+    return any(
+        finding.rule in names or finding.level in names or ("degraded" in names and finding.level == "down")
+        for finding in overview.findings
+    )
+
+
+async def watch(outbox: Outbox, every: float) -> Exit:
+    """Show the overview, anew every few seconds, until a signal comes."""
+    console = terminal()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            live.update(shown(await admin_of(outbox).overview()), refresh=True)
+            await asyncio.sleep(every)
+
+
+def shown(overview: Overview) -> RenderableType:
+    """The overview as people read it: the verdict, the figures, the handlers, the processes."""
+    parts: list[RenderableType] = [*_verdict(overview), Text(""), _figures(overview)]
+    if overview.handlers:
+        parts += [Text(""), _handlers(overview.handlers)]
+    parts += [Text(""), _processes(overview.instances)]
+    return Group(*parts)
+
+
+def _code(overview: Overview, code: Exit = Exit.FINE) -> Exit:
+    """The exit code of an overview. Shards that cannot be reached are named on stderr."""
+    lost = [shard for shard in overview.shards if not shard.is_reachable]
+    for shard in lost:
+        say_error(f"shard {shard.shard}: {shard.error}")
+    return Exit.UNREACHABLE if lost else code
+
+
+def _verdict(overview: Overview) -> list[RenderableType]:
+    if not overview.findings:
+        return [line(_MARKS["ok"], f"  {sentence}") for sentence in overview.verdict]
+    return [line(_MARKS[finding.level], f"  {finding.sentence}") for finding in overview.findings]
+
+
+def _figures(overview: Overview) -> RenderableType:
+    figures = overview.figures
+    grid = Table.grid(padding=(0, 3))
+    values: Sequence[tuple[str, str, str]] = (
+        (f"{figures.undelivered:,}", "wait for fan-out", _age(figures.oldest_undelivered)),
+        (f"{figures.due:,}", "due now", _age(figures.oldest_due)),
+        (f"{figures.waiting:,}", "due later, or waiting for a retry", ""),
+        (f"{figures.dead_hour:,}", "dead in the last hour", f"of {figures.dead:,}"),
+        (f"{figures.per_minute:,.0f}", "succeeded a minute", sparkline(figures.minutes)),
+    )
+    for number, what, more in values:
+        grid.add_row(Text(number, "bold", justify="right"), Text(what), Text(more, "dim"))
+    return indented(grid)
+
+
+def _age(seconds: float | None) -> str:
+    return "" if seconds is None else f"the oldest for {span(seconds)}"
+
+
+def _handlers(found: Sequence[HandlerStatus]) -> Table:
+    right = ["due", "oldest", "later", "dead/h", "ok/min", "fail", "p95", "runs"]
+    made = table("", "handler", *right[:5], "last 20 min", *right[5:], "held by", right=right)
+    for one in found:
+        holders = sorted({holder for each in one.holders.values() for holder in each})
+        held = Text("paused", "yellow") if one.paused_since is not None else line(_held(holders))
+        made.add_row(
+            line(_MARKS[one.level]), line((one.handler_name, "bold")), f"{one.due:,}",
+            "" if one.oldest_due is None else span(one.oldest_due), f"{one.waiting:,}", f"{one.dead_hour:,}",
+            f"{one.per_minute:,.0f}", sparkline(one.minutes[-20:]),
+            "" if one.fail_share is None else f"{one.fail_share:.0%}",
+            "" if one.duration_p95 is None else span(one.duration_p95),
+            f"{one.in_flight}/{one.limit}" if one.limit else f"{one.in_flight}", held,
+        )  # fmt: skip
+    return made
+
+
+def _held(holders: Sequence[str]) -> str:
+    if not holders:
+        return "no process"
+    return holders[0] if len(holders) == 1 else f"{len(holders)} processes"
+
+
+def _instances(found: Sequence[InstanceStatus]) -> Table:
+    right = ["loop lag", "runs", "stuck"]
+    made = table("process", "version", "does", "since", "seen", *right, right=right)
+    for one in found:
+        seen = line((ago(one.last_seen_date), "default" if one.is_alive else "bold red"))
+        lag = "" if one.loop_lag is None else span(one.loop_lag)
+        made.add_row(
+            line((one.instance, "bold")), line(one.version), line(", ".join(one.roles)), ago(one.started_date), seen,
+            lag, str(one.in_flight), str(one.stuck),
+        )  # fmt: skip
+    return made
+
+
+def _processes(found: Sequence[InstanceStatus]) -> Text:
+    alive = [one for one in found if one.is_alive]
+    if not alive:
+        return line(("no process runs", "yellow"))
+    return line((f"{len(alive)} process{'es' * (len(alive) > 1)} running: ", "dim"), ", ".join(_names(alive)))
+
+
+def _names(alive: Sequence[InstanceStatus]) -> list[str]:
+    names = [one.instance for one in alive[:3]]
+    return [*names, f"and {len(alive) - 3} more"] if len(alive) > 3 else names
+
+
+def sparkline(numbers: Sequence[int]) -> str:
+    """The numbers as bars, the oldest first."""
+    highest = max(numbers, default=0)
+    if not highest:
+        return ""
+    return "".join(_BARS[-(-number * (len(_BARS) - 1) // highest)] for number in numbers)

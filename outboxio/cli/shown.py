@@ -1,0 +1,92 @@
+"""Values as people read them: tables, ages, documents; and rows as machines read them, one JSON object on each line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import msgspec
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outboxio.cli.answer import line
+from outboxio.model.notification import NotificationRecord, State
+
+COLOURS: Mapping[str, str] = {
+    State.DEAD: "bold red",
+    State.EXPIRED: "red",
+    State.DYING: "red",
+    State.FAILED: "yellow",
+    State.BLOCKED: "yellow",
+    State.SUCCEEDED: "green",
+}
+
+_SECOND, _MINUTE, _HOUR, _DAY = 1, 60, 3600, 86400
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table with these columns; the columns ``right`` are of numbers."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, overflow="fold", no_wrap=column == "id")
+    return made
+
+
+def state_of(state: str) -> Text:
+    """A state, coloured. The word alone says it too."""
+    return line((str(state), COLOURS.get(state, "default")))
+
+
+def ago(moment: datetime | None, now: datetime | None = None) -> str:
+    """How long ago a moment (naive UTC) is: ``14 min``; the empty text for ``None``."""
+    if moment is None:
+        return ""
+    seconds = ((now or datetime.now(UTC).replace(tzinfo=None)) - moment).total_seconds()
+    return f"in {span(-seconds)}" if seconds < 0 else f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    """A duration in its largest unit: ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= 2 * unit or (unit == _DAY and seconds >= unit):
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s" if seconds >= 10 * _SECOND else f"{seconds:.1f} s"
+
+
+def moment(given: datetime | None) -> str:
+    """A moment (naive UTC) to the second."""
+    return "" if given is None else f"{given:%Y-%m-%d %H:%M:%S}"
+
+
+def last_error(record: NotificationRecord) -> str:
+    """The last error of a notification: ``TypeName: message``, or the empty text."""
+    if not record.errors:
+        return ""
+    last = record.errors[-1]
+    return f"{last.get('type')}: {last.get('message')}".removesuffix(": ").removesuffix(": None")
+
+
+def say_lines(values: Iterable[Any]) -> None:
+    """One JSON object on each line of stdout (NDJSON), for machines."""
+    for value in values:
+        sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
+def document(value: object, indent: int = 2) -> str:
+    """A document as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """The beginning of a text, on one line."""
+    plain = " ".join(text.split())
+    return plain if len(plain) <= longest else plain[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def duration(given: timedelta) -> str:
+    return span(given.total_seconds())

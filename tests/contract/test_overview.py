@@ -1,0 +1,462 @@
+"""The verdict of ``admin.overview()``: a fault in a real database provokes each rule, and its end clears the rule."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from outboxio import EventEnvelope, Outbox, RetryPolicy, Unprocessable
+from outboxio.model.lock_name import LockName
+from outboxio.operations.overview import collector, questions
+from outboxio.operations.overview.rules import RULE_NAMES
+from outboxio.storage.protocols import HandlerMinute, InstanceReport
+from outboxio.support.clock import utc_now
+from outboxio.testing import MovableClock
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of
+from tests.kit.proxy import proxy_to
+from tests.kit.spies import counters
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+Envelope = EventEnvelope[MoneyDeposited]
+
+WELL: list[str] = []
+
+
+async def told(outbox: Outbox) -> list[str]:
+    """The rules that find a fault now."""
+    overview = await fresh_overview(outbox)
+    found = [finding.rule for finding in overview.findings]
+    assert overview.verdict == [finding.sentence for finding in overview.findings] or overview.level == "ok"
+    assert (overview.level == "ok") == (found == [])
+    return found
+
+
+async def sentence(outbox: Outbox, rule: str) -> str:
+    """The sentence of the only finding, which a rule has made."""
+    [finding] = (await fresh_overview(outbox)).findings
+    assert finding.rule == rule
+    assert finding.remedy
+    return finding.sentence
+
+
+async def report(outbox: Outbox, instance: str = "host-a:7:c0ffee", **content: Any) -> InstanceReport:
+    """A report of a process, as the process itself would write it."""
+    now = database_now(outbox)
+    written = InstanceReport(
+        instance=instance, version="1", started_date=now, last_seen_date=now, delay_seconds=10,
+        report=msgspec.Raw(msgspec.json.encode({"roles": ["fanout", "handling"], **content})),
+    )  # fmt: skip
+    await database_of(outbox).reports.write_report("app", written)
+    return written
+
+
+def database_now(outbox: Outbox) -> datetime:
+    now: datetime = clock_of(outbox)()
+    return now
+
+
+def succeeds(outbox: Outbox, name: str = "mail", **options: Any) -> Journal:
+    journal = Journal()
+    outbox.handler(MoneyDeposited, name=name, **options)(journal)
+    return journal
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+async def test_a_running_outbox_is_well_and_its_figures_are_read(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox()
+    succeeds(outbox, aliases={"post"})
+    assert (await fresh_overview(outbox)).verdict == [
+        "All is well: 0 handlers, 0 notifications a minute, nothing is due."
+    ]
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1, 2, 3)))
+        await outbox.drain()
+        overview = await fresh_overview(outbox)
+        assert overview.level == "ok", overview.verdict
+        assert overview.verdict == ["All is well: 1 handler, 0 notifications a minute, nothing is due."]
+        [handler] = overview.handlers
+        assert (handler.handler_name, handler.aliases, handler.event_types) == ("mail", ("post",), ("MoneyDeposited",))
+        assert handler.holders == {"default": (owner_of(outbox),)}
+        assert handler.unheld == {"default": ()}
+        assert list(await outbox.admin.handlers()) == [handler]
+        [shard] = overview.shards
+        assert (shard.is_reachable, shard.schema, shard.fanout_holder) == (True, None, owner_of(outbox))
+        [instance] = overview.instances
+        assert (instance.instance, instance.is_alive, instance.roles) == (
+            owner_of(outbox),
+            True,
+            ("fanout", "handling"),
+        )
+        assert instance.handlers == ("mail",)
+        locks = await outbox.admin.locks()
+        assert {(lock.role, lock.handler_name, lock.owner, lock.is_alive) for lock in locks} == {
+            ("fanout", None, owner_of(outbox), True),
+            *(("dispatch", name, owner_of(outbox), True) for name in ("mail", "post")),
+        }
+    minutes = sum(one.succeeded for one in await database_of(outbox).reports.minutes("app", datetime(2000, 1, 1)))
+    assert minutes == 3
+    after = await fresh_overview(outbox)
+    assert sum(after.handlers[0].minutes) == 3
+    assert after.handlers[0].duration_p95 is not None
+
+
+async def test_an_overview_is_read_once_a_second_for_all_callers(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = await asyncio.gather(*(outbox.admin.overview() for _ in range(10)))
+    assert all(one is first for one in others)
+    assert await outbox.admin.by("ada").overview() is first
+    monkeypatch.setattr(questions, "FRESH", 0.0)
+    assert await outbox.admin.overview() is not first
+
+
+async def test_every_rule_has_a_test_here() -> None:
+    tests = {name for name in globals() if name.startswith("test_rule_")}
+    assert {f"test_rule_{name}" for name in RULE_NAMES} == tests
+
+
+# --- shards and processes ------------------------------------------------------------------------
+
+
+@pytest.mark.costly
+async def test_rule_shard_unreachable(server_url: str) -> None:
+    async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
+        assert await told(outbox) == WELL
+        await proxy.stop()
+        overview = await fresh_overview(outbox)
+        assert (overview.level, [one.rule for one in overview.findings]) == ("down", ["shard_unreachable"])
+        assert overview.verdict[0].startswith("Shard `default` cannot be reached: ")
+        assert overview.shards[0].is_reachable is False
+        await proxy.start()
+        await eventually(lambda: _is_well(outbox))
+
+
+async def _is_well(outbox: Outbox) -> bool:
+    return await told(outbox) == WELL
+
+
+async def test_rule_schema_behind(database_url: str, look: Look) -> None:
+    async with Outbox(database_url, namespace="app") as outbox:
+        said = await sentence(outbox, "schema_behind")
+        assert said.startswith("The tables of shard `default` do not fit this version of outboxio: ")
+        await outbox.migrate()
+        assert await told(outbox) == WELL
+        await look.fetch("DROP TABLE {operations}")
+        assert "operations" in await sentence(outbox, "schema_behind")
+        await look.fetch("DELETE FROM {schema_versions} WHERE version = 7")
+
+
+@pytest.mark.costly
+async def test_rule_no_instance(outbox: Outbox, clock: MovableClock) -> None:
+    succeeds(outbox)
+    async with outbox.running():
+        await eventually(lambda: _reports(outbox))
+        assert await told(outbox) == WELL
+    said = await sentence(outbox, "no_instance")
+    assert said == "No process works: events and notifications wait."
+    assert (await fresh_overview(outbox)).level == "down"
+    await report(outbox)
+    assert await told(outbox) == WELL
+    clock.advance("31s")
+    assert "and the last was seen 31 s ago" in await sentence(outbox, "no_instance")
+
+
+async def _reports(outbox: Outbox) -> bool:
+    return bool((await fresh_overview(outbox)).instances)
+
+
+@pytest.mark.costly
+async def test_rule_clock_off(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = await make_outbox()
+    succeeds(outbox)
+    await outbox.drain()
+    await report(outbox, clock_offset=-5.25)
+    assert await sentence(outbox, "clock_off") == "The clock of host-a is 5.2 s behind the clock of the database."
+    await report(outbox, clock_offset=0.1)
+    assert await told(outbox) == WELL
+    with monkeypatch.context() as patched:
+        patched.setattr(collector, "utc_now", lambda: utc_now() + timedelta(seconds=7))
+        assert (
+            await sentence(outbox, "clock_off")
+            == "The clock of this machine is 7.0 s ahead of the clock of the database."
+        )
+    assert await told(outbox) == WELL
+
+
+# --- locks and backlogs --------------------------------------------------------------------------
+
+
+@pytest.mark.costly
+async def test_rule_lock_without_holder(outbox: Outbox, clock: MovableClock) -> None:
+    succeeds(outbox)
+    await outbox.drain()  # gives the locks back
+    await outbox.executor.execute(Emit((1, 2)))
+    await report(outbox)
+    assert await told(outbox) == WELL
+    clock.advance("31s")
+    await report(outbox)
+    assert await sentence(outbox, "lock_without_holder") == "No process holds fan-out: 2 events wait."
+
+    async with outbox.running(handling=False):
+        await eventually(lambda: outbox.admin.list("PENDING"))
+        clock.advance("31s")
+        await report(outbox)
+        assert await sentence(outbox, "lock_without_holder") == "No process holds `mail`: 2 notifications wait."
+    async with outbox.running():
+        await outbox.drain()
+        await report(outbox)
+        assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_fanout_behind(outbox: Outbox, clock: MovableClock, look: Look) -> None:
+    succeeds(outbox)
+    await outbox.drain()
+    await outbox.executor.execute(Emit((1,)))
+    worker = await report(outbox)
+    await holds(look, LockName("app", "fanout"), worker.instance)
+    clock.advance("31s")
+    await report(outbox)
+    said = await sentence(outbox, "fanout_behind")
+    assert said == "Fan-out is behind: the oldest event has waited for 31 s, 1 wait."
+    async with outbox.running():
+        await eventually(lambda: outbox.admin.list("SUCCEEDED"))
+        assert await told(outbox) == WELL
+
+
+async def holds(look: Look, name: LockName, owner: str) -> None:
+    """Write a lease as a process that holds the lock has it."""
+    await look.fetch(f"UPDATE {{leases}} SET owner = '{owner}', term = released_term + 1 WHERE name = '{name.lease}'")
+
+
+@pytest.mark.costly
+async def test_rule_handler_behind(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
+    outbox, tool = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    gate = asyncio.Event()
+    for name, age in (("mail", "90s"), ("report", "26h")):
+
+        @outbox.handler(MoneyDeposited, name=name, concurrency=1, alert_age=age)
+        async def wait(envelope: Envelope) -> None:
+            await gate.wait()
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1, 2, 3)))
+        await eventually(lambda: _reports(tool))
+        await eventually(lambda: outbox.admin.list("PENDING"))
+        clock.advance("89s")
+        await report(outbox, owner_of(outbox), handlers={"mail": {"alert_age": 90}, "report": {"alert_age": 93600}})
+        for one in (outbox, tool):
+            assert await told(one) == WELL
+        clock.advance("2s")
+        await report(outbox, owner_of(outbox), handlers={"mail": {"alert_age": 90}, "report": {"alert_age": 93600}})
+        for one in (outbox, tool):  # the tool knows the option by the report
+            assert await sentence(one, "handler_behind") == "`mail` is behind: oldest due 91 s, 3 waiting."
+        gate.set()
+        await outbox.drain()
+        await report(outbox, owner_of(outbox))
+        assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None:
+    outbox.handler(MoneyDeposited, name="pdf", retry=RetryPolicy(base="1s", jitter=0))(
+        Journal(lambda envelope: ConnectionError("pdf:8080"))
+    )
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    await report(outbox)
+    minute = HandlerMinute(
+        handler_name="pdf", minute_date=clock.now().replace(second=0), succeeded=1, failed=11, dead=0, expired=0,
+        skipped=0, duration_us=1, durations=(12, *[0] * 16), lags=(12, *[0] * 16),
+    )  # fmt: skip
+    await database_of(outbox).reports.write_minutes("app", "host-a:7:c0ffee", [minute])
+    said = await sentence(outbox, "handler_failing")
+    assert said == "`pdf` fails 92% of 12 runs of the last 5 minutes: ConnectionError: pdf:8080."
+    [handler] = await outbox.admin.handlers()
+    assert (handler.runs, handler.fail_share, handler.per_minute) == (12, pytest.approx(11 / 12), pytest.approx(0.2))
+    clock.advance("6m")
+    await report(outbox)
+    assert "handler_failing" not in await told(outbox)
+
+
+# --- what needs a person -------------------------------------------------------------------------
+
+
+@pytest.mark.costly
+async def test_rule_new_dead(outbox: Outbox, clock: MovableClock) -> None:
+    outbox.handler(MoneyDeposited, name="mail")(Journal(lambda envelope: Unprocessable("no")))
+    await outbox.executor.execute(Emit((1, 2, 3)))
+    await outbox.drain()
+    clock.advance("4m")
+    await report(outbox)
+    said = await sentence(outbox, "new_dead")
+    assert said == "3 notifications of `mail` ended DEAD or EXPIRED within the last hour, the last 4 min ago."
+    clock.advance("57m")
+    await report(outbox)
+    assert await told(outbox) == WELL
+    assert (await fresh_overview(outbox)).handlers[0].dead == 3
+
+
+async def test_rule_parked_keys(outbox: Outbox, clock: MovableClock) -> None:
+    outbox.handler(MoneyDeposited, name="ledger", ordered=True)(
+        Journal(lambda envelope: Unprocessable("no") if envelope.event.amount in (1, 3) else None)
+    )
+    async with outbox.transaction("Pay") as tx:
+        for amount, key in ((1, "a"), (2, "a"), (3, "b"), (4, "b"), (5, "b"), (6, "c")):
+            tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key=key, model_id=amount)
+    await outbox.drain()
+    clock.advance("2h")
+    await report(outbox)
+    said = await sentence(outbox, "parked_keys")
+    assert said == "2 keys of `ledger` are parked by a dead letter, and 3 notifications wait behind."
+    keys = await outbox.admin.keys()
+    assert [(key.handler_name, key.ordering_key, key.blocked) for key in keys] == [
+        ("ledger", "a", 1),
+        ("ledger", "b", 2),
+    ]
+    assert list(await outbox.admin.keys("ledger", limit=1)) == [keys[0]]
+    await outbox.admin.resume("ledger", "a")
+    await outbox.admin.retry([keys[1].notification_id])
+    await outbox.admin.skip([keys[1].notification_id])
+    await outbox.drain()
+    await report(outbox)
+    assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
+    free = asyncio.Event()
+
+    @outbox.handler(MoneyDeposited, name="mail", timeout="50ms", retry=RetryPolicy(max_attempts=1))
+    async def stubborn(envelope: Envelope) -> None:
+        while not free.is_set():
+            try:
+                await free.wait()
+            except asyncio.CancelledError:
+                continue
+
+    try:
+        async with outbox.running():
+            await outbox.executor.execute(Emit((1,)))
+            await eventually(lambda: counters(outbox).stuck == 1)
+            await reported(outbox, clock)
+            said = [one.sentence for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
+            assert said == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
+            free.set()
+            await eventually(lambda: outbox.statistics["default"].handlers["mail"].stuck == 0)
+            await reported(outbox, clock)
+            assert "stuck_runs" not in await told(outbox)
+    finally:
+        free.set()
+
+
+async def reported(outbox: Outbox, clock: MovableClock) -> None:
+    """Have the process in ``running()`` write its next report now."""
+    clock.advance("61s")
+    run_of(outbox).loops.reports.wake()
+    await eventually(lambda: _has_reported(outbox, clock.now()))
+
+
+async def _has_reported(outbox: Outbox, moment: datetime) -> bool:
+    reports = await database_of(outbox).reports.reports("app", moment)
+    return any(one.instance == owner_of(outbox) for one in reports)
+
+
+@pytest.mark.costly
+async def test_rule_unroutable(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    former, present = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    former.handler(MoneyDeposited, name="old-name")(Journal(lambda envelope: ValueError()))
+    await former.executor.execute(Emit((1, 2)))
+    await former.drain()
+    await former.admin.unsubscribe("old-name")
+    succeeds(present, "new-name")
+    await present.drain()
+    await report(present)
+    said = await sentence(present, "unroutable")
+    assert said == "2 notifications of `old-name` wait, and no process has such a handler."
+    await present.admin.skip([record.id for record in await present.admin.list("FAILED")])
+    assert await told(present) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_event_without_handler(outbox: Outbox, clock: MovableClock) -> None:
+    succeeds(outbox)
+    async with outbox.transaction("Open") as tx:
+        tx.emit(WalletOpened(uuid4()))
+    await outbox.drain()
+    await report(outbox)
+    assert await told(outbox) == WELL
+    clock.advance("31s")
+    await report(outbox)
+    said = await sentence(outbox, "event_without_handler")
+    assert said == "1 event type has no handler anywhere: `WalletOpened`. 1 event waits."
+    outbox.handler(WalletOpened, name="welcome")(Journal())
+    await outbox.drain()
+    assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
+    succeeds(outbox)
+    await outbox.drain()
+    await outbox.admin.pause("mail")
+    clock.advance("23h")
+    await report(outbox)
+    assert await told(outbox) == WELL
+    clock.advance("25h")
+    await report(outbox)
+    assert await sentence(outbox, "paused_long") == "`mail` has been paused for 2 days, 0 waiting."
+    await outbox.admin.unpause("mail")
+    assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_partition_unowned(server_url: str, clock: MovableClock) -> None:
+    look = Look(server_url)
+    async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox:
+        succeeds(outbox, "score", partitions=2)
+        await outbox.drain()
+        async with outbox.transaction("Pay") as tx:
+            for amount in range(20):
+                tx.emit(MoneyDeposited(uuid4(), Decimal(amount)))
+        async with outbox.running(handling=False):
+            await eventually(lambda: outbox.admin.list("PENDING"))
+        worker = await report(outbox)
+        await holds(look, LockName("app", "dispatch", "score", 0), worker.instance)
+        assert await told(outbox) == WELL
+        clock.advance("6s")
+        said = await sentence(outbox, "partition_unowned")
+        assert said == "Partition 1 of `score`: notifications are due, and no process holds the lock."
+        async with outbox.running():
+            await outbox.drain()
+            assert await told(outbox) == WELL
+
+
+@pytest.mark.costly
+async def test_rule_operation_failed(outbox: Outbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    succeeds(outbox)
+    await outbox.drain()
+    await report(outbox)
+
+    async def fail(*args: object) -> None:
+        raise ValueError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(database_of(outbox).subscriptions, "pause", fail)
+        with pytest.raises(ValueError, match="no room"):
+            await outbox.admin.pause("mail", actor="ada")
+    said = await sentence(outbox, "operation_failed")
+    assert said == "An order has failed: pause by ada: ValueError: no room"
+    clock.advance("61m")
+    await report(outbox)
+    assert await told(outbox) == WELL
