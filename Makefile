@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop test lint format bench bench-full chaos chaos-mutants
+.PHONY: help demo shop test lint style types format bench bench-full chaos chaos-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -30,12 +30,16 @@ shop: $(VENV)/.with-shop ## open a shop on FastAPI and SQLAlchemy; DATABASE=<url
 test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
 	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.with-dev ## check format, style, types and imports
+lint: style types ## check format, style, types and imports
+	@echo 'All is well.'
+
+style: $(VENV)/.with-dev
 	@echo 'format'  && $(BIN)/ruff format --check --quiet --diff .
 	@echo 'style'   && $(BIN)/ruff check --quiet .
-	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	@echo 'imports' && $(BIN)/lint-imports --no-logo
-	@echo 'All is well.'
+
+types: $(VENV)/.with-dev
+	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 bench: $(VENV)/.with-bench ## measure the speed, beside bare SQL and other projects; DATABASE=<url>, SCENARIO=drain,execute
 	@$(BENCH) --size quick $(ARGS)

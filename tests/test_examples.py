@@ -221,7 +221,7 @@ async def test_the_daily_report_is_made_after_midnight_without_what_is_malformed
             "  75.00 EURO of eve: there is no currency EURO",
         ]
     assert await look.states() == {"SUCCEEDED": 12, "SKIPPED": 2}
-    assert not {table for table in await look.tables() if "report" in table}
+    assert not {table for table in await look.tables() if "report" in table and not table.startswith("eventlog")}
 
 
 @pytest.mark.parametrize(

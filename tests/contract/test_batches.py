@@ -28,6 +28,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.inside import database_of
 from tests.kit.probes import add_wallet, balances
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelopes = list[EventEnvelope[MoneyDeposited]]
 NOON = datetime(2026, 3, 1, 12)

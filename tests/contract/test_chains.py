@@ -14,6 +14,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.spies import deposits, watch
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 

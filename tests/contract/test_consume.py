@@ -30,6 +30,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.probes import add_wallet, balances
 from tests.kit.spies import Gate
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 WALLET = uuid4()

@@ -25,6 +25,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
 from tests.kit.probes import add_wallet, balances
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 

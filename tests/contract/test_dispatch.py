@@ -25,6 +25,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.hostile import changed
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 WEEK = timedelta(days=7)

@@ -17,7 +17,7 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.inside import locks_of, run_of
 from tests.kit.spies import Gate, breaks, watch
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.every_version, pytest.mark.above_statements]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

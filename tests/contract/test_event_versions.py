@@ -6,12 +6,15 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 import outboxio
 from outboxio import Batch, Event, EventEnvelope, Outbox, RetryPolicy
 from outboxio.testing import MovableClock
 from tests.kit.app import Look, eventually
+
+pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

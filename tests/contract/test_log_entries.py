@@ -13,6 +13,8 @@ import pytest
 from outboxio import Batch, Event, EventEnvelope, Outbox, RetryPolicy, Settings
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 CARD = "4111111111111111"

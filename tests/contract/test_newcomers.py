@@ -21,6 +21,8 @@ from tests.kit.inside import shard_of
 from tests.kit.probes import MakeOutbox
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.above_statements
+
 NOON = datetime(2030, 1, 1, 12)  # where the `clock` fixture begins
 DAY = timedelta(days=1)
 

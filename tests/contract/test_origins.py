@@ -95,6 +95,8 @@ from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, eventual
 from tests.kit.probes import add_wallet, balances
 from tests.kit.spies import Gate, counters, watch
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 AnyEnvelope = EventEnvelope[Any]
 

@@ -56,7 +56,7 @@ TYPES = 8
 BATCH = 1000
 
 #: How many of what lies beside: with ``OUTBOXIO_FULL_SIZE=1`` half a million rows.
-PARTS = 1 if FULL else 4
+PARTS = 1 if FULL else 10
 
 EVENTS = """
 INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,

@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, eventually
+
+pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

@@ -25,6 +25,8 @@ from outboxio import (
 )
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 TOKEN = "tok_live_4242"

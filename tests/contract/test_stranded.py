@@ -19,6 +19,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.inside import database_of, run_of
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 A_WHILE = GONE_AFTER + timedelta(seconds=1)

@@ -13,6 +13,8 @@ from tests.contract.test_poison import die, insert_notifications, suspect
 from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
 
+pytestmark = pytest.mark.costly
+
 Envelope = EventEnvelope[MoneyDeposited]
 NAMES = ("books", "ledger", "mail")
 EVENTS, SUSPECTS = 150, 6  # of each

@@ -19,6 +19,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.spies import counters
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 QUICK = Settings(shutdown_timeout="100ms", fanout_poll_delay="30ms", handling_poll_delay="30ms")

@@ -16,6 +16,8 @@ from tests.kit.inside import database_of
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import Gate, counters, deposits
 
+pytestmark = pytest.mark.above_statements
+
 Envelope = EventEnvelope[Any]
 
 

@@ -14,6 +14,8 @@ from outboxio.cli.answer import Exit, exit_code, in_words
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Order = Callable[[Outbox, str], Awaitable[object]]
 

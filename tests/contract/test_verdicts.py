@@ -17,6 +17,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.hostile import HOSTILE, NoAttributes, NoNotes, Unequal
 from tests.kit.inside import queues_of
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 ALL = tuple(range(len(HOSTILE)))

@@ -27,6 +27,8 @@ from tests.kit.inside import run_of
 from tests.kit.probes import MakeOutbox, doing
 from tests.kit.spies import counters
 
+pytestmark = pytest.mark.above_statements
+
 Call = Callable[[Outbox], Awaitable[Any]]
 Envelope = EventEnvelope[Any]
 
