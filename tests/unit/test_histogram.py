@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from uuid import UUID
+
 import pytest
 
+from outboxio.model.notification import State
+from outboxio.model.outcome import NO_LEASE, Outcome
 from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram, added, percentile
+from outboxio.statistics.handlers import HandlerStatistics
 
 
 @pytest.mark.parametrize("bounds", [DURATIONS, LAGS])
@@ -50,3 +55,16 @@ def test_the_lowest_percentile_is_the_bucket_of_the_smallest_value() -> None:
 
 def test_buckets_of_processes_are_added_up() -> None:
     assert added([[1, 0, 2], [0, 5, 1]]) == [1, 5, 3]
+
+
+@pytest.mark.parametrize("micros", [-5, 0, 999, 1000, 1001, 5000, 5001, 4_999_999, 60_000_000, 300_000_001, 10**11])
+def test_the_end_of_a_run_counts_as_the_histograms_do(micros: int) -> None:
+    run = Outcome(UUID(int=1), NO_LEASE, State.SUCCEEDED, 1)
+    statistics, durations, lags = HandlerStatistics(), Histogram(DURATIONS), Histogram(LAGS)
+    statistics.ended(run, micros, max(0, micros) / 1e6)
+    durations.add(max(0, micros) / 1e6)
+    lags.add(max(0, micros) / 1e6)
+
+    assert (statistics.successes.buckets, statistics.successes.seconds) == (durations.buckets, durations.seconds)
+    assert statistics.lag.buckets == lags.buckets
+    assert statistics.lag.seconds == pytest.approx(lags.seconds)
