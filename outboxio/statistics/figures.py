@@ -33,6 +33,9 @@ class Figures(Struct, frozen=True, kw_only=True):
     handlers: Mapping[str, HandlerFigures] = {}
     """By the present name of the handler, or the stored name without a handler here."""
     undelivered: int = 0
+    """Events that wait for fan-out, and that a handler wants."""
     undelivered_age: float = 0.0
     """Seconds for which the oldest event has waited for fan-out; 0.0 without such an event."""
+    unwanted: int = 0
+    """Events that wait and that no handler wants by type. Events on a topic count here while fan-out is behind."""
     unroutable: int = 0

@@ -57,11 +57,11 @@ class HandlerStatistics:
         """Rows that ended by retention, after a failure or without a run."""
         self.skipped = 0
         """Rows that ended without a run, because the handler does not want such events."""
-        self.successes = Histogram(DURATIONS)
+        self.successes = self.new_durations("succeeded", "")
         """The durations of the runs that succeeded. A batch is a single run."""
         self.failures: dict[tuple[str, str], Histogram] = {}
         """The durations of all other runs, by outcome and class of the error."""
-        self.lag = Histogram(LAGS)
+        self.lag = self.new_lag()
         """The time from the moment at which a row was due to the start of its run."""
         self.error_types: set[str] = set()
         """The classes of errors that have a histogram: at most 10, further classes are ``other``."""
@@ -143,8 +143,16 @@ class HandlerStatistics:
                 kind = OTHER
         found = self.failures.get((outcome, kind))
         if found is None:
-            found = self.failures[outcome, kind] = Histogram(DURATIONS)
+            found = self.failures[outcome, kind] = self.new_durations(outcome, kind)
         return found
+
+    def new_durations(self, outcome: str, error_type: str) -> Histogram:
+        """An empty histogram of durations. A subclass may tell further listeners of each value."""
+        return Histogram(DURATIONS)
+
+    def new_lag(self) -> Histogram:
+        """An empty histogram of lags."""
+        return Histogram(LAGS)
 
     @property
     def durations(self) -> list[Histogram]:

@@ -101,9 +101,18 @@ DUE_AGE = _metric(
 KEYS_PARKED = _metric(
     "outboxio.keys.parked", "gauge", "{key}", "handler", "Ordering keys that wait for the decision of an operator."
 )
-UNDELIVERED = _metric("outboxio.events.undelivered", "gauge", "{event}", "", "Events that wait for fan-out.")
+UNDELIVERED = _metric(
+    "outboxio.events.undelivered",
+    "gauge",
+    "{event}",
+    "",
+    "Events that wait for fan-out, of types that a handler wants.",
+)
+UNWANTED = _metric(
+    "outboxio.events.unwanted", "gauge", "{event}", "", "Events that wait, of types that no handler wants."
+)
 UNDELIVERED_AGE = _metric(
-    "outboxio.undelivered.age", "gauge", "s", "", "Time for which the oldest event has waited for fan-out."
+    "outboxio.undelivered.age", "gauge", "s", "", "Time for which the oldest of these events has waited."
 )
 UNROUTABLE = _metric(
     "outboxio.unroutable", "gauge", "{notification}", "",
@@ -152,7 +161,19 @@ ACTIONS = _metric(
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All metrics, in the order in which they are exported."""
 
-FIGURES = (DUE, RETRYING, DEAD, DEAD_RECENTLY, BLOCKED, DUE_AGE, KEYS_PARKED, UNDELIVERED, UNDELIVERED_AGE, UNROUTABLE)
+FIGURES = (
+    DUE,
+    RETRYING,
+    DEAD,
+    DEAD_RECENTLY,
+    BLOCKED,
+    DUE_AGE,
+    KEYS_PARKED,
+    UNDELIVERED,
+    UNDELIVERED_AGE,
+    UNWANTED,
+    UNROUTABLE,
+)
 """The metrics of the tables, which only the holder of the fan-out lock exports."""
 
 
@@ -227,6 +248,7 @@ def _of_tables(figures: Figures) -> Iterable[_Value]:
         yield KEYS_PARKED, label, handler.parked_keys
     yield UNDELIVERED, (), figures.undelivered
     yield UNDELIVERED_AGE, (), figures.undelivered_age
+    yield UNWANTED, (), figures.unwanted
     yield UNROUTABLE, (), figures.unroutable
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from outboxio.model.lock_name import LockName
@@ -45,9 +45,26 @@ class ShardStatistics:
     """
 
     __slots__ = (
-        "_counters", "_refused", "_standstills", "actions", "fanned_out", "fanout_lag", "figures", "figures_wanted",
-        "handlers", "live", "lock_changes", "locks_held", "loop_failures", "notifications", "purged", "sends", "sent",
-        "settles", "unroutable_expired",
+        "_counters",
+        "_refused",
+        "_standstills",
+        "actions",
+        "fanned_out",
+        "fanout_lag",
+        "figures",
+        "figures_wanted",
+        "handlers",
+        "live",
+        "lock_changes",
+        "locks_held",
+        "loop_failures",
+        "new_handler",
+        "notifications",
+        "purged",
+        "sends",
+        "sent",
+        "settles",
+        "unroutable_expired",
     )  # fmt: skip
 
     def __init__(self, sent: Mapping[str, int] | None = None) -> None:
@@ -55,6 +72,8 @@ class ShardStatistics:
         self.sent: Mapping[str, int] = {} if sent is None else sent
         """Events by type that this process has written. Events of a transaction of the application count when they are
         written, before the COMMIT."""
+        self.new_handler: Callable[[str], HandlerStatistics] = lambda name: HandlerStatistics()
+        """Makes the statistics of a handler, by its name."""
         self.handlers: dict[str, HandlerStatistics] = {}
         """By the present name of the handler."""
         self.actions: dict[tuple[str, str], int] = {}
@@ -113,7 +132,7 @@ class ShardStatistics:
         """The statistics of a handler."""
         found = self.handlers.get(handler_name)
         if found is None:
-            found = self.handlers[handler_name] = HandlerStatistics()
+            found = self.handlers[handler_name] = self.new_handler(handler_name)
         return found
 
     def expect_loop(self, name: str) -> None:

@@ -19,9 +19,10 @@ from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.storage.protocols import HandlerMinute, InstanceReport
 from outboxio.support.clock import utc_now
 from outboxio.testing import MovableClock
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, counters, eventually, opened
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of
 from tests.kit.proxy import proxy_to
+from tests.kit.spies import counters
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]

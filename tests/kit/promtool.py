@@ -13,16 +13,29 @@ PROMTOOL = shutil.which("promtool")
 
 
 def check(*arguments: str, given: bytes = b"") -> None:
+    """``promtool check``."""
+    _run("check", *arguments, given=given)
+
+
+def check_rules(path: Path) -> None:
+    """Check a file of rules."""
+    check("rules", str(path))
+
+
+def test_rules(path: Path) -> None:
+    """Run a file of tests of rules."""
+    _run("test", "rules", str(path))
+
+
+test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest shall not collect the function
+
+
+def _run(*arguments: str, given: bytes = b"") -> None:
     """Fail with promtool's words unless promtool accepts. Skips without promtool, unless a server is required."""
     if PROMTOOL is None:
         if os.environ.get("OUTBOXIO_TEST_REQUIRE"):
             pytest.fail("promtool is missing: apt-get install --no-install-recommends prometheus")
         pytest.skip("promtool is missing: apt-get install --no-install-recommends prometheus")
-    done = subprocess.run([PROMTOOL, "check", *arguments], input=given, capture_output=True)
+    done = subprocess.run([PROMTOOL, *arguments], input=given, capture_output=True)
     # A hint about a name is an exit of 3.
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
-
-
-def check_rules(path: Path) -> None:
-    """Check a file of alert rules."""
-    check("rules", str(path))

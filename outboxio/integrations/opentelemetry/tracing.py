@@ -6,16 +6,18 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from outboxio.errors import ConfigurationError
 from outboxio.integrations.opentelemetry import names
 from outboxio.integrations.opentelemetry.context import Carrying
 from outboxio.integrations.opentelemetry.handling import Choices, Propagation, SpannedHandling
+from outboxio.integrations.opentelemetry.metrics import OutboxMetrics
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedExecution
 from outboxio.integrations.opentelemetry.writing import Writing, parent_around
 from outboxio.loops.loop import RoundResult
@@ -25,6 +27,9 @@ from outboxio.support.duration import parse_duration
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import Execution, HandlingTelemetry, Round, RoundKind, Sending, Telemetry
+
+if TYPE_CHECKING:
+    from outboxio.outbox import Outbox
 
 _PROPAGATIONS = ("auto", "link", "parent", "none")
 
@@ -44,6 +49,10 @@ class OpenTelemetry(Telemetry):
     secrets. ``trace_unsampled=True`` makes spans for events whose trace is absent or not sampled too, and lets the
     sampler decide. ``internals=True`` adds spans of the rounds of fan-out, settling and retention that did something.
 
+    ``metrics=True`` exports the metrics of docs/metrics.md as well, to ``meter_provider`` or the global provider of the
+    process. Counters and gauges are read when they are collected. Durations and lags are histograms that are told of
+    each run, which costs 16 us a run; ``histograms=False`` leaves the histograms out.
+
     Raises :class:`ConfigurationError` for another ``propagation``, and :class:`SettingsError` for a ``child_within``
     that is no duration.
 
@@ -61,6 +70,9 @@ class OpenTelemetry(Telemetry):
         trace_unsampled: bool = False,
         internals: bool = False,
         child_within: timedelta | float | str = timedelta(minutes=5),
+        metrics: bool = False,
+        meter_provider: MeterProvider | None = None,
+        histograms: bool = True,
     ) -> None:
         if propagation not in _PROPAGATIONS:
             expected = ", ".join(map(repr, _PROPAGATIONS))
@@ -73,6 +85,12 @@ class OpenTelemetry(Telemetry):
         self._choices = Choices(propagation, within, trace_unsampled)
         self._has_internals = internals
         self._writing = Writing(self._tracer, self._carrying)
+        has_metrics = metrics or meter_provider is not None
+        self._metrics = OutboxMetrics(meter_provider, histograms=histograms) if has_metrics else None
+
+    def attached(self, outbox: Outbox) -> None:
+        if self._metrics is not None:
+            self._metrics.add(outbox)
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False

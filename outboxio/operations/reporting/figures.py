@@ -12,7 +12,7 @@ from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.lock_name import Slot
 from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures
 from outboxio.statistics.shard import ShardStatistics
-from outboxio.storage.protocols import Database
+from outboxio.storage.protocols import Announced, Database
 from outboxio.storage.protocols.operating import DueFigures
 from outboxio.support.clock import ShardClock
 
@@ -59,7 +59,8 @@ class FigureReader:
     async def read(self) -> Figures:
         """The figures of now. A number of 10,000 stands for 10,000 or more."""
         now, probes, namespace = self._clock(), self._database.probes, self._namespace
-        present = await self._present_names()
+        announced = await self._database.subscriptions.announced(namespace)
+        present = self._present_names(announced)
         stored = sorted({*present, *await self._database.notifications.unfinished_names(namespace)})
         slots = await self._slots(stored)
         figures = _ByHandler(present)
@@ -74,21 +75,27 @@ class FigureReader:
             figures.add(name, blocked=counted.number)
         for key in await probes.parked(namespace, ordered, MOST_KEYS):
             figures.add(key.handler_name, parked_keys=1)
-        waiting = (await probes.undelivered(namespace, now, MOST_COUNTED)).values()
-        oldest = min((one.oldest for one in waiting if one.oldest is not None), default=None)
+        waiting = await probes.undelivered(namespace, now, MOST_COUNTED)
+        wanted = waiting.keys() & self._wanted_types(announced)
+        dates = (waiting[name].oldest for name in wanted)
+        oldest = min((date for date in dates if date is not None), default=None)
         return Figures(
             moment=now,
             handlers=figures.handlers,
-            undelivered=sum(one.number for one in waiting),
+            undelivered=sum(waiting[name].number for name in wanted),
             undelivered_age=_age(oldest, now),
+            unwanted=sum(one.number for name, one in waiting.items() if name not in wanted),
             unroutable=await self._unroutable(stored, due),
         )
 
-    async def _present_names(self) -> dict[str, str]:
+    def _present_names(self, announced: Iterable[Announced]) -> dict[str, str]:
         """The present name of each handler by stored name: of the handlers here, and of all announced handlers."""
-        announced = await self._database.subscriptions.announced(self._namespace)
         names = {name: one.handler_name for one in announced for name in one.names}
         return names | {name: handler.name for handler in self._handlers for name in handler.names}
+
+    def _wanted_types(self, announced: Iterable[Announced]) -> set[str]:
+        ours = {one.event_type for handler in self._handlers for one in self._handlers.wanted_by(handler)}
+        return ours | {one.event_type for one in announced}
 
     async def _slots(self, stored: Iterable[str]) -> list[Slot]:
         orders = await self._database.subscriptions.orders(self._namespace)
