@@ -44,6 +44,7 @@ class TracedInvoker(HandlerInvoker):
         super().__init__(database, handlers, clock, context, counters, **parts)
         assert context.telemetry is not None
         self._claim: Claim | None = parts.get("claim")
+        self._asks_always = not context.telemetry.only_sampled
         self._call_for = context.telemetry.call
         self._batch_call_for = context.telemetry.batch_call
         self._call_untold, self._call_batch_untold = super().call, super().call_batch
@@ -51,6 +52,8 @@ class TracedInvoker(HandlerInvoker):
     def call(  # pyright: ignore[reportIncompatibleMethodOverride]  # no frame is added to the calls that are left alone
         self, run: Run, task: asyncio.Task[None]
     ) -> Coroutine[Any, Any, Outcome | None]:
+        if not (run.notification.may_be_sampled or self._asks_always):
+            return self._call_untold(run, task)  # as nearly all calls
         try:
             call = self._call_for(run.queue.handler, run.notification)
         except Exception as error:

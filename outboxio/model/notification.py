@@ -16,7 +16,7 @@ from outboxio.payloads.versions import is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import decode_object, nests_deeper
 from outboxio.support.log import Fields, trace_id_in, type_name, without_value
-from outboxio.telemetry.headers import seems_sampled
+from outboxio.telemetry.headers import sampled_in_bytes, sampled_in_text
 
 
 class State(StrEnum):
@@ -140,9 +140,15 @@ class Notification(Struct, gc=False):
 
     @property
     def may_be_sampled(self) -> bool:
-        """False if the row surely belongs to no sampled trace: then the context need not be decoded."""
+        """False if the row surely belongs to no sampled trace.
+
+        Nearly all rows are told apart in this way, in 0.3 us and without decoding. True for other text in the row that
+        looks like the header: the header itself has to be read then.
+        """
         raw = self.raw_context
-        return seems_sampled(raw.headers if isinstance(raw, Context) else raw)
+        if type(raw) is str:
+            return sampled_in_text(raw) is not None
+        return sampled_in_bytes(raw.headers if isinstance(raw, Context) else raw) is not None
 
     @property
     def version(self) -> int:

@@ -169,6 +169,7 @@ class Several(Telemetry):
 class _Handling(HandlingTelemetry):
     def __init__(self, parts: Sequence[HandlingTelemetry]) -> None:
         self._parts = parts
+        self.only_sampled = all(part.only_sampled for part in parts)
 
     def begin(self) -> None:
         for part in self._parts:

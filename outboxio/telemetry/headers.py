@@ -16,18 +16,9 @@ TRACE_HEADERS = ("traceparent", "tracestate", "baggage", "sentry-trace")
 # From the name to the last digit of the flags. Quotes between name and value may be escaped, because the headers of a
 # row may be a text in JSON. Character classes instead of the dots would take twice the time.
 _SAMPLED = r"traceparent[^-]{3,9}-.{51}[13579bdf]"
-_in_text = re.compile(_SAMPLED).search
-_in_bytes = re.compile(_SAMPLED.encode()).search
+sampled_in_text = re.compile(_SAMPLED).search
+sampled_in_bytes = re.compile(_SAMPLED.encode()).search
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-def seems_sampled(raw: Any) -> bool:
-    """False if the raw context of a row surely has no ``traceparent``, or one that is not sampled.
-
-    Nearly all rows are told apart in this way, in 0.3 us and without decoding. True for other text in the row that
-    looks like the header: the header itself has to be read then.
-    """
-    return (_in_text(raw) if isinstance(raw, str) else _in_bytes(raw)) is not None
 
 
 def headers_in(raw: bytes | msgspec.Raw) -> dict[str, Any]:

@@ -80,6 +80,9 @@ EXECUTION, SENDING, CALL = Execution(), Sending(), Call()
 class HandlingTelemetry:
     """Telemetry for the handlers of a shard, from the beginning of a shard run on."""
 
+    only_sampled = False
+    """True to be asked only about calls for events that seem to belong to a sampled trace, by ``traceparent``."""
+
     def begin(self) -> None:
         """The context begins from which all tasks that call handlers are made."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
 
 from outboxio import Outbox
+from outboxio.model.notification import Notification
 from outboxio.telemetry import Execution, Telemetry
 from outboxio.telemetry.choice import TelemetryChoice, use_in_process, use_no_more
-from outboxio.telemetry.headers import carried, seems_sampled, with_trace
+from outboxio.telemetry.headers import carried, with_trace
 from outboxio.telemetry.protocol import NO_TELEMETRY
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
@@ -96,6 +98,10 @@ def test_given_telemetry_may_replace_the_telemetry_of_the_process(of_process: Of
     assert (own.executions, of_process.executions) == (1, 1)
 
 
+def row_with(context: Any) -> Notification:
+    return Notification(uuid4(), "pay", "Placed", "{}", "PENDING", 0, 0, 0, 0, 0, context)
+
+
 @pytest.mark.parametrize("kind", [str, str.encode, lambda text: msgspec.Raw(text.encode())])
 @pytest.mark.parametrize("flags", ["00", "01", "02", "03", "ff", "fe"])
 @pytest.mark.parametrize("more", [{}, {"tracestate": "a=1"}, {"a": "traceparent", "b": {"traceparent": PARENT}}])
@@ -107,12 +113,12 @@ def test_a_sampled_row_is_recognised_in_the_text_of_its_headers(
     context = [1, {"amount": 7}, msgspec.json.encode(headers).decode() if is_text else headers, None]
 
     for text in (msgspec.json.encode(context).decode(), msgspec.json.format(msgspec.json.encode(context)).decode()):
-        assert seems_sampled(kind(text)) is bool(int(flags, 16) & 1)
+        assert row_with(kind(text)).may_be_sampled is bool(int(flags, 16) & 1)
 
 
 def test_a_row_without_the_header_is_not_sampled() -> None:
-    assert not seems_sampled('[1,{"trace":"parent"},null]')
-    assert not seems_sampled(b"null")
+    assert not row_with('[1,{"trace":"parent"},null]').may_be_sampled
+    assert not row_with(b"null").may_be_sampled
 
 
 def test_headers_of_a_trace_take_the_place_of_older_headers_and_leave_the_rest() -> None:

@@ -55,15 +55,14 @@ class SpannedHandling(HandlingTelemetry):
         self._clock = clock
         self._is_inline = inline
         self._takes_all = choices.trace_unsampled
+        self.only_sampled = not (choices.trace_unsampled or inline)
 
     def begin(self) -> None:
         """Forget the span around ``running()``, which would become the parent of all actions of handlers."""
         contexts.attach(Context())
 
     def call(self, handler: Handler, row: Notification) -> Call | None:
-        if not (row.may_be_sampled or self._takes_all or self._is_inline):
-            return None  # as for nearly all rows
-        if not handler.options.trace or not row.has_context:
+        if not handler.options.trace or (self.only_sampled and not row.may_be_sampled) or not row.has_context:
             return None
         remote = self._remote_of(row)
         around = span_context_in(None) if self._is_inline else trace.INVALID_SPAN_CONTEXT
