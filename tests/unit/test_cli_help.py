@@ -56,3 +56,13 @@ def test_every_command_has_an_example_and_explains_every_option(name: str) -> No
 @pytest.mark.parametrize("name", COMMANDS.keys() - {"demo", "worker", "completion", "tail", "export"})
 def test_every_command_answers_machines(name: str) -> None:
     assert "--json" in {option for parameter in COMMANDS[name].params for option in parameter.opts}
+
+
+def test_every_remedy_of_the_overview_is_a_command_with_its_options() -> None:
+    source = (ROOT / "outboxio" / "operations" / "overview" / "rules.py").read_text()
+    remedies = re.findall(r'"outboxio (\S+?)((?: --?[a-z][a-z-]*|[ {][^"]*)*)"', source)
+
+    assert len(remedies) >= 15
+    for name, rest in remedies:
+        options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= options, f"outboxio {name}{rest}"

@@ -127,7 +127,7 @@ def handler_failing(facts: ShardFacts) -> Iterator[Finding]:
         if runs >= FAILING_RUNS and share > FAILING_SHARE:
             error = "" if handler.last_error is None else f": {handler.last_error}"
             sentence = f"`{handler.name}` fails {share:.0%} of {runs:,} runs of the last 5 minutes{error}."
-            remedy = f"outboxio groups --handler {_word(handler.name)}"
+            remedy = f"outboxio dead --state FAILED --handler {_word(handler.name)}"
             yield _finding(facts, "handler_failing", sentence, remedy, handler)
 
 
@@ -154,7 +154,7 @@ def parked_keys(facts: ShardFacts) -> Iterator[Finding]:
                 f"{of(number, 'key', 100)} of `{handler.name}` {are} parked by a dead letter, and "
                 f"{waiting(behind, 'notification')} behind."
             )
-            yield _finding(facts, "parked_keys", sentence, f"outboxio keys --handler {_word(handler.name)}", handler)
+            yield _finding(facts, "parked_keys", sentence, "outboxio keys", handler)
 
 
 def stuck_runs(facts: ShardFacts) -> Iterator[Finding]:
@@ -190,7 +190,7 @@ def event_without_handler(facts: ShardFacts) -> Iterator[Finding]:
         number = sum(events.number for events in unwanted.values())
         types = f"{len(unwanted)} event type{' has' if len(unwanted) == 1 else 's have'}"
         sentence = f"{types} no handler anywhere: {listed(sorted(unwanted))}. {waiting(number, 'event')}."
-        yield _finding(facts, "event_without_handler", sentence, "outboxio events --undelivered")
+        yield _finding(facts, "event_without_handler", sentence, "outboxio events")
 
 
 def paused_long(facts: ShardFacts) -> Iterator[Finding]:
@@ -205,7 +205,7 @@ def paused_long(facts: ShardFacts) -> Iterator[Finding]:
 def operation_failed(facts: ShardFacts) -> Iterator[Finding]:
     """An order of an operator has failed within the last hour."""
     for operation in facts.failed_operations:
-        yield _finding(facts, "operation_failed", _told(operation), f"outboxio operations {operation.id}")
+        yield _finding(facts, "operation_failed", _told(operation), "outboxio operations")
 
 
 RULES: tuple[Rule, ...] = (
