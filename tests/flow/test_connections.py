@@ -29,7 +29,7 @@ from outboxio import (
     Transaction,
 )
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.kit.inside import locks_of
+from tests.kit.inside import lock_loop_of, locks_of
 from tests.kit.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.kit.proxy import proxy_to
 from tests.kit.server_acts import ServerActs, acts_on, lock_session
@@ -283,9 +283,7 @@ async def _has_events(rows: Look, number: int) -> bool:
     return len(await rows.events()) == number
 
 
-async def test_a_database_that_is_gone_is_asked_ever_more_rarely(
-    server_url: str, acts: ServerActs, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_database_that_is_gone_is_asked_ever_more_rarely(server_url: str, acts: ServerActs) -> None:
     async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         async with outbox.running():
@@ -293,15 +291,11 @@ async def test_a_database_that_is_gone_is_asked_ever_more_rarely(
             gone_at = time.monotonic()
             await proxy.stop()
             await asyncio.sleep(1)
-            await eventually(lambda: len(failures_of_locks(caplog)) >= 2)
-            number, seconds = len(failures_of_locks(caplog)), time.monotonic() - gone_at
+            await eventually(lambda: lock_loop_of(outbox).errors >= 2)
+            number, seconds = lock_loop_of(outbox).errors, time.monotonic() - gone_at
             await proxy.start()
             assert number <= 5 + seconds  # after 0.1, 0.2, 0.4, 0.8 s, jittered
             await eventually(lambda: "lock" in acts.own_sessions(outbox))
-
-
-def failures_of_locks(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [r for r in caplog.records if r.name == "outboxio.loops.loop" and "locks of" in r.getMessage()]
 
 
 async def test_a_lost_listen_connection_listens_again(postgres_url: str) -> None:

@@ -144,7 +144,7 @@ def test_no_command_shows_the_password_of_a_database_that_is_not_there(shell: Sh
         code, written = shell(command, *arguments, *verbose, database=url)
 
         assert code == 3, (arguments, written)
-        assert "127.0.0.1:1/app" in written
+        assert "127.0.0.1:1/app" in written or command == "health"  # a probe names the shard only
         assert SECRET not in written, (arguments, verbose)
 
 
