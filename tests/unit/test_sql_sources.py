@@ -21,7 +21,7 @@ AT_IMPORT = {
     "mysql/ordering.py": {"_find_first"},
     "mysql/matching.py": {"_is_text", "_text"},
     "mysql/probes.py": {"_first", "_newest_dead", "_next_dead_name", "_of_state"},
-    "mysql/search.py": {"_dead_rows", "_reading", "_rows", "_walk"},
+    "mysql/search.py": {"_before", "_dead_rows", "_reading", "_rows", "_walk"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
     "postgres/ordering.py": {"_next_key", "_heads_behind"},
