@@ -12,6 +12,7 @@ from outboxio import Event, Outbox
 from outboxio.cli.choice import Choice
 from outboxio.cli.commands.tailing import Changes, Looks, tail
 from outboxio.model.operating.filter import Filter
+from tests.kit.app import eventually
 
 NUMBER = 1_000
 
@@ -69,13 +70,9 @@ async def test_following_prints_every_change(tmp_path: Path, capsys: pytest.Capt
             return {line["id"] for line in map(json.loads, told) if line["state"] == "SKIPPED"}
 
         following = asyncio.create_task(tail(outbox, Choice(), Looks(follow=True, every=0.1), as_json=True))
-        while not told:
-            read()
-            await asyncio.sleep(0.05)
+        await eventually(lambda: read() == set() and told)
         await outbox.admin.skip(Filter(handler="mail"))
-        async with asyncio.timeout(90):
-            while len(read()) < NUMBER:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: len(read()) == NUMBER)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
