@@ -11,6 +11,8 @@ from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch
 
 FEWEST_ROWS, MOST_ROWS = 200, 2000
 """The rows of a first read that may have to pass over rows, and the rows of any read."""
+MOST_ENTRIES = 10_000
+"""The entries of any read that an index alone answers."""
 GROWTH = 4
 
 
@@ -75,16 +77,18 @@ class Pace:
     the read before.
     """
 
-    def __init__(self, first: int, most: int) -> None:
+    def __init__(self, first: int, most: int, at_once: int = MOST_ROWS) -> None:
+        """``first``: the rows of the first read of all stretches together. ``at_once``: the rows of any read."""
         self.left = most
         self._first = first
+        self._at_once = at_once
         self._of_stretch = 0
 
     def requests(self, cursors: Sequence[Cursor]) -> list[Request]:
-        """The next read of each stretch; together not much more than MOST_ROWS."""
+        """The next read of each stretch; together not much more than the rows of any read."""
         if not self._of_stretch:
             self._of_stretch = -(-self._first // len(cursors))
-        largest = max(1, min(MOST_ROWS, self.left) // len(cursors))
+        largest = max(1, min(self._at_once, self.left) // len(cursors))
         sizes = [min(self._of_stretch * GROWTH**cursor.reads, largest) for cursor in cursors]
         return [Request(cursor.stretch, cursor.after, size) for cursor, size in zip(cursors, sizes, strict=True)]
 

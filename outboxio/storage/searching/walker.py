@@ -9,12 +9,14 @@ from msgspec import Struct
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.merging import Merge
-from outboxio.storage.searching.reading import FEWEST_ROWS, Cursor, Pace, Reader
+from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
 from outboxio.storage.searching.walks import (
     ALL,
+    DEAD,
     END,
     EVENTS,
     MERGED,
+    STATES_OF,
     Chunk,
     Key,
     Match,
@@ -112,7 +114,8 @@ class _Walking:
         """Count the rows of a walk; False if too many rows match, or had to be read."""
         if walk == EVENTS:
             return await self._count_events()
-        pace = self._pace(walk)
+        is_by_index = walk in STATES_OF and takes_all(walk, self._search)
+        pace = Pace(self._limit, self._most, MOST_ENTRIES if is_by_index else MOST_ROWS)
         cursors: list[Cursor] = await self._cursors(walk, None)
         while cursors and self.number < self._limit and pace.left > 0:
             some = cursors[:STRETCHES_AT_ONCE]
@@ -188,7 +191,10 @@ class _Walking:
         if after is None:
             return [Cursor(walk, stretch, start) for stretch in stretches]
         if walk in MERGED:
-            return [Cursor(walk, stretch, key_behind(walk, stretch, after)) for stretch in stretches]
+            keys = [key_behind(walk, stretch, after) for stretch in stretches]
+            if walk == DEAD and self._search.until is not None:
+                keys = [min(key, start) for key in keys]  # a caller may name a row behind ``until``
+            return [Cursor(walk, stretch, key) for stretch, key in zip(stretches, keys, strict=True)]
         reached = stretch_of(after)
         rest = [stretch for stretch in stretches if stretch >= reached]
         return [Cursor(walk, stretch, after.key[:-1] if stretch == reached else start) for stretch in rest]
