@@ -48,6 +48,9 @@ class Flavour(Struct, frozen=True):
 #   after an empty array, MariaDB finds nothing at a constant path from the end in the rest of the rows.
 # * {hashing}: in front of a statement with joins that may hash.
 # * {dead}: the DEAD and EXPIRED rows in the index event_notifications_dead; {dead_name}, {dead_date}: its columns.
+# * may_have: a condition of each document of errors with a word in the last error. On MariaDB a document is a text, which
+#   is found in a text faster than the last error; the word is a part of the text, unless the document has an ASCII letter
+#   as an escape sequence.
 # * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
 MYSQL = Flavour(
     name="mysql",
@@ -67,6 +70,7 @@ MYSQL = Flavour(
         "last_message": "'$[last].message'",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "{}",
+        "may_have": "TRUE",
         "dead": "TRUE",
         "dead_name": "n.dead_handler",
         "dead_date": "n.dead_date",
@@ -90,6 +94,7 @@ MARIADB = Flavour(
         "last_message": "IF(n.attempts < -1, '', '$[-1].message')",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
+        "may_have": "(n.errors LIKE %(word)s ESCAPE '|' OR n.errors LIKE %(escaped)s ESCAPE '|')",
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
         "dead_name": "n.handler_name",
         "dead_date": "n.updated_date",

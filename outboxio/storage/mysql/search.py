@@ -14,13 +14,14 @@ from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
-from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.mysql.matching import TOLD, Conditions
 from outboxio.storage.mysql.notifications import RETRY, SKIP
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
-from outboxio.storage.mysql.probes import BY_DEAD, NEXT_DEAD_NAME
+from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
 from outboxio.storage.mysql.values import as_json
+from outboxio.storage.mysql.walks import arguments_of, rest_on, walk_of
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
@@ -48,82 +49,6 @@ WHERE p.number <= IFNULL((SELECT h.active FROM eventlog.handler_partitions h
   AND (SELECT 1 FROM {BY_DUE} WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = w.name
     AND n.partition_number = p.number - 1 LIMIT 1) = 1
 """)
-
-
-def _rows(one: str, two: str, source: str, condition: str, order: str) -> str:
-    return f"""SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match,
-    {{told}} AS told
-  FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size_{{number}})s"""
-
-
-def _reading(rows: str, order: str) -> str:
-    """A part of a walk along an index: the columns ``one`` and ``two`` of each row. ``{number}``: of the branch.
-
-    The texts are put together in the order of the walk, which a derived table does not promise.
-    """
-    key = "JSON_ARRAY(CAST(r.one AS CHAR) COLLATE utf8mb4_bin, CAST(r.two AS CHAR) COLLATE utf8mb4_bin)"
-    return f"""
-(SELECT {{number}} AS number, COUNT(*), SUM(r.is_match),
-  SUBSTRING_INDEX(GROUP_CONCAT({key} ORDER BY {order} SEPARATOR '\n'), '\n', -1),
-  GROUP_CONCAT(IF(r.is_match AND NOT %(only_counts)s, JSON_ARRAY({key}, r.id), NULL) ORDER BY {order})
-FROM (SELECT i.one, i.two, i.id, i.is_match AND {{has_texts}} AS is_match FROM ({rows}) i) r)
-"""
-
-
-def _walk(one: str, two: str, source: str, condition: str, order: str) -> Statement:
-    of_result = order.replace(one, "r.one").replace(two, "r.two")
-    return for_flavours(_reading(_rows(one, two, source, condition, order), of_result))
-
-
-def _dead_rows(date: str, of_handler: str) -> str:
-    since, before = (
-        f"{date} >= IFNULL(%(since)s, '1000-01-01')",
-        _BEFORE.replace("{one}", date).replace("{two}", "n.id"),
-    )
-    condition = f"n.namespace = %(namespace)s AND {of_handler} = {_NAME} AND {since} AND {before}"
-    return _rows(date, "n.id", BY_DEAD, condition, f"{date} DESC, n.id DESC")
-
-
-_ONE, _TWO = "%(one_{number})s", "%(two_{number})s"
-_BEFORE = f"({{one}} = {_ONE} AND {{two}} < {_TWO} OR {{one}} < {_ONE})"
-_NAME = "%(name_of_{number})s"
-# On MariaDB, the index has the DEAD and the EXPIRED rows of a handler in two places.
-_DEAD_ROWS, _EXPIRED_ROWS = (
-    _dead_rows("n.updated_date", f"n.state = '{state}' AND n.handler_name") for state in ("DEAD", "EXPIRED")
-)
-_DEAD_OR_EXPIRED = f"({_DEAD_ROWS}) UNION ALL ({_EXPIRED_ROWS}) ORDER BY one DESC, two DESC LIMIT %(size_{{number}})s"
-_NEWEST_FIRST = "r.one DESC, r.two DESC"
-WALKS: dict[tuple[str, int], Statement] = {
-    (DEAD, 0): {
-        "mysql": _reading(_dead_rows("n.dead_date", "n.dead_handler"), _NEWEST_FIRST),
-        "mariadb": _reading(_DEAD_OR_EXPIRED, _NEWEST_FIRST),
-    },
-    (WAITING, 0): _walk(
-        "n.next_retry_at", "n.sequence", BY_DUE,
-        f"""n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = {_NAME}
-    AND n.partition_number = %(part_{{number}})s
-    AND {_BEFORE.replace("{one}", "n.next_retry_at").replace("{two}", "n.sequence")}""",
-        "n.next_retry_at DESC, n.sequence DESC",
-    ),
-    (BLOCKED, KEYED): _walk(
-        "n.ordering_key", "n.sequence", BY_LINE,
-        f"""n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name = {_NAME}
-    AND (n.ordering_key = {_ONE} AND n.sequence > {_TWO} OR n.ordering_key > {_ONE})""",
-        "n.ordering_key, n.sequence",
-    ),
-    (BLOCKED, KEYLESS): _walk(
-        "''", "n.sequence", BY_LINE,
-        f"""n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name = {_NAME}
-    AND n.ordering_key IS NULL AND n.sequence > {_TWO}""",
-        "n.sequence",
-    ),
-    (ALL, 0): _walk(
-        "n.event_id", "n.handler_name", BY_EVENT,
-        _BEFORE.replace("{one}", "n.event_id").replace("{two}", "n.handler_name"),
-        "n.event_id DESC, n.handler_name DESC",
-    ),
-}  # fmt: skip
-_HAS_SEQUENCE = {WAITING, BLOCKED}
 
 EVENTS_OF_CORRELATION = """
 SELECT e.id FROM eventlog.events e FORCE INDEX (events_correlation)
@@ -185,6 +110,9 @@ class MysqlSearch(WalkedSearch):
         self._server = server
         self._shard = shard
 
+    def rest(self, walk: str, search: Search) -> Search:
+        return rest_on(self._server, walk, search)
+
     async def stretches(self, namespace: str, walk: str, search: Search) -> list[Stretch]:
         names: Sequence[str] | None = search.names
         if names is None:
@@ -199,17 +127,16 @@ class MysqlSearch(WalkedSearch):
     async def read(
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        matching = Conditions(self._server, namespace, search)
+        matching = Conditions(self._server, namespace, self.rest(walk, search), of_namespace=walk == ALL)
+        matching.args |= {"namespace": namespace, "dead_since": search.since}
         chunks: list[Chunk] = []
         for start in range(0, len(requests), MOST_BRANCHES):
             some = requests[start : start + MOST_BRANCHES]
-            args = {**matching.args, "only_counts": only_counts}
-            branches: list[str] = []
+            args, branches = dict(matching.args), list[str]()
             for number, request in enumerate(some):
-                kind = request.stretch.part if walk == BLOCKED else 0
-                branch = matching.put_into(self._server.spell(WALKS[walk, kind]), "i.told")
-                branches.append(branch.replace("{number}", str(number)))
-                args |= _arguments(walk, number, request)
+                index = walk_of(walk, search, request, self._server)
+                branches.append(index.reading(matching, only_counts=only_counts).replace("{number}", str(number)))
+                args |= arguments_of(walk, number, request)
             rows = await self._admin.use(partial(fetch, sql=" UNION ALL ".join(branches), args=args))
             chunks += [_chunk(row[1:]) for row in sorted(rows)]
         return chunks
@@ -267,17 +194,6 @@ async def _change(piece: Change, server: Server, connection: Any) -> tuple[int, 
 def _with_ids(statement: str, matching: Conditions, ids: Sequence[str]) -> str:
     """A statement with conditions and ids, which become arguments of the conditions."""
     return matching.put_into(statement).replace("{ids}", matching.listed("id", ids))
-
-
-def _arguments(walk: str, number: int, request: Request) -> dict[str, Any]:
-    one, two = request.after
-    return {
-        f"name_of_{number}": request.stretch.name,
-        f"part_{number}": request.stretch.part,
-        f"size_{number}": request.size,
-        f"one_{number}": one,
-        f"two_{number}": int(two) if walk in _HAS_SEQUENCE else two,
-    }
 
 
 def _last_error(row: Sequence[Any]) -> LastError | None:

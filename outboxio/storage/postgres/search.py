@@ -32,7 +32,6 @@ from outboxio.storage.searching.walks import (
     Request,
     Stretch,
     given,
-    rest_of,
 )
 
 # The last error, ``l.told``: read once, because the document may be stored apart from the row, and compressed. NULL for
@@ -188,7 +187,7 @@ class PostgresSearch(WalkedSearch):
     async def read(
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        rest, found = rest_of(walk, search), dict[Request, Chunk]()
+        rest, found = self.rest(walk, search), dict[Request, Chunk]()
         since = (search.since,) if walk == DEAD else ()
         matches, parameters = matching(rest, 7 + len(since))
         if walk == ALL:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch, place_at, rank_of
+from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch, place_at, rank_of, rest_of
 
 FEWEST_ROWS, MOST_ROWS = 200, 2000
 """The rows of a first read that may have to pass over rows, and the rows of any read."""
@@ -18,6 +18,10 @@ GROWTH = 4
 
 class Reader(ABC):
     """What a dialect reads for a walk."""
+
+    def rest(self, walk: str, search: Search) -> Search:
+        """The conditions that no index of the walk holds, so that each row is read."""
+        return rest_of(walk, search)
 
     @abstractmethod
     async def stretches(self, namespace: str, walk: str, search: Search) -> list[Stretch]:

@@ -25,7 +25,6 @@ from outboxio.storage.searching.walks import (
     place_at,
     start_of,
     stretch_of,
-    takes_all,
     walks_of,
     walks_of_states,
 )
@@ -114,7 +113,7 @@ class _Walking:
         """Count the rows of a walk; False if too many rows match, or had to be read."""
         if walk == EVENTS:
             return await self._count_events()
-        is_by_index = walk in STATES_OF and takes_all(walk, self._search)
+        is_by_index = walk in STATES_OF and self._takes_all(walk)
         pace = Pace(self._limit, self._most, MOST_ENTRIES if is_by_index else MOST_ROWS)
         cursors: list[Cursor] = await self._cursors(walk, None)
         while cursors and self.number < self._limit and pace.left > 0:
@@ -199,9 +198,13 @@ class _Walking:
         rest = [stretch for stretch in stretches if stretch >= reached]
         return [Cursor(walk, stretch, after.key[:-1] if stretch == reached else start) for stretch in rest]
 
+    def _takes_all(self, walk: str) -> bool:
+        """True if every row of the walk matches, so that a read need not be longer than a page."""
+        return self._reader.rest(walk, self._search) == Search()
+
     def _pace(self, walk: str) -> Pace:
         first = self._limit + 1
-        if not takes_all(walk, self._search):
+        if not self._takes_all(walk):
             first = max(first, FEWEST_ROWS)
         elif walk in MERGED:
             first *= 2  # the rows of a page are not spread evenly over the stretches

@@ -108,16 +108,6 @@ def rest_of(walk: str, search: Search) -> Search:
     return replace(rest, since=None, until=None) if walk == DEAD else rest
 
 
-def takes_all(walk: str, search: Search) -> bool:
-    """True if every row of the walk matches, so that a read need not be longer than a page."""
-    return rest_of(walk, search) == Search()
-
-
-def is_counted_by_index(search: Search) -> bool:
-    """True if the indexes of the walks alone can tell how many rows match."""
-    return all(walk in STATES_OF and takes_all(walk, search) for walk in walks_of(search))
-
-
 def start_of(walk: str, search: Search) -> Key:
     """The key before the first row of a stretch."""
     match walk:

@@ -28,7 +28,6 @@ from outboxio.storage.searching.walks import (
     Request,
     Stretch,
     given,
-    rest_of,
 )
 from outboxio.storage.sqlite.columns import RECORD, RECORD_OBJECT, names
 from outboxio.storage.sqlite.connection import fetch_value
@@ -181,7 +180,7 @@ class SqliteSearch(WalkedSearch):
     async def read(
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        rest = rest_of(walk, search)
+        rest = self.rest(walk, search)
         matches = matching(rest) if walk != ALL else f"namespace = :namespace AND {matching(rest)}"
         scope = parameters_of(namespace, search)
         statements = [
