@@ -33,7 +33,7 @@ ERRORS = [
     json.dumps([{"type": "valueerror", "message": "NO 17"}]),
     "[]", "[{}]", "[7]", '"text"', "{}", "null", "[[1]]", '{"type": "ValueError", "message": "no 17"}',
     '[{"type": "ValueError"}]', '[{"type": 7, "message": "no 17"}]', '[{"type": "ValueError", "message": null}]',
-    '[{"type": "ValueError", "message": "no 17"}, null]',
+    '[{"type": "ValueError", "message": "no 17"}, null]', '[{"type": "Value\\u0045rror", "message": "no 17"}]',
 ]  # fmt: skip
 TEXTS: list[tuple[str, ...]] = [
     ("ValueError",), ("ValueError: no",), ("no", "17"), ("17", "no"), ("100%",), ("5_s",), ("*[?]",), ("|",), ("\\",),

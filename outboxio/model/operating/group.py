@@ -98,7 +98,7 @@ T = TypeVar("T")
 class Groups(list[T]):
     """The groups, the largest first, and how many notifications were looked at.
 
-    ``str`` says the scope: ``grouped over the newest 1,000 of 4,310``.
+    ``str`` says the scope: ``grouped over the newest 500 of 4,310``.
     """
 
     def __init__(self, groups: Iterable[T], looked_at: int, of: int) -> None:

@@ -13,10 +13,10 @@ from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.searching.patterns import like, longest_word
 
-# The last error: an array of the type and the message, read in a single pass over the document. NULL for errors that
-# are no array.
-TOLD = for_flavours("""IF(CONVERT(JSON_TYPE(n.errors) USING utf8mb4) COLLATE utf8mb4_bin = 'ARRAY',
-    JSON_EXTRACT(n.errors, {last_type}, {last_message}), NULL)""")
+# The last error: an array of the type and the message. NULL for errors that are no array.
+TOLD = for_flavours(
+    """IF(CONVERT(JSON_TYPE(n.errors) USING utf8mb4) COLLATE utf8mb4_bin = 'ARRAY', {last_error}, NULL)"""
+)
 
 
 def _is_text(place: int) -> str:
@@ -64,6 +64,8 @@ class Conditions:
             parts.append(f"n.{date} < %(until)s")
         self.text = " AND ".join(parts) or "TRUE"
         """The conditions on columns."""
+        self.takes_all = not parts and not search.error
+        """True if there is no condition."""
         self.told, self.has_texts = "NULL", "TRUE"
         """What is read of the last error, and the condition on what is told, ``{told}``."""
         if search.error and not of_events:
@@ -71,15 +73,17 @@ class Conditions:
             conditions = " AND ".join([*parts, server.flavour.words["may_have"]])
             self.told, self.has_texts = f"IF({conditions}, {server.spell(TOLD)}, NULL)", HAS_TEXTS
             self.args["error"] = like(search.error)
-            self.args |= {"word": like([longest_word(search.error)]), "escaped": "%\\u00%"}
+            self.args |= {"word": longest_word(search.error), "escaped": "\\u00"}
 
-    def put_into(self, statement: str) -> str:
+    def put_into(self, statement: str, told: str = "") -> str:
         """A statement with the conditions.
 
-        ``{matches}`` stands for the conditions on columns, and ``{has_texts}`` for the condition on the last error.
+        ``{matches}`` stands for the conditions on columns, ``{told}`` for what is read of the last error, and
+        ``{has_texts}`` for the condition on the last error. ``told``: the column of a derived table with ``{told}``.
         """
-        has_texts = self.has_texts.replace("{told}", self.told)
-        return statement.replace("{matches}", self.text).replace("{has_texts}", has_texts)
+        has_texts = self.has_texts.replace("{told}", told or self.told)
+        statement = statement.replace("{matches}", self.text).replace("{has_texts}", has_texts)
+        return statement.replace("{told}", self.told)
 
     def listed(self, prefix: str, values: Iterable[str]) -> str:
         """Placeholders for the inside of ``IN (...)``, whose values become arguments."""

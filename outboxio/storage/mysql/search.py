@@ -21,8 +21,9 @@ from outboxio.storage.mysql.notifications import RETRY, SKIP
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
 from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
 from outboxio.storage.mysql.values import as_json
-from outboxio.storage.mysql.walks import arguments_of, rest_on, walk_of
+from outboxio.storage.mysql.walks import arguments_of, counting, rest_on, walk_of
 from outboxio.storage.protocols.operating import LastError
+from outboxio.storage.searching.reading import Look
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
 
@@ -104,6 +105,8 @@ _decode_matches = msgspec.json.Decoder(list[Match])
 
 
 class MysqlSearch(WalkedSearch):
+    look = Look(rows=1500, errors=750)
+
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         super().__init__()
         self._admin = admin
@@ -128,18 +131,32 @@ class MysqlSearch(WalkedSearch):
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
         matching = Conditions(self._server, namespace, self.rest(walk, search), of_namespace=walk == ALL)
-        matching.args |= {"namespace": namespace, "dead_since": search.since}
+        since = search.since if walk == DEAD else None
+        matching.args |= {"dead_since": since}
         chunks: list[Chunk] = []
         for start in range(0, len(requests), MOST_BRANCHES):
             some = requests[start : start + MOST_BRANCHES]
             args, branches = dict(matching.args), list[str]()
             for number, request in enumerate(some):
                 index = walk_of(walk, search, request, self._server)
-                branches.append(index.reading(matching, only_counts=only_counts).replace("{number}", str(number)))
+                branch = index.reading(matching, request, since, only_counts=only_counts)
+                branches.append(branch.replace("{number}", str(number)))
                 args |= arguments_of(walk, number, request)
             rows = await self._admin.use(partial(fetch, sql=" UNION ALL ".join(branches), args=args))
             chunks += [_chunk(row[1:]) for row in sorted(rows)]
         return chunks
+
+    async def counted(
+        self, namespace: str, walk: str, search: Search, stretches: Sequence[Stretch], most: int
+    ) -> Chunk | None:
+        statement = counting(self._server, walk, search, stretches)
+        if statement is None:
+            return None
+        matching = Conditions(self._server, namespace, self.rest(walk, search), of_namespace=False)
+        text = matching.put_into(self._server.spell(statement[0]), "i.told")
+        args = {**matching.args, "stretches": statement[1], "most": most}
+        [(read, number)] = await self._admin.use(partial(fetch, sql=text, args=args))
+        return Chunk(read, int(number or 0), None, None)
 
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
         column = "correlation_id" if search.action_id is None else "action_id"
@@ -207,7 +224,6 @@ def _last_error(row: Sequence[Any]) -> LastError | None:
 
 def _chunk(row: Sequence[Any]) -> Chunk:
     read, matching, last, matches = row
-    return Chunk(
-        read, int(matching or 0), None if last is None else _key.decode(last),
-        None if matches is None else _decode_matches.decode(f"[{matches}]"),
-    )  # fmt: skip
+    found = None if matches is None else _decode_matches.decode(f"[{matches}]")
+    of_last = found[-1].key if found else None
+    return Chunk(read, int(matching or 0), of_last if last is None else _key.decode(last), found)

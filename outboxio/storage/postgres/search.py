@@ -19,6 +19,7 @@ from outboxio.storage.postgres.notifications import RETRY, SKIP, UNFINISHED_NAME
 from outboxio.storage.postgres.probes import DEAD_NAMES
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import like
+from outboxio.storage.searching.reading import Look
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import (
     ALL,
@@ -166,6 +167,8 @@ _chunk = msgspec.json.Decoder(Chunk)
 
 
 class PostgresSearch(WalkedSearch):
+    look = Look(rows=5000, errors=4000)
+
     def __init__(self, admin: LoopConnection, shard: str) -> None:
         super().__init__()
         self._admin = admin
@@ -234,9 +237,7 @@ async def _change(piece: Change, connection: Any) -> tuple[int, int] | None:
     if piece.ids:
         matches, parameters = matching(piece.search, 3)
         lock = LOCK_MATCHING.format(matches=matches)
-        rows: Sequence[tuple[UUID, str]] = await connection.fetch(
-            lock, piece.namespace, sorted(piece.ids), *parameters
-        )
+        rows: Sequence[tuple[UUID, str]] = await connection.fetch(lock, piece.namespace, sorted(piece.ids), *parameters)
         is_retry = piece.order == "retry"
         statement, moments = (RETRY_PIECE, (piece.now, piece.moment)) if is_retry else (SKIP, (piece.moment,))
         ids = [row[0] for row in rows]

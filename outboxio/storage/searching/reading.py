@@ -6,18 +6,36 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch, place_at, rank_of, rest_of
+from msgspec import Struct
 
-FEWEST_ROWS, MOST_ROWS = 200, 2000
+from outboxio.model.operating.filter import Place, Search
+from outboxio.storage.searching.walks import STATES_OF, Chunk, Key, Match, Request, Stretch, place_at, rank_of, rest_of
+
+FEWEST_ROWS, MOST_ROWS = 400, 2000
 """The rows of a first read that may have to pass over rows, and the rows of any read."""
 MOST_ENTRIES = 10_000
-"""The entries of any read that an index alone answers."""
+"""The entries of a question that an index alone answers."""
 GROWTH = 4
+
+
+class Look(Struct, frozen=True):
+    """How many rows a question may read, so that the answer takes less than 50 ms (decision 43)."""
+
+    rows: int
+    errors: int
+    """The rows of a question about errors, which are long texts."""
 
 
 class Reader(ABC):
     """What a dialect reads for a walk."""
+
+    look: Look
+
+    def most_rows(self, walk: str, search: Search) -> int:
+        """How many rows a question may read along a walk."""
+        if walk in STATES_OF and self.rest(walk, search) == Search():
+            return MOST_ENTRIES
+        return self.look.errors if search.error else self.look.rows
 
     def rest(self, walk: str, search: Search) -> Search:
         """The conditions that no index of the walk holds, so that each row is read."""
@@ -32,6 +50,12 @@ class Reader(ABC):
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
         """The rows of each request; the chunks are in the order of the requests."""
+
+    async def counted(
+        self, namespace: str, walk: str, search: Search, stretches: Sequence[Stretch], most: int
+    ) -> Chunk | None:
+        """The first ``most`` rows of all stretches, only counted; ``None`` if they are to be read part by part."""
+        return None
 
     @abstractmethod
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:

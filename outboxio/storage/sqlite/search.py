@@ -16,6 +16,7 @@ from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import glob, longest_word
+from outboxio.storage.searching.reading import Look
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import (
     ALL,
@@ -46,8 +47,8 @@ _LAST_ERROR = """CASE WHEN NOT json_valid(errors) THEN NULL WHEN json_type(error
   AND json_type(errors, '$[#-1].type') = 'text' AND json_type(errors, '$[#-1].message') = 'text' THEN {text} END"""
 _ERROR_TEXT = _LAST_ERROR.format(text=f"{_TYPE} || ': ' || {_MESSAGE}")
 
-# No condition is of use for an index: the walk decides which rows are read. A text that is a part of the last error is a
-# part of the document, too, unless the document has an ASCII letter as an escape sequence.
+# No condition is of use for an index: the walk decides which rows are read. A word of the last error is a part of the
+# document, too, unless the document has an ASCII letter as an escape sequence.
 CONDITIONS = {
     "states": "state IN (SELECT value FROM json_each(:states))",
     "names": "handler_name IN (SELECT value FROM json_each(:names))",
@@ -146,7 +147,8 @@ SELECT 1 FROM eventlog_operations WHERE id = :operation AND namespace = :namespa
   AND state = 'RUNNING' AND NOT stop_ordered
 """
 MATCHING = f"""
-SELECT json_group_array(id) FROM {BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND namespace = :namespace AND {{matches}}
+SELECT json_group_array(id) FROM {BY_ID}
+WHERE id IN (SELECT value FROM json_each(:ids)) AND namespace = :namespace AND {{matches}}
 """
 # The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
 RETRY_PIECE = RETRY.replace("updated_date = :now", "updated_date = :moment")
@@ -164,6 +166,8 @@ _errors = msgspec.json.Decoder(list[tuple[UUID, UUID, str, datetime, str, str]])
 
 
 class SqliteSearch(WalkedSearch):
+    look = Look(rows=5000, errors=2500)
+
     def __init__(self, connections: Connections, shard: str) -> None:
         super().__init__()
         self._connections = connections
