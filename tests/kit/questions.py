@@ -26,7 +26,7 @@ class Questions:
     """What overview, lists, groups, probes and orders ask."""
 
     def __init__(self, total: int, *, most: int | None = None, counted: int = 1000) -> None:
-        """``most``: the rows that a search may read, ``None`` for as many as in a look. ``counted``: the bound of probes."""
+        """``most``: the rows that a search may read, ``None``: the default. ``counted``: the bound of probes."""
         self._total = total
         self._most = most
         self._counted = counted

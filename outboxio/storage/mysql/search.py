@@ -23,7 +23,7 @@ from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.mysql.walks import arguments_of, counting, rest_on, walk_of
 from outboxio.storage.protocols.operating import LastError
-from outboxio.storage.searching.reading import Look
+from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
 
@@ -105,7 +105,7 @@ _decode_matches = msgspec.json.Decoder(list[Match])
 
 
 class MysqlSearch(WalkedSearch):
-    look = Look(rows=1500, errors=750)
+    bounds = Bounds(rows=1500, errors=750)
 
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         super().__init__()

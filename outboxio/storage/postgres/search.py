@@ -19,7 +19,7 @@ from outboxio.storage.postgres.notifications import RETRY, SKIP, UNFINISHED_NAME
 from outboxio.storage.postgres.probes import DEAD_NAMES
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import like
-from outboxio.storage.searching.reading import Look
+from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import (
     ALL,
@@ -167,7 +167,7 @@ _chunk = msgspec.json.Decoder(Chunk)
 
 
 class PostgresSearch(WalkedSearch):
-    look = Look(rows=5000, errors=4000)
+    bounds = Bounds(rows=5000, errors=4000)
 
     def __init__(self, admin: LoopConnection, shard: str) -> None:
         super().__init__()

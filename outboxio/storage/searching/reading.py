@@ -18,7 +18,7 @@ MOST_ENTRIES = 10_000
 GROWTH = 4
 
 
-class Look(Struct, frozen=True):
+class Bounds(Struct, frozen=True):
     """How many rows a question may read, so that the answer takes less than 50 ms (decision 43)."""
 
     rows: int
@@ -29,13 +29,13 @@ class Look(Struct, frozen=True):
 class Reader(ABC):
     """What a dialect reads for a walk."""
 
-    look: Look
+    bounds: Bounds
 
     def most_rows(self, walk: str, search: Search) -> int:
         """How many rows a question may read along a walk."""
         if walk in STATES_OF and self.rest(walk, search) == Search():
             return MOST_ENTRIES
-        return self.look.errors if search.error else self.look.rows
+        return self.bounds.errors if search.error else self.bounds.rows
 
     def rest(self, walk: str, search: Search) -> Search:
         """The conditions that no index of the walk holds, so that each row is read."""

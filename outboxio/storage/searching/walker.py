@@ -52,7 +52,7 @@ class Walker:
     async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int | None) -> Found:
         """Up to ``limit`` matching rows after a place. The reads end after about ``most`` rows.
 
-        ``None``: after as many rows as the database reads in a look.
+        ``None``: after the rows that a question may read.
         """
         if after == END:
             return Found([], None)
@@ -87,7 +87,7 @@ class _Walking:
         self._search = search
         self._limit = limit
         self._most = MOST_ENTRIES if most is None else most
-        self._is_look = most is None
+        self._is_bounded = most is None
         self._event_ids: Sequence[str] = ()
 
     @property
@@ -219,7 +219,7 @@ class _Walking:
 
     def _most_rows(self, walk: str) -> int:
         """The rows that may be read along a walk."""
-        return min(self._most, self._reader.most_rows(walk, self._search)) if self._is_look else self._most
+        return min(self._most, self._reader.most_rows(walk, self._search)) if self._is_bounded else self._most
 
     def _pace(self, walk: str, most: int) -> Pace:
         first = self._limit + 1

@@ -15,8 +15,8 @@ from msgspec import Struct
 from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.operating import LastError
-from outboxio.storage.searching.patterns import glob, longest_word
-from outboxio.storage.searching.reading import Look
+from outboxio.storage.searching.patterns import glob
+from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import (
     ALL,
@@ -47,8 +47,7 @@ _LAST_ERROR = """CASE WHEN NOT json_valid(errors) THEN NULL WHEN json_type(error
   AND json_type(errors, '$[#-1].type') = 'text' AND json_type(errors, '$[#-1].message') = 'text' THEN {text} END"""
 _ERROR_TEXT = _LAST_ERROR.format(text=f"{_TYPE} || ': ' || {_MESSAGE}")
 
-# No condition is of use for an index: the walk decides which rows are read. A word of the last error is a part of the
-# document, too, unless the document has an ASCII letter as an escape sequence.
+# No condition is of use for an index: the walk decides which rows are read.
 CONDITIONS = {
     "states": "state IN (SELECT value FROM json_each(:states))",
     "names": "handler_name IN (SELECT value FROM json_each(:names))",
@@ -57,7 +56,7 @@ CONDITIONS = {
        ("ordering_key", "model_id", "action_name", "action_id", "correlation_id")},
     "since": "updated_date >= :since",
     "until": "updated_date < :until",
-    "error": f"""(instr(errors, :word) OR instr(errors, '\\u00')) AND {_ERROR_TEXT} GLOB :error""",
+    "error": f"{_ERROR_TEXT} GLOB :error",
 }  # fmt: skip
 
 
@@ -166,7 +165,7 @@ _errors = msgspec.json.Decoder(list[tuple[UUID, UUID, str, datetime, str, str]])
 
 
 class SqliteSearch(WalkedSearch):
-    look = Look(rows=5000, errors=2500)
+    bounds = Bounds(rows=5000, errors=2500)
 
     def __init__(self, connections: Connections, shard: str) -> None:
         super().__init__()
@@ -249,7 +248,6 @@ def parameters_of(namespace: str, search: Search) -> dict[str, Any]:
         "since": None if search.since is None else as_text(search.since),
         "until": None if search.until is None else as_text(search.until),
         "error": glob(search.error),
-        "word": longest_word(search.error),
     }
 
 
