@@ -17,7 +17,7 @@ STORAGE = PACKAGE / "storage"
 #: Functions that make constants: they are called while modules are imported, and never later.
 AT_IMPORT = {
     "mysql/columns.py": {"_hash", "notifications_of", "partition_among", "partition_of", "selected", "as_json_value"},
-    "mysql/flavour.py": {"for_flavours", "_spelled"},
+    "mysql/flavour.py": {"by_flavour", "for_flavours", "_spelled"},
     "mysql/ordering.py": {"_find_first"},
     "mysql/matching.py": {"_is_text", "_text"},
     "mysql/probes.py": {"_first", "_newest_dead", "_next_dead_name", "_of_state"},
@@ -70,13 +70,12 @@ HARMLESS = {
         "Conditions.__init__": "constants, in a row, and placeholders",
         "Conditions.put_into": "constants in constants, and placeholders",
         "Conditions.listed": PLACEHOLDERS,
+        "Conditions.with_ids": PLACEHOLDERS,
         "placeholders": PLACEHOLDERS,
     },
     "mysql/search.py": {
         "MysqlSearch.errors": "a constant in a constant",
         "MysqlSearch.read": "constants, in a row, and placeholders",
-        "_change": PLACEHOLDERS,
-        "_with_ids": PLACEHOLDERS,
         "_chunk": "no statement: an answer",
     },
     "mysql/walks.py": {
@@ -85,6 +84,7 @@ HARMLESS = {
         "_key_of": "constants in a constant",
         "arguments_of": "no statement: names of arguments",
     },
+    "mysql/pieces.py": {"change": PLACEHOLDERS},
     "mysql/probes.py": {"MysqlProbes._count": "constants, in a row", "_of_number": "numbers of partitions"},
     "mysql/server_info.py": {"identity_of": TEXT},
     "postgres/server_info.py": {"identity_of": TEXT},
@@ -140,6 +140,7 @@ HARMLESS = {
     },
     "mysql/insertion.py": {
         "insertions": "values that were escaped",
+        "_statement": "rows of escaped values",
         "_literals": "values that were escaped",
         "refusal_of": TEXT,
     },

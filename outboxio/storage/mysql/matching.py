@@ -85,6 +85,10 @@ class Conditions:
         statement = statement.replace("{matches}", self.text).replace("{has_texts}", has_texts)
         return statement.replace("{told}", self.told)
 
+    def with_ids(self, statement: str, ids: Iterable[str]) -> str:
+        """A statement with the conditions and with ``{ids}``, which become arguments."""
+        return self.put_into(statement).replace("{ids}", self.listed("id", ids))
+
     def listed(self, prefix: str, values: Iterable[str]) -> str:
         """Placeholders for the inside of ``IN (...)``, whose values become arguments."""
         args = {f"{prefix}_{number}": value for number, value in enumerate(values)}

@@ -1,4 +1,4 @@
-"""The search for notifications on MySQL and MariaDB, and the pieces of bulk orders."""
+"""The search for notifications on MySQL and MariaDB."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
-from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, fetch
 from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.mysql.matching import TOLD, Conditions
-from outboxio.storage.mysql.notifications import RETRY, SKIP
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
+from outboxio.storage.mysql.pieces import change
 from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.mysql.walks import arguments_of, counting, rest_on, walk_of
@@ -26,8 +26,6 @@ from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
-
-MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
 NEXT_UNFINISHED_NAME = f"""SELECT n.handler_name FROM {BY_DUE}
   WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name {{behind}}
@@ -80,25 +78,6 @@ ERRORS = f"""
 SELECT n.id, n.event_id, n.handler_name, n.updated_date, {{told}} FROM {BY_ID}
 WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})
 """
-
-LOCK_OPERATION = """
-SELECT 1 FROM eventlog.operations WHERE id = %(operation)s AND namespace = %(namespace)s AND worker = %(worker)s
-  AND state = 'RUNNING' AND NOT stop_ordered FOR UPDATE
-"""
-# The rows are locked in the order of the primary key, as all statements of the loops lock rows.
-LOCK_MATCHING = (
-    f"SELECT n.id, n.state FROM {BY_ID} WHERE n.id IN ({{ids}}) AND {{matches}} AND {{has_texts}} FOR UPDATE"
-)
-WRITE_OPERATION = """
-UPDATE eventlog.operations SET matched = matched + %(matched)s, done = done + %(done)s,
-  refused = refused + %(matched)s - %(done)s, reached = %(reached)s, updated_date = %(now)s
-WHERE id = %(operation)s
-"""
-REFUSED = {"retry": (), "skip": ("SUCCEEDED", "SKIPPED")}
-# The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
-_RETRY_PIECE = RETRY.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
-_SKIP_PIECE = SKIP.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
-ORDERS = {"retry": _RETRY_PIECE, "skip": _SKIP_PIECE}
 
 _key = msgspec.json.Decoder(tuple[str, str])
 _decode_matches = msgspec.json.Decoder(list[Match])
@@ -166,7 +145,7 @@ class MysqlSearch(WalkedSearch):
 
     async def read_events(self, namespace: str, search: Search, event_ids: Sequence[str]) -> Chunk:
         matching = Conditions(self._server, namespace, search)
-        statement = _with_ids(READ_EVENTS, matching, event_ids)
+        statement = matching.with_ids(READ_EVENTS, event_ids)
         [(read, number, matches)] = await self._admin.use(partial(fetch, sql=statement, args=matching.args))
         return _chunk((read, number, None, matches))
 
@@ -179,38 +158,15 @@ class MysqlSearch(WalkedSearch):
         return [error for row in rows if (error := _last_error(row)) is not None]
 
     async def change(self, piece: Change) -> tuple[int, int] | None:
-        changed: tuple[int, int] | None = await self._admin.in_transaction(partial(_change, piece, self._server))
+        changed: tuple[int, int] | None = await self._admin.in_transaction(partial(change, piece, self._server))
         return changed
 
     async def _of_ids(self, statement: str, namespace: str, ids: Sequence[str]) -> list[tuple[Any, ...]]:
         scope = Conditions(self._server, namespace, Search())
         rows: list[tuple[Any, ...]] = await self._admin.use(
-            partial(fetch, sql=_with_ids(statement, scope, ids), args=scope.args)
+            partial(fetch, sql=scope.with_ids(statement, ids), args=scope.args)
         )
         return rows
-
-
-async def _change(piece: Change, server: Server, connection: Any) -> tuple[int, int] | None:
-    operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
-    if not await fetch(connection, LOCK_OPERATION, operation):
-        return None
-    rows: list[tuple[str, str]] = []
-    if piece.ids:
-        matching = Conditions(server, piece.namespace, piece.search)
-        rows = await fetch(connection, _with_ids(LOCK_MATCHING, matching, sorted(piece.ids)), matching.args)
-    ids = [id for id, state in rows if state not in REFUSED[piece.order]]
-    if ids:
-        changed = Conditions(server, piece.namespace, Search())
-        statement = ORDERS[piece.order].replace("{ids}", changed.listed("id", ids))
-        await execute(connection, statement, {**changed.args, "now": piece.now, "moment": piece.moment})
-    written = {"matched": len(rows), "done": len(ids), "reached": piece.reached_json, "now": piece.now}
-    await execute(connection, WRITE_OPERATION, {**operation, **written})
-    return len(rows), len(ids)
-
-
-def _with_ids(statement: str, matching: Conditions, ids: Sequence[str]) -> str:
-    """A statement with conditions and ids, which become arguments of the conditions."""
-    return matching.put_into(statement).replace("{ids}", matching.listed("id", ids))
 
 
 def _last_error(row: Sequence[Any]) -> LastError | None:

@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
-from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_LINE
+from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_EVENT, BY_LINE
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.matching import Conditions
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
-from outboxio.storage.mysql.probes import BY_DEAD
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.searching.walks import (
     ALL,
@@ -104,7 +103,7 @@ def _dead(date: str, of_handlers: Sequence[str]) -> Walk:
 
 
 _DEAD_ROWS = _dead("n.dead_date", ["n.dead_handler"])
-_DEAD_ROWS_OF = {
+_DEAD_ROWS_OF: dict[tuple[State, ...], Walk] = {
     states: _dead("n.updated_date", [_IS_DEAD[state] for state in states])
     for states in ((State.DEAD,), (State.EXPIRED,), (State.DEAD, State.EXPIRED))
 }
