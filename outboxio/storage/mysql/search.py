@@ -84,7 +84,7 @@ _decode_matches = msgspec.json.Decoder(list[Match])
 
 
 class MysqlSearch(WalkedSearch):
-    bounds = Bounds(rows=1500, errors=750)
+    bounds = Bounds(rows=1000, errors=500)
 
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         super().__init__()
@@ -179,7 +179,9 @@ def _last_error(row: Sequence[Any]) -> LastError | None:
 
 
 def _chunk(row: Sequence[Any]) -> Chunk:
-    read, matching, last, matches = row
-    found = None if matches is None else _decode_matches.decode(f"[{matches}]")
+    """``row``: the rows that were read, the number of matches if they were counted only, the last key, the matches."""
+    read, number, last, matches = row
+    found = [] if matches is None else _decode_matches.decode(f"[{matches}]")
     of_last = found[-1].key if found else None
-    return Chunk(read, int(matching or 0), of_last if last is None else _key.decode(last), found)
+    key = of_last if last is None else _key.decode(last)
+    return Chunk(read, len(found) if number is None else int(number), key, found or None)

@@ -59,7 +59,7 @@ class Walk(Struct, frozen=True):
         has_texts = matching.has_texts.replace("{told}", "i.told")
         columns = f"{matching.text} AS is_match, {matching.told} AS told, {self.one} AS one, {self.two} AS two"
         own_order = self.order.replace("one", "i.one").replace("two", "i.two")
-        found = "NULL"
+        number, found = f"SUM(i.is_match AND {has_texts})", "NULL"
         if only_counts:
             last = self._rows(f"{self.one} AS one, {self.two} AS two", bounds, "LIMIT 1 OFFSET %(before_{number})s")
             last = f"SELECT {_key_of('k')} FROM ({last}) k"
@@ -69,9 +69,10 @@ class Walk(Struct, frozen=True):
             columns += ", CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id"
             is_match = f"i.is_match AND {has_texts}"
             found = f"GROUP_CONCAT(IF({is_match}, JSON_ARRAY({_key_of('i')}, i.id), NULL) ORDER BY {own_order})"
+            number = "NULL"  # to judge a text takes long
         rows = self._rows(columns, bounds, "LIMIT %(size_{number})s")
         return f"""
-(SELECT {{number}} AS number, COUNT(*), SUM(i.is_match AND {has_texts}), ({last}), {found} FROM ({rows}) i)
+(SELECT {{number}} AS number, COUNT(*), {number}, ({last}), {found} FROM ({rows}) i)
 """
 
     def _rows(self, columns: str, bounds: str, limit: str) -> str:
