@@ -310,7 +310,7 @@ class InlineRunner:
                 HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead),
                 self._statistics.of(handler.name),
             )
-            queue.statistics.consuming = queue.running
+            queue.statistics.follow_consumer(queue)
         return queue
 
     def _handler(self, name: str) -> Handler:
