@@ -73,6 +73,8 @@ from outboxio.storage.protocols.values import (
     StartedRun,
     TransactionLost,
     Waiting,
+    active_partitions,
+    slots_of,
 )
 
 __all__ = [
@@ -133,4 +135,6 @@ __all__ = [
     "Taken",
     "TransactionLost",
     "Waiting",
+    "active_partitions",
+    "slots_of",
 ]
