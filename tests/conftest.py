@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from outboxio import Outbox
+from outboxio.telemetry.choice import use_no_more
 from outboxio.testing import MovableClock
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
+from tests.kit.inside import telemetry_of_process
 from tests.kit.properties import use_profile
 from tests.kit.servers import DIALECTS, Servers, Slot
 from tests.kit.virtual_time import virtual_time
@@ -139,6 +141,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.database)
         if not any(map(os.environ.get, LONG)):
             item.add_marker(pytest.mark.timeout(HANGS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail the test that leaves telemetry of the process behind, and not a later test that finds the telemetry."""
+    yield
+    left = telemetry_of_process()
+    for telemetry in left:
+        use_no_more(telemetry)
+    assert not left, f"{item.nodeid} leaves telemetry of the process behind: {left}; end it in the test's fixture"
 
 
 def _parameter(slot: Slot) -> object:

@@ -719,4 +719,4 @@ async def test_a_pool_of_one_connection_is_enough_to_write(server_url: str) -> N
         await outbox.executor.execute(Emit((2,)))
         assert (await outbox.admin.counts())["undelivered"] == 2
         await outbox.executor.execute(Emit((3,)))
-        assert acts.is_at_rest(pool)
+        await acts.comes_to_rest(pool)

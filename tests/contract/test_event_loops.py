@@ -169,7 +169,7 @@ async def test_a_given_pool_is_waited_for_no_longer_than_any_other(acts: ServerA
             if released is not None:
                 await released
         await outbox.executor.execute(Emit((2,)))
-        assert acts.is_at_rest(pool)
+        await acts.comes_to_rest(pool)
         await outbox.close()
 
 

@@ -43,6 +43,7 @@ from outboxio.support.clock import utc_now
 from tests.kit import mysql
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.probes import add_wallet, balances, doing, written
+from tests.kit.server_acts import acts_on
 from tests.kit.spies import deposits
 
 TRICKY = "back\\slash \\' \\\" 'single' \"double\" `tick` 100% %s \0 \N{GRINNING FACE} \r\n\x1a"
@@ -342,7 +343,7 @@ async def test_a_given_pool_of_any_kind_does_all(mysql_url: str, look: Look, opt
         opened(Outbox(pool, namespace="app")) as outbox,
     ):
         await check_flow(outbox, look)
-        assert pool.freesize == pool.size
+        await acts_on(mysql_url).comes_to_rest(pool)
 
 
 #: Settings that an application may have, all different from the defaults and from the settings of the loops.

@@ -20,8 +20,10 @@ from sentry_sdk.transport import Transport
 
 from outboxio import Batch, ConfigurationError, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
 from outboxio.integrations.sentry import OutboxIntegration
+from outboxio.telemetry.choice import use_no_more
 from outboxio.testing import MovableClock
 from tests.kit.app import Look
+from tests.kit.inside import telemetry_of_process
 from tests.kit.orders import Paid, Placed, PlaceOrder
 from tests.kit.traces import Traces
 
@@ -52,9 +54,13 @@ Init = Callable[..., Kept]
 
 
 @pytest.fixture
-def init() -> Iterator[Init]:
-    """Starts a client of the SDK, with no other integrations than the given ones."""
+def init(monkeypatch: pytest.MonkeyPatch) -> Iterator[Init]:
+    """Starts a client of the SDK, with no other integrations than the given ones, and leaves nothing behind."""
     before = sentry_sdk.get_global_scope().client
+    # The SDK sets an integration up once in a process, so each test begins with none, and undoes its own.
+    for names in ("_processed_integrations", "_installed_integrations"):
+        monkeypatch.setattr(sentry_sdk.integrations, names, set())
+    monkeypatch.setattr(logging.Logger, "callHandlers", logging.Logger.callHandlers)  # LoggingIntegration wraps it
 
     def start(*integrations: Any, **options: Any) -> Kept:
         kept = Kept({"dsn": "https://key@sentry.invalid/1"})
@@ -67,6 +73,8 @@ def init() -> Iterator[Init]:
     yield start
     sentry_sdk.get_client().close()
     sentry_sdk.get_global_scope().set_client(before)
+    for telemetry in telemetry_of_process():
+        use_no_more(telemetry)
 
 
 @pytest.fixture

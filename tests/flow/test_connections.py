@@ -412,7 +412,7 @@ async def test_a_given_pool_does_all_and_comes_back_as_it_was(
     async with asyncpg.create_pool(postgres_url, **{"min_size": 0, "max_size": size, **options}) as pool:
         async with opened(Outbox(pool, namespace="app")) as outbox:
             await check_flow(outbox)
-            assert pool.get_idle_size() == pool.get_size(), "a connection was not given back"
+            await acts_on(postgres_url).comes_to_rest(pool)
         assert not pool.is_closing()
         async with AsyncExitStack() as stack:
             connections = [await stack.enter_async_context(pool.acquire()) for _ in range(size)]
@@ -426,7 +426,7 @@ async def test_a_given_pool_of_any_driver_does_all_and_gets_its_connections_back
 ) -> None:
     async with acts.pool() as pool, opened(Outbox(pool, namespace="app")) as outbox:
         await check_flow(outbox)
-        await eventually(lambda: acts.is_at_rest(pool))
+        await acts.comes_to_rest(pool)
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
@@ -461,7 +461,7 @@ async def test_a_given_pool_that_is_too_small_is_refused(acts: ServerActs) -> No
         with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* {wanted}"):
             async with outbox.running():
                 pass
-        assert acts.is_at_rest(pool)
+        await acts.comes_to_rest(pool)
 
 
 async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(

@@ -190,7 +190,7 @@ class Journal:
         return len(self.envelopes)
 
 
-async def eventually(holds: Callable[[], Any], timeout: float = 20) -> None:
+async def eventually(holds: Callable[[], Any], timeout: float = 60) -> None:
     """Wait until a condition holds, where no event announces it. ``holds`` may be async."""
     deadline = time.monotonic() + timeout
     while True:

@@ -14,6 +14,7 @@ from outboxio.dispatch.settler import Settler
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease, Outcome
 from outboxio.runtime.shard_run import ShardRun
+from outboxio.telemetry import Telemetry, choice
 
 
 def shard_of(outbox: Outbox, shard: str = "default") -> Any:
@@ -39,6 +40,11 @@ def handlers_of(outbox: Outbox) -> list[Any]:
 def owner_of(outbox: Outbox, shard: str = "default") -> str:
     """The name under which this process holds locks and sends wake-ups: host, process and a random part."""
     return str(shard_of(outbox, shard).environment.owner)
+
+
+def telemetry_of_process() -> list[Telemetry]:
+    """The telemetry of all outboxes of the process, such as Sentry's."""
+    return list(choice._of_process)
 
 
 def is_running(outbox: Outbox, shard: str = "default") -> bool:

@@ -22,7 +22,7 @@ class Leaks:
     async def nothing_is_left(self, connections: int = 0) -> None:
         """No task, no lock, and no connection but so many that the application's pool may keep."""
         # A wake-up that a commit has just caused is sent from a task that ends with the burst.
-        await eventually(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "outboxio notifier"], timeout=1)
+        await eventually(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "outboxio notifier"])
         left = asyncio.all_tasks() - self._tasks - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
         if self._path is not None:
@@ -30,7 +30,7 @@ class Leaks:
             return
         # The server learns a moment later that a connection is closed.
         try:
-            await eventually(lambda: self._sessions_are_gone(connections), timeout=5)
+            await eventually(lambda: self._sessions_are_gone(connections))
         except AssertionError:
             raise AssertionError(f"sessions are left: {await self._acts.sessions()}") from None
 

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
@@ -148,17 +149,17 @@ def log_lines(logger: str, seen: Callable[[str], None]) -> Iterator[None]:
 
 
 async def open_transactions(url: str) -> list[str]:
-    """The transactions and statements of a database that are still open after 5 s; empty as soon as all is at rest.
+    """The transactions and statements of a database that are still open after 30 s; empty as soon as all is at rest.
 
     The reset of a pooled connection, and the end of a session whose connection was closed, take the server a moment. A
     leaked transaction stays open.
     """
-    for _ in range(100):
+    deadline = time.monotonic() + 30
+    while True:
         found = await _open_now(url)
-        if not found:
-            break
+        if not found or time.monotonic() > deadline:
+            return found
         await asyncio.sleep(0.05)
-    return found
 
 
 async def _open_now(url: str) -> list[str]:

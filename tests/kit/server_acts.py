@@ -15,6 +15,7 @@ from outboxio import CommitUnknown, DatabaseUnavailable, Outbox
 from outboxio.storage.mysql.driver import is_closed
 from tests.kit import mysql, postgres
 from tests.kit.apart import apart
+from tests.kit.app import eventually
 from tests.kit.inside import database_of, is_running, locks_of
 
 
@@ -38,8 +39,8 @@ class ServerActs(Protocol):
         """True if all connections that the pool may have are in use."""
         ...
 
-    def is_at_rest(self, pool: Any) -> bool:
-        """True if no connection of the pool is in use."""
+    async def comes_to_rest(self, pool: Any) -> None:
+        """Wait until no connection of the pool is in use. A task sends wake-ups after an action has returned."""
         ...
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
@@ -110,8 +111,8 @@ class PostgresActs:
     def is_exhausted(self, pool: asyncpg.Pool[Any]) -> bool:
         return pool.get_size() == pool.get_max_size() and not pool.get_idle_size()
 
-    def is_at_rest(self, pool: asyncpg.Pool[Any]) -> bool:
-        return pool.get_idle_size() == pool.get_size()
+    async def comes_to_rest(self, pool: asyncpg.Pool[Any]) -> None:
+        await eventually(lambda: pool.get_idle_size() == pool.get_size())
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
         pids = {name: connection.get_server_pid() for name, connection in _dedicated(outbox).items()}
@@ -166,8 +167,8 @@ class MysqlActs:
     def is_exhausted(self, pool: Any) -> bool:
         return pool.size == pool.maxsize and not pool.freesize
 
-    def is_at_rest(self, pool: Any) -> bool:
-        return pool.freesize == pool.size
+    async def comes_to_rest(self, pool: Any) -> None:
+        await eventually(lambda: pool.freesize == pool.size)
 
     def own_sessions(self, outbox: Outbox) -> dict[str, int]:
         ids = {name: connection.thread_id() for name, connection in _dedicated(outbox).items()}

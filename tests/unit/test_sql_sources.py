@@ -137,6 +137,7 @@ HARMLESS = {
     },
     "mysql/insertion.py": {
         "insertions": "values that were escaped",
+        "_statement": "rows of escaped values",
         "_literals": "values that were escaped",
         "refusal_of": TEXT,
     },
