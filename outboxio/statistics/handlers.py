@@ -93,6 +93,12 @@ class HandlerStatistics:
         return self._queue()
 
     @property
+    def limit(self) -> int | None:
+        """Runs at the same time in this process, at most; ``None`` if the handler is not run here."""
+        queue = self.queue
+        return None if queue is None else queue.limit
+
+    @property
     def in_flight(self) -> int:
         """The number of runs that go on, without stuck runs."""
         return sum(0 if queue is None else len(queue.running) for queue in (self._queue(), self._consumer()))
