@@ -10,6 +10,7 @@ from uuid import UUID
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Place, Search
+from outboxio.storage.protocols import BulkOrder
 from tests.kit.watched import BEGINNING, HANDLERS, NOW, OPERATION, ORDERED, PARTITIONS, SHARED
 
 Question = Callable[[Any], Awaitable[Any]]
@@ -115,7 +116,7 @@ class Questions:
     def piece(self) -> Question:
         """A piece of a bulk order, which changes rows."""
         search = Search(states=DEAD, until=NOW)
-        return lambda d: d.search.retry_piece("app", OPERATION, "me", search, None, 500, NOW)
+        return lambda d: d.search.change_piece("app", BulkOrder("retry", OPERATION, "me", search), None, 500, NOW)
 
     def _ago(self, seconds: int) -> datetime:
         return BEGINNING + timedelta(seconds=self._total - seconds)

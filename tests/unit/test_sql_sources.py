@@ -17,11 +17,11 @@ STORAGE = PACKAGE / "storage"
 #: Functions that make constants: they are called while modules are imported, and never later.
 AT_IMPORT = {
     "mysql/columns.py": {"_hash", "notifications_of", "partition_among", "partition_of", "selected", "as_json_value"},
-    "mysql/flavour.py": {"for_flavours", "_spelled"},
+    "mysql/flavour.py": {"by_flavour", "for_flavours", "_spelled"},
     "mysql/ordering.py": {"_find_first"},
     "mysql/matching.py": {"_is_text", "_text"},
     "mysql/probes.py": {"_first", "_newest_dead", "_next_dead_name", "_of_state"},
-    "mysql/search.py": {"_dead_rows", "_reading", "_rows", "_walk"},
+    "mysql/search.py": {"_before", "_dead_rows", "_reading", "_rows", "_walk"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
     "postgres/ordering.py": {"_next_key", "_heads_behind"},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import TypeVar
+from datetime import datetime, timedelta
 
 from msgspec.structs import replace
 
@@ -23,8 +22,6 @@ from outboxio.operations.overview.values import (
 from outboxio.operations.overview.wording import spoken
 from outboxio.statistics.buckets import DURATIONS, LAGS, added, percentile
 from outboxio.storage.protocols import HandlerMinute
-
-T = TypeVar("T")
 
 MINUTES = 60
 SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
@@ -241,8 +238,8 @@ def _oldest(ages: Iterable[float | None]) -> float | None:
     return max((age for age in ages if age is not None), default=None)
 
 
-def _latest(moments: Iterable[T | None]) -> T | None:
-    return max((moment for moment in moments if moment is not None), default=None)  # type: ignore[type-var]
+def _latest(moments: Iterable[datetime | None]) -> datetime | None:
+    return max((moment for moment in moments if moment is not None), default=None)
 
 
 def _union(names: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -112,12 +112,14 @@ def for_flavours(text: str) -> Statement:
     return {name: _spelled(text, flavour) for name, flavour in FLAVOURS.items()}
 
 
+def by_flavour(*, mysql: str, mariadb: str) -> Statement:
+    """The statement of each product, where the products need different statements."""
+    return {MYSQL.name: _spelled(mysql, MYSQL), MARIADB.name: _spelled(mariadb, MARIADB)}
+
+
 def _spelled(text: str, flavour: Flavour) -> str:
-    for word in (
-        *("text", "document", "collate", "last_type", "last_message", "hashing", "unwaiting", "id"),
-        *("dead", "dead_name", "dead_date"),
-    ):
-        text = text.replace(f"{{{word}}}", flavour.words[word])
+    for word, spelling in flavour.words.items():
+        text = text.replace(f"{{{word}}}", spelling)
     return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
 
 

@@ -11,19 +11,16 @@ from uuid import UUID
 
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_REST
-from outboxio.storage.mysql.columns import BY_DUE, BY_LINE
-from outboxio.storage.mysql.connection import LoopConnection, fetch
+from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_LINE
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, fetch
 from outboxio.storage.mysql.fanout import BY_TYPE
-from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.flavour import Server, by_flavour, for_flavours
 from outboxio.storage.mysql.jumps import FROM_BEGINNING, STEPS, jump, jump_together
-from outboxio.storage.mysql.ordering import BLOCKED, ENDED
+from outboxio.storage.mysql.ordering import ACTIVE, BLOCKED, ENDED
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.searching.slots import numbers_of
-
-BY_DEAD = "eventlog.event_notifications n FORCE INDEX (event_notifications_dead)"
-MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
 # A probe of the index for each name or slot, in a single statement. Most names have nothing to count. The statements
 # that count have a branch for each name.
@@ -58,8 +55,11 @@ COUNT_BLOCKED = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
     WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s LIMIT %s) c)"""
 
 
+_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
+
+
 # MySQL: the columns of the index are NULL for rows of other states. MariaDB: the state is a column of the index, so the
-# index has the rows of a handler in two places, and an order by date begins in both (decision 42).
+# index has the rows of a handler in two places, and each probe becomes two (decision 42).
 def _of_state(state: str, columns: str, condition: str, order: str) -> str:
     return f"""(SELECT {columns} FROM {BY_DEAD}
     WHERE n.namespace = %(namespace)s AND n.state = '{state}' AND {condition} ORDER BY {order} LIMIT 1)"""
@@ -74,24 +74,23 @@ def _newest_dead(state: str) -> str:
     return f"IFNULL({newest}, {_NEVER})"
 
 
-_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
-NEXT_DEAD_NAME: Statement = {
-    "mysql": f"""SELECT n.dead_handler FROM {BY_DEAD}
+NEXT_DEAD_NAME = by_flavour(
+    mysql=f"""SELECT n.dead_handler FROM {BY_DEAD}
   WHERE n.namespace = %(namespace)s AND n.dead_handler {{behind}} ORDER BY n.dead_handler LIMIT 1""",
-    "mariadb": f"""SELECT MIN(d.name)
+    mariadb=f"""SELECT MIN(d.name)
   FROM ({_next_dead_name("DEAD")} UNION ALL {_next_dead_name("EXPIRED")}) d""",
-}
-NEWEST_DEAD = {
-    "mysql": for_flavours(f"""
+)
+NEWEST_DEAD = by_flavour(
+    mysql=f"""
 SELECT w.name, (SELECT n.dead_date FROM {BY_DEAD} WHERE n.namespace = %(namespace)s AND n.dead_handler = w.name
   ORDER BY n.dead_handler DESC, n.dead_date DESC, n.id DESC LIMIT 1)
 {_OF_NAMES}
-""")["mysql"],
-    "mariadb": for_flavours(f"""
+""",
+    mariadb=f"""
 SELECT w.name, NULLIF(GREATEST({_newest_dead("DEAD")}, {_newest_dead("EXPIRED")}), {_NEVER})
 {_OF_NAMES}
-""")["mariadb"],
-}
+""",
+)
 _DEAD = f"FROM {BY_DEAD} WHERE n.namespace = %s AND {{dead}} AND {{dead_name}} = %s"
 COUNT_DEAD = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} LIMIT %s) c)")
 COUNT_RECENT = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} AND {{dead_date}} >= %s LIMIT %s) c)")
@@ -118,7 +117,7 @@ def _first(column: str, part: int, name: str) -> str:
 PARKING = for_flavours(f"""
 SELECT f.name, n.id, n.event_id, n.updated_date FROM (
   SELECT w.name, {_first("id", ENDED, "dead_name")} AS id, {_first("sequence", BLOCKED, "blocked_name")} AS blocked,
-    {_first("sequence", 1, "blocked_name")} AS active
+    {_first("sequence", ACTIVE, "blocked_name")} AS active
   {_OF_NAMES}) f STRAIGHT_JOIN eventlog.event_notifications n FORCE INDEX (PRIMARY) ON n.id = f.id
 WHERE n.sequence < f.blocked AND (f.active IS NULL OR f.active > f.blocked)
 """)

@@ -7,18 +7,16 @@ from datetime import datetime
 
 from outboxio.storage.mysql.connection import LoopConnection
 from outboxio.storage.mysql.flavour import for_flavours
-from outboxio.storage.mysql.values import as_json, as_moment
 from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
-from outboxio.storage.reporting import in_key_order, minute_of, numbers_of, report_of, summed
+from outboxio.storage.reporting import minute_of, report_of, rows_of, summed, values_of_report
 
-# The histograms are texts within the JSON of the argument, because MariaDB's JSON_TABLE reads no arrays. A count of 64
-# bits has 20 digits.
+# The columns of ``reporting.rows_of``. A histogram is a text, and a count of 64 bits has 20 digits.
 WRITE_MINUTES = for_flavours("""
 INSERT INTO eventlog.handler_minutes (namespace, minute_date, handler_name, instance, succeeded, failed, dead, expired,
   skipped, duration_us, durations, lags)
 SELECT %(namespace)s, m.minute_date, m.handler_name, %(instance)s, m.succeeded, m.failed, m.dead, m.expired, m.skipped,
   m.duration_us, m.durations, m.lags
-FROM JSON_TABLE(%(minutes)s, '$[*]' COLUMNS (minute_date DATETIME(6) PATH '$[0]', handler_name {text} PATH '$[1]',
+FROM JSON_TABLE(%(minutes)s, '$[*]' COLUMNS (handler_name {text} PATH '$[0]', minute_date DATETIME(6) PATH '$[1]',
   succeeded BIGINT PATH '$[2]', failed BIGINT PATH '$[3]', dead BIGINT PATH '$[4]', expired BIGINT PATH '$[5]',
   skipped BIGINT PATH '$[6]', duration_us BIGINT PATH '$[7]', durations VARCHAR(400) PATH '$[8]',
   lags VARCHAR(400) PATH '$[9]')) m
@@ -35,9 +33,9 @@ MINUTES_OF_HANDLER = for_flavours(f"{_MINUTES} AND handler_name = %(handler)s OR
 WRITE_REPORT = for_flavours("""
 INSERT INTO eventlog.instance_reports (namespace, instance, version, started_date, last_seen_date, delay_seconds,
   report)
-VALUES (%(namespace)s, %(instance)s, %(version)s, %(started)s, %(seen)s, %(delay)s, %(report)s)
-ON DUPLICATE KEY UPDATE version = %(version)s, started_date = %(started)s, last_seen_date = %(seen)s,
-  delay_seconds = %(delay)s, report = %(report)s
+VALUES (%(namespace)s, %(instance)s, %(version)s, %(started_date)s, %(last_seen_date)s, %(delay_seconds)s, %(report)s)
+ON DUPLICATE KEY UPDATE version = %(version)s, started_date = %(started_date)s, last_seen_date = %(last_seen_date)s,
+  delay_seconds = %(delay_seconds)s, report = %(report)s
 """)
 
 REPORTS = for_flavours("""
@@ -65,11 +63,7 @@ class MysqlReports:
 
     async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
         if minutes:
-            scope = {
-                "namespace": namespace,
-                "instance": instance,
-                "minutes": as_json(map(_row_of, in_key_order(minutes))),
-            }
+            scope = {"namespace": namespace, "instance": instance, "minutes": rows_of(minutes)}
             await self._admin.execute(WRITE_MINUTES, scope)
 
     async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
@@ -78,16 +72,7 @@ class MysqlReports:
         return summed(minute_of(*row) for row in rows)
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None:
-        scope = {
-            "namespace": namespace,
-            "instance": report.instance,
-            "version": report.version,
-            "started": report.started_date,
-            "seen": report.last_seen_date,
-            "delay": report.delay_seconds,
-            "report": bytes(report.report).decode(),
-        }
-        await self._admin.execute(WRITE_REPORT, scope)
+        await self._admin.execute(WRITE_REPORT, values_of_report(namespace, report))
 
     async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]:
         rows = await self._admin.fetch(REPORTS, {"namespace": namespace, "seen_since": seen_since})
@@ -100,10 +85,3 @@ class MysqlReports:
         scope = {"namespace": namespace, "limit": limit}
         removed = await self._admin.execute(REMOVE_MINUTES, {**scope, "before": minutes_before})
         return removed + await self._admin.execute(REMOVE_REPORTS, {**scope, "before": seen_before})
-
-
-def _row_of(minute: HandlerMinute) -> tuple[str | int, ...]:
-    return (
-        as_moment(minute.minute_date), minute.handler_name, *numbers_of(minute),
-        as_json(minute.durations), as_json(minute.lags),
-    )  # fmt: skip

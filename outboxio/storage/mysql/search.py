@@ -12,20 +12,18 @@ import msgspec
 from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
-from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
-from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
-from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, execute, fetch
+from outboxio.storage.mysql.flavour import Server, Statement, by_flavour, for_flavours
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.mysql.matching import TOLD, Conditions
-from outboxio.storage.mysql.notifications import RETRY, SKIP
+from outboxio.storage.mysql.notifications import NOT_SKIPPED, RETRY, SKIP
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
-from outboxio.storage.mysql.probes import BY_DEAD, NEXT_DEAD_NAME
+from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
-
-MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
 NEXT_UNFINISHED_NAME = f"""SELECT n.handler_name FROM {BY_DUE}
   WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name {{behind}}
@@ -50,14 +48,30 @@ WHERE p.number <= IFNULL((SELECT h.active FROM eventlog.handler_partitions h
 """)
 
 
+# The arguments of a branch: ``{number}`` is the number of the branch in the statement.
+_NAME, _ONE, _TWO = "%(name_of_{number})s", "%(one_{number})s", "%(two_{number})s"
+_OF_NAME = f"n.namespace = %(namespace)s AND n.handler_name = {_NAME}"
+
+
+def _before(one: str, two: str) -> str:
+    """The rows before a place. A comparison of rows would not limit the read of the index."""
+    return f"({one} = {_ONE} AND {two} < {_TWO} OR {one} < {_ONE})"
+
+
 def _rows(one: str, two: str, source: str, condition: str, order: str) -> str:
     return f"""SELECT {one} AS one, {two} AS two, CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id, {{matches}} AS is_match,
     {{told}} AS told
   FROM {source} WHERE {condition} ORDER BY {order} LIMIT %(size_{{number}})s"""
 
 
+def _dead_rows(date: str, of_handler: str) -> str:
+    condition = f"""n.namespace = %(namespace)s AND {of_handler} = {_NAME}
+    AND {date} >= IFNULL(%(since)s, '1000-01-01') AND {_before(date, "n.id")}"""
+    return _rows(date, "n.id", BY_DEAD, condition, f"{date} DESC, n.id DESC")
+
+
 def _reading(rows: str, order: str) -> str:
-    """A part of a walk along an index: the columns ``one`` and ``two`` of each row. ``{number}``: of the branch.
+    """A part of a walk along an index: the columns ``one`` and ``two`` of each row of ``rows``.
 
     The texts are put together in the order of the walk, which a derived table does not promise.
     """
@@ -75,51 +89,38 @@ def _walk(one: str, two: str, source: str, condition: str, order: str) -> Statem
     return for_flavours(_reading(_rows(one, two, source, condition, order), of_result))
 
 
-def _dead_rows(date: str, of_handler: str) -> str:
-    since, before = (
-        f"{date} >= IFNULL(%(since)s, '1000-01-01')",
-        _BEFORE.replace("{one}", date).replace("{two}", "n.id"),
-    )
-    condition = f"n.namespace = %(namespace)s AND {of_handler} = {_NAME} AND {since} AND {before}"
-    return _rows(date, "n.id", BY_DEAD, condition, f"{date} DESC, n.id DESC")
-
-
-_ONE, _TWO = "%(one_{number})s", "%(two_{number})s"
-_BEFORE = f"({{one}} = {_ONE} AND {{two}} < {_TWO} OR {{one}} < {_ONE})"
-_NAME = "%(name_of_{number})s"
 # On MariaDB, the index has the DEAD and the EXPIRED rows of a handler in two places.
 _DEAD_ROWS, _EXPIRED_ROWS = (
     _dead_rows("n.updated_date", f"n.state = '{state}' AND n.handler_name") for state in ("DEAD", "EXPIRED")
 )
 _DEAD_OR_EXPIRED = f"({_DEAD_ROWS}) UNION ALL ({_EXPIRED_ROWS}) ORDER BY one DESC, two DESC LIMIT %(size_{{number}})s"
 _NEWEST_FIRST = "r.one DESC, r.two DESC"
+
 WALKS: dict[tuple[str, int], Statement] = {
-    (DEAD, 0): {
-        "mysql": _reading(_dead_rows("n.dead_date", "n.dead_handler"), _NEWEST_FIRST),
-        "mariadb": _reading(_DEAD_OR_EXPIRED, _NEWEST_FIRST),
-    },
+    (DEAD, 0): by_flavour(
+        mysql=_reading(_dead_rows("n.dead_date", "n.dead_handler"), _NEWEST_FIRST),
+        mariadb=_reading(_DEAD_OR_EXPIRED, _NEWEST_FIRST),
+    ),
     (WAITING, 0): _walk(
         "n.next_retry_at", "n.sequence", BY_DUE,
-        f"""n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name = {_NAME}
-    AND n.partition_number = %(part_{{number}})s
-    AND {_BEFORE.replace("{one}", "n.next_retry_at").replace("{two}", "n.sequence")}""",
+        f"""{_OF_NAME} AND n.is_unfinished = TRUE AND n.partition_number = %(part_{{number}})s
+    AND {_before("n.next_retry_at", "n.sequence")}""",
         "n.next_retry_at DESC, n.sequence DESC",
     ),
     (BLOCKED, KEYED): _walk(
         "n.ordering_key", "n.sequence", BY_LINE,
-        f"""n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name = {_NAME}
+        f"""{_OF_NAME} AND n.line_part = {BLOCKED_PART}
     AND (n.ordering_key = {_ONE} AND n.sequence > {_TWO} OR n.ordering_key > {_ONE})""",
         "n.ordering_key, n.sequence",
     ),
     (BLOCKED, KEYLESS): _walk(
         "''", "n.sequence", BY_LINE,
-        f"""n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name = {_NAME}
-    AND n.ordering_key IS NULL AND n.sequence > {_TWO}""",
+        f"{_OF_NAME} AND n.line_part = {BLOCKED_PART} AND n.ordering_key IS NULL AND n.sequence > {_TWO}",
         "n.sequence",
     ),
     (ALL, 0): _walk(
         "n.event_id", "n.handler_name", BY_EVENT,
-        _BEFORE.replace("{one}", "n.event_id").replace("{two}", "n.handler_name"),
+        _before("n.event_id", "n.handler_name"),
         "n.event_id DESC, n.handler_name DESC",
     ),
 }  # fmt: skip
@@ -168,11 +169,12 @@ UPDATE eventlog.operations SET matched = matched + %(matched)s, done = done + %(
   refused = refused + %(matched)s - %(done)s, reached = %(reached)s, updated_date = %(now)s
 WHERE id = %(operation)s
 """
-REFUSED = {"retry": (), "skip": ("SUCCEEDED", "SKIPPED")}
+REFUSED = {"retry": (), "skip": NOT_SKIPPED}
 # The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
-_RETRY_PIECE = RETRY.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
-_SKIP_PIECE = SKIP.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
-ORDERS = {"retry": _RETRY_PIECE, "skip": _SKIP_PIECE}
+ORDERS = {
+    kind: statement.replace("n.updated_date = %(now)s", "n.updated_date = %(moment)s")
+    for kind, statement in (("retry", RETRY), ("skip", SKIP))
+}
 
 _key = msgspec.json.Decoder(tuple[str, str])
 _decode_matches = msgspec.json.Decoder(list[Match])
@@ -247,17 +249,17 @@ class MysqlSearch(WalkedSearch):
 
 
 async def _change(piece: Change, server: Server, connection: Any) -> tuple[int, int] | None:
-    operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
+    operation = {"operation": str(piece.order.operation), "namespace": piece.namespace, "worker": piece.order.worker}
     if not await fetch(connection, LOCK_OPERATION, operation):
         return None
     rows: list[tuple[str, str]] = []
     if piece.ids:
         matching = Conditions(server, piece.namespace, piece.search)
         rows = await fetch(connection, _with_ids(LOCK_MATCHING, matching, sorted(piece.ids)), matching.args)
-    ids = [id for id, state in rows if state not in REFUSED[piece.order]]
+    ids = [id for id, state in rows if state not in REFUSED[piece.order.kind]]
     if ids:
         changed = Conditions(server, piece.namespace, Search())
-        statement = ORDERS[piece.order].replace("{ids}", changed.listed("id", ids))
+        statement = ORDERS[piece.order.kind].replace("{ids}", changed.listed("id", ids))
         await execute(connection, statement, {**changed.args, "now": piece.now, "moment": piece.moment})
     written = {"matched": len(rows), "done": len(ids), "reached": piece.reached_json, "now": piece.now}
     await execute(connection, WRITE_OPERATION, {**operation, **written})

@@ -163,11 +163,9 @@ class PostgresSearch(WalkedSearch):
             names = [row[0] for row in rows]
         if walk == WAITING:
             numbers = await self._admin.fetch(PARTITIONS, namespace, list(names))
-            stretches = [Stretch(name, part) for name, number in numbers for part in range(number)]
-        else:
-            parts = (KEYED, KEYLESS) if walk == BLOCKED else (0,)
-            stretches = [Stretch(name, part) for name in names for part in parts]
-        return sorted(stretches)
+            return sorted(Stretch(name, part) for name, number in numbers for part in range(number))
+        parts = (KEYED, KEYLESS) if walk == BLOCKED else (0,)
+        return sorted(Stretch(name, part) for name in names for part in parts)
 
     async def read(
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
@@ -207,19 +205,19 @@ class PostgresSearch(WalkedSearch):
 
 
 async def _change(piece: Change, connection: Any) -> tuple[int, int] | None:
-    ours = await connection.fetch(LOCK_OPERATION, piece.operation, piece.namespace, piece.worker)
+    ours = await connection.fetch(LOCK_OPERATION, piece.order.operation, piece.namespace, piece.order.worker)
     if not ours:
         return None
     matched, done = 0, 0
     if piece.ids:
         parameters = (*parameters_of(piece.namespace, piece.search), sorted(piece.ids))
         rows: Sequence[tuple[UUID, str]] = await connection.fetch(LOCK_MATCHING, *parameters)
-        is_retry = piece.order == "retry"
+        is_retry = piece.order.kind == "retry"
         statement, moments = (RETRY_PIECE, (piece.now, piece.moment)) if is_retry else (SKIP, (piece.moment,))
         ids = [row[0] for row in rows]
         matched = len(ids)
         done = row_count(await connection.execute(statement, piece.namespace, ids, *moments))
-    await connection.execute(WRITE_OPERATION, piece.operation, matched, done, piece.reached_json, piece.now)
+    await connection.execute(WRITE_OPERATION, piece.order.operation, matched, done, piece.reached_json, piece.now)
     return matched, done
 
 
@@ -243,11 +241,10 @@ def parameters_of(namespace: str, search: Search) -> tuple[Any, ...]:
 
 def _columns(requests: Sequence[Request]) -> tuple[list[Any], ...]:
     """The requests as arrays of their columns. A moment may be later than every moment of Python."""
-    ones = ["infinity" if request.after[0] == LAST_MOMENT else request.after[0] for request in requests]
     return (
         [request.stretch.name for request in requests],
         as_texts(request.stretch.part for request in requests),
-        list(ones),
+        ["infinity" if request.after[0] == LAST_MOMENT else request.after[0] for request in requests],
         [request.after[1] for request in requests],
         as_texts(request.size for request in requests),
     )

@@ -31,6 +31,7 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
+    BulkOrder,
     Counted,
     DeadFigures,
     DueFigures,
@@ -81,6 +82,7 @@ __all__ = [
     "LONGEST_SILENCE",
     "SHARE_OF_HEARTBEAT",
     "Announced",
+    "BulkOrder",
     "ClusterLock",
     "ClusterView",
     "CommitLost",

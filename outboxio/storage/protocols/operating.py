@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 from uuid import UUID
 
 import msgspec
@@ -57,6 +57,16 @@ class FoundErrors(Struct, frozen=True):
     rows: Sequence[LastError]
     next: Place | None
     """The place after which further matches may be; ``None`` if all matches were read."""
+
+
+class BulkOrder(Struct, frozen=True):
+    """A bulk order, as the worker carries the order out."""
+
+    kind: Literal["retry", "skip"]
+    operation: UUID
+    worker: str
+    """The process that carries the order out."""
+    search: Search
 
 
 class Piece(Struct, frozen=True):
@@ -110,36 +120,19 @@ class SearchRepository(Protocol):
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
-    async def retry_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
+    async def change_piece(
+        self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
     ) -> Piece:
-        """Retry up to ``limit`` matches after a place as ``retry`` does, and write the new place into ``operations``.
+        """Retry or skip up to ``limit`` matches after a place, and write the new place into ``operations``.
+
+        A row that SKIP does not change, because the row is SUCCEEDED or SKIPPED, is refused. A row that does not match
+        any longer is left.
 
         Both happen in a single transaction, in which the row of the operation is locked: the row must be RUNNING, with
-        this worker and without an order to stop. The search of a bulk order has ``until``, so a retried row, whose
-        ``updated_date`` is later, never matches again. The transaction also adds to ``matched``, ``done`` and
-        ``refused``, and sets ``updated_date``. A row that does not match any longer is left.
+        the worker of the order and without an order to stop. The search of a bulk order has ``until``, so a changed
+        row, whose ``updated_date`` is not before ``until``, never matches again. The transaction also adds to
+        ``matched``, ``done`` and ``refused``, and sets ``updated_date``.
         """
-        ...
-
-    async def skip_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
-    ) -> Piece:
-        """The same for ``skip``. A row that is SUCCEEDED or SKIPPED is refused."""
         ...
 
 

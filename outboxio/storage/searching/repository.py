@@ -5,20 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Literal
 from uuid import UUID
 
 import msgspec
-from msgspec.structs import replace
 
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.protocols.operating import Counted, FoundErrors, FoundRows, LastError, Piece
+from outboxio.storage.protocols.operating import BulkOrder, Counted, FoundErrors, FoundRows, LastError, Piece
 from outboxio.storage.searching.reading import Reader
 from outboxio.storage.searching.walker import Walker
 from outboxio.storage.searching.walks import END, EVENTS, place_of_row, walks_of, walks_of_states
-
-Order = Literal["retry", "skip"]
 
 ROWS_OF_A_PIECE = 5000
 """The rows that are read for a piece of a bulk order, matching or not."""
@@ -29,15 +25,16 @@ ERRORS_AT_ONCE = 1000
 class Change(msgspec.Struct, frozen=True):
     """A piece of a bulk order: the rows to change, and what to write into ``operations``."""
 
-    order: Order
     namespace: str
-    operation: UUID
-    worker: str
-    search: Search
+    order: BulkOrder
     ids: Sequence[str]
     """Rows that have matched; a row that does not match any longer is left."""
     reached: Place
     now: datetime
+
+    @property
+    def search(self) -> Search:
+        return self.order.search
 
     @property
     def moment(self) -> datetime:
@@ -65,9 +62,9 @@ class WalkedSearch(Reader):
 
     @abstractmethod
     async def change(self, piece: Change) -> tuple[int, int] | None:
-        """Change rows and write ``operations``, in a single transaction; how many rows matched, and how many changed.
+        """The transaction of :meth:`SearchRepository.change_piece`; how many rows matched, and how many changed.
 
-        ``None`` if the operation is not RUNNING with this worker, or is to be stopped.
+        ``None`` if the operation is not this worker's any longer, or is to be stopped.
         """
 
     async def find(
@@ -94,36 +91,12 @@ class WalkedSearch(Reader):
             errors |= {str(error.id): error for error in await self.errors(namespace, some)}
         return FoundErrors([errors[id] for id in found.ids if id in errors], found.next)
 
-    async def retry_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
+    async def change_piece(
+        self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
     ) -> Piece:
-        change = Change("retry", namespace, operation, worker, search, [], END, now)
-        return await self._piece(change, after, limit)
-
-    async def skip_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
-    ) -> Piece:
-        change = Change("skip", namespace, operation, worker, search, [], END, now)
-        return await self._piece(change, after, limit)
-
-    async def _piece(self, change: Change, after: Place | None, limit: int) -> Piece:
         # Found without locks: a piece may have to pass over many rows.
-        found = await self._walker.find(change.namespace, change.search, limit, after, ROWS_OF_A_PIECE)
-        changed = await self.change(replace(change, ids=found.ids, reached=found.next or END))
+        found = await self._walker.find(namespace, order.search, limit, after, ROWS_OF_A_PIECE)
+        changed = await self.change(Change(namespace, order, found.ids, found.next or END, now))
         if changed is None:
             return Piece(0, 0, 0, after, is_ours=False)
         matched, done = changed

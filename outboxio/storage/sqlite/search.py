@@ -175,7 +175,7 @@ class SqliteSearch(WalkedSearch):
 
 
 def _change(piece: Change, connection: sqlite3.Connection) -> tuple[int, int] | None:
-    operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
+    operation = {"operation": str(piece.order.operation), "namespace": piece.namespace, "worker": piece.order.worker}
     if fetch_value(connection, OPERATION, operation) is None:
         return None
     matched, done = 0, 0
@@ -185,7 +185,7 @@ def _change(piece: Change, connection: sqlite3.Connection) -> tuple[int, int] | 
         moments = {"now": as_text(piece.now), "moment": as_text(piece.moment)}
         changed = {"namespace": piece.namespace, "ids": ids, **moments}
         matched = len(_texts.decode(ids))
-        done = connection.execute(RETRY_PIECE if piece.order == "retry" else SKIP_PIECE, changed).rowcount
+        done = connection.execute(RETRY_PIECE if piece.order.kind == "retry" else SKIP_PIECE, changed).rowcount
     written = {"matched": matched, "done": done, "reached": piece.reached_json, "now": as_text(piece.now)}
     connection.execute(WRITE_OPERATION, {**operation, **written})
     return matched, done
