@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from uuid import UUID
 
 from outboxio.cli.asking import actor
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
+from outboxio.model.operating.stored_event import StoredEvent
 from outboxio.operations.admin import Admin
+from outboxio.operations.asking.events import stored
+from outboxio.operations.orders import GivenTypes, given_handler
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -39,9 +43,34 @@ def types_of(outbox: Outbox) -> Mapping[str, type]:
     return {type_name(cls): cls for cls in known}
 
 
+async def refuse_unknown_handler(
+    outbox: Outbox, handler: str, *, types: Sequence[str] = (), among_rows: bool = False
+) -> None:
+    """Raise the error with which an order refuses a misspelt handler or event type. For dry runs.
+
+    ``among_rows``: a name that only finished notifications have is known, too.
+    """
+    admin, name, given = outbox.admin, given_handler(handler), GivenTypes(types)
+    databases = admin._shards.databases(None)
+    await admin._known.refuse_unknown(name, databases, among_rows=among_rows)
+    await admin._known.refuse_unknown_types(given, name, databases)
+
+
 def admin_of(outbox: Outbox) -> Admin:
     """The orders of the command line: recorded with the user of this machine."""
     return outbox.admin.by(actor(), origin="cli")
+
+
+async def event_of(outbox: Outbox, id: UUID) -> StoredEvent | None:
+    """The stored event with this id."""
+    admin = outbox.admin
+    found = await admin._find(admin._shards.databases(None), id)
+    return None if found is None else stored(*found, admin._redact)
+
+
+async def now_of(outbox: Outbox) -> datetime:
+    """The present moment by the clocks of the databases; of several, the earliest."""
+    return min([await one.now() for one in outbox.admin._shards.chosen(None)])
 
 
 async def is_live(outbox: Outbox) -> bool:

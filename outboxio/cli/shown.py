@@ -14,6 +14,7 @@ from rich.text import Text
 
 from outboxio.cli.answer import line
 from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.page import BoundedCount
 
 COLOURS: Mapping[str, str] = {
     State.DEAD: "bold red",
@@ -60,6 +61,12 @@ def span(seconds: float) -> str:
 def moment(given: datetime | None) -> str:
     """A moment (naive UTC) to the second."""
     return "" if given is None else f"{given:%Y-%m-%d %H:%M:%S}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with a noun: ``1 row``, ``10,000+ rows``."""
+    told = str(number) if isinstance(number, BoundedCount) else f"{number:,}"
+    return f"{told} {noun}{'s' * (told != '1')}"
 
 
 def last_error(record: NotificationRecord) -> str:

@@ -95,8 +95,10 @@ def fails(overview: Overview, names: Sequence[str]) -> bool:
     )
 
 
-async def watch(outbox: Outbox, every: float) -> Exit:
+async def watch(outbox: Outbox, every: float, *, as_json: bool) -> Exit:
     """Show the overview, anew every few seconds, until a signal comes."""
+    if as_json:
+        raise TargetError("--watch is for people; for machines, ask outboxio status --json again and again")
     console = terminal()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:

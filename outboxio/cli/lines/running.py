@@ -12,6 +12,7 @@ from outboxio.cli.commands import worker as worker_command
 from outboxio.cli.commands.completion import Shell, print_script
 from outboxio.cli.commands.demo import demo as tell_demo
 from outboxio.cli.logs import LogFormat, set_up
+from outboxio.cli.numbers import whole
 from outboxio.cli.options import Options, command
 from outboxio.cli.target import TargetError, named, opened
 
@@ -32,8 +33,7 @@ class HealthPages(Options, frozen=True):
         int | None,
         typer.Option(
             metavar="PORT",
-            min=0,
-            max=65535,
+            parser=whole(0, 65535),
             show_default=False,
             help="Answer /live, /ready, /health and /metrics over HTTP on this port.",
         ),

@@ -6,7 +6,7 @@ Every read is bounded: no statement reads all the rows that retention keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal, Protocol
 from uuid import UUID
 
@@ -18,6 +18,9 @@ from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
+
+SILENT_REPORTS = 3
+"""A process counts as alive until so many of its reports are missing."""
 
 
 class FoundRows(Struct, frozen=True):
@@ -304,6 +307,10 @@ class InstanceReport(Struct, frozen=True, kw_only=True):
     delay_seconds: int
     report: msgspec.Raw
     """A JSON object."""
+
+    def is_alive(self, now: datetime) -> bool:
+        """True until three reports are missing. This is the only rule by which a process counts as alive."""
+        return now - self.last_seen_date < SILENT_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
 
 
 class ReportRepository(Protocol):
