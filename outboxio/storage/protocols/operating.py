@@ -96,11 +96,11 @@ class SearchRepository(Protocol):
 
     A search of several states takes several walks, one after the other. A row that does not change is in exactly one
     page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
-    rows.
+    rows. ``None``: after as many rows as a database reads within 50 ms.
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int | None = None
     ) -> FoundRows:
         """Up to ``limit`` matches after a place. The place is from a page of the same search."""
         ...
@@ -112,11 +112,14 @@ class SearchRepository(Protocol):
         """
         ...
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
-        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
+        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not.
+
+        ``None``: as many rows as a database reads within 50 ms.
+        """
         ...
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
