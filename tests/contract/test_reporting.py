@@ -98,9 +98,7 @@ async def _number_of_reports(outbox: Outbox, number: int) -> bool:
     return len(await reports_of(outbox)) == number
 
 
-async def test_a_drain_writes_the_minutes_of_its_runs_and_removes_old_ones(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_a_drain_writes_the_minutes_of_its_runs_and_removes_old_ones(outbox: Outbox, clock: MovableClock) -> None:
     with_receipt(outbox)
     await outbox.execute(Emit((1, 2)))
     await outbox.drain()
