@@ -11,7 +11,7 @@ import typer
 from outboxio.cli.options import Options
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
-from outboxio.support.moment import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 
 
 class Choice(Options, frozen=True):

@@ -10,7 +10,7 @@ from outboxio.errors import ConfigurationError
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
 from outboxio.operations.asking.filters import given_filter
-from outboxio.support.moment import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 from outboxio.support.text import briefly, instead_of
 
 Values = Callable[[str], Sequence[str]]
@@ -61,7 +61,7 @@ def refuse_unknown_words(given: Iterable[str], known: Iterable[str]) -> None:
 def kept_words(values: Values, words: Iterable[str] = WORDS) -> dict[str, list[str]]:
     """The words with their values as a person wrote them, without empty values: for links to the same list.
 
-    "2h" stays "2h": the same link means two hours before the moment at which somebody follows the link.
+    "2h" stays "2h": the same link means two hours before the moment of the click.
 
     Example::
 
