@@ -67,7 +67,7 @@ class Site:
                 config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", root_path=self._root_path)
                 server = uvicorn.Server(config)
                 serving = asyncio.create_task(server.serve())
-                while not server.started:
+                while not server.started:  # noqa: ASYNC110  # uvicorn has no event for this
                     await asyncio.sleep(0.01)
                 self.origin = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
                 self._ready.set()
