@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Annotated
 from uuid import UUID
 
 import typer
 
 from outboxio.cli.options import Options
-from outboxio.errors import SettingsError
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
-from outboxio.support.duration import parse_duration
-
-_MOMENT = "a date (2026-01-31, 2026-01-31T02:41), or how long ago (90s, 2h, 3d)"
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 
 
 class Choice(Options, frozen=True):
@@ -83,11 +80,10 @@ class Choice(Options, frozen=True):
 
 def moment(text: str, option: str) -> datetime:
     """A moment as naive UTC: a date, or a duration before now. Raises a usage error that names the option."""
-    try:
-        given = datetime.fromisoformat(text)
-    except ValueError:
-        return datetime.now(UTC).replace(tzinfo=None) - _ago(text, option)
-    return given.astimezone(UTC).replace(tzinfo=None) if given.tzinfo is not None else given
+    given = parse_moment(text)
+    if given is None:
+        raise typer.BadParameter(f"{option} {text!r}: expected {EXPECTED_MOMENT}")
+    return given
 
 
 def given_id(text: str) -> UUID:
@@ -96,10 +92,3 @@ def given_id(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no id of a notification or an event; expected a UUID") from None
-
-
-def _ago(text: str, option: str) -> timedelta:
-    try:
-        return parse_duration(text.removesuffix(" ago"))
-    except SettingsError:
-        raise typer.BadParameter(f"{option} {text!r}: expected {_MOMENT}") from None

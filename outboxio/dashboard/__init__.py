@@ -1,0 +1,1 @@
+"""The dashboard: pages on which an operator sees what is wrong, and mends the fault."""
