@@ -86,7 +86,7 @@ login page. The function may be async."""
 
 
 def allow_all(request: Request) -> Access:
-    """Everybody may do everything, under the name ``anonymous``. For a page that nobody else can reach."""
+    """Every request has all rights, under the name ``anonymous``. For a page that only operators can reach."""
     return Access.admin("anonymous")
 
 

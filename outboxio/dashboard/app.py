@@ -12,14 +12,14 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
-from outboxio.dashboard import files
 from outboxio.dashboard.access import Authorize
 from outboxio.dashboard.asked import Asked, Site, checked_back, with_field
 from outboxio.dashboard.failures import ORDER_PATIENCE, PATIENCE, view_of
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.guard import PASSED, Guard, Passed, refuse_other_sites, refuse_wrong_token
 from outboxio.dashboard.pages import ORDERS, PAGES
-from outboxio.dashboard.rendering import answered
+from outboxio.dashboard.showing import files
+from outboxio.dashboard.showing.rendering import answered
 from outboxio.dashboard.view import Done, Order, Refused, Route
 from outboxio.errors import ConfigurationError
 from outboxio.outbox import Outbox

@@ -11,9 +11,9 @@ from urllib.parse import quote, urlencode
 from msgspec import Struct
 from starlette.requests import Request
 
-from outboxio.dashboard import files
 from outboxio.dashboard.access import Access
 from outboxio.dashboard.fields import Fields
+from outboxio.dashboard.showing import files
 from outboxio.dashboard.view import Refused
 from outboxio.operations.admin import Admin
 from outboxio.outbox import Outbox

@@ -44,7 +44,7 @@ def _fault(error: Exception, patience: float) -> Fault:
         return Fault(
             504,
             f"The database has not answered within {patience:.0f} s, and the question was ended.",
-            "Narrow the filter: a handler, a state, a shorter time. The page Shards shows whether the database is slow.",
+            "Narrow the filter: a handler, a state, a shorter time. The page Shards shows how fast the database is.",
         )
     if isinstance(error, DatabaseUnavailable):
         return Fault(503, _sentence(error), "The page asks again by itself. Events and notifications are safe in the "

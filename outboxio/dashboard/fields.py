@@ -11,14 +11,14 @@ MOST_FIELDS = 2_000
 class Fields(Mapping[str, str]):
     """Fields by name. A name may have several values: ``fields["state"]`` is the last, ``fields.all("state")`` has all.
 
-    Values are stripped, and empty values are left out, because a form sends a field without input as the empty text.
+    Empty values are left out, because a form sends a field without input as the empty text.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
         self._values: dict[str, list[str]] = {}
         for name, value in pairs:
-            if stripped := value.strip():
-                self._values.setdefault(name, []).append(stripped)
+            if value:
+                self._values.setdefault(name, []).append(value)
 
     @classmethod
     def parsed(cls, text: str) -> Fields:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outboxio.dashboard.asked import Asked
+from outboxio.dashboard.showing.words import STATES, TERMS
 from outboxio.dashboard.view import View
-from outboxio.dashboard.words import STATES, TERMS
 
 
 async def glossary(asked: Asked) -> View:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 _KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PATH = "/static/{tag}/{name}"
 

@@ -10,14 +10,14 @@ import jinja2
 import msgspec
 from starlette.responses import Response
 
-from outboxio.dashboard import charts, words
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.shown import FILTERS
+from outboxio.dashboard.showing import charts, words
+from outboxio.dashboard.showing.shown import FILTERS
 from outboxio.dashboard.view import View
 from outboxio.model.operating.operation import Operation
 from outboxio.version import __version__
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(HERE / "templates"),
