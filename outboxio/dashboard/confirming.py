@@ -87,7 +87,5 @@ async def someone_works(asked: Asked) -> bool:
     if all(statistics.live is not None for statistics in asked.outbox.statistics.values()):
         return True
     overview = await asked.admin.overview()
-    fans_out = {
-        shard for one in overview.instances if one.is_alive and "fanout" in one.roles for shard in one.shards
-    }
+    fans_out = {shard for one in overview.instances if one.is_alive and "fanout" in one.roles for shard in one.shards}
     return all(shard.shard in fans_out for shard in overview.shards)

@@ -182,5 +182,3 @@ def _fields(plan: _Plan) -> list[tuple[str, str]]:
         words = query_of(plan.chosen)
         return [*((name, value) for name, values in words.items() for value in values), *shard]
     return [*(("id", str(id)) for id in plan.chosen), *shard]
-
-

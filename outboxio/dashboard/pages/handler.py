@@ -8,12 +8,12 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.charts import Bar
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
-from outboxio.dashboard.pages.dead import DEAD, GroupRow, group_rows
+from outboxio.dashboard.pages.dead import GroupRow, group_rows
 from outboxio.dashboard.pages.handlers import findings_of
 from outboxio.dashboard.registered import Registered, registered
+from outboxio.dashboard.showing.charts import Bar
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import UnknownHandler
 from outboxio.model.operating.filter import Filter

@@ -20,7 +20,7 @@ from outboxio.dashboard.confirming import (
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.operation import Operation
-from outboxio.support.moment import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 
 _NEWEST = 20  # orders among which the order of this request is sought
 
@@ -59,8 +59,8 @@ async def replay(asked: Asked, form: Fields) -> Done | View:
     name = _given(form, "handler")
     since, until = form.get("since"), form.get("until")
     confirmation = _of("replay", form, f"Run {name} again for events that it has finished?", [
-        "SUCCEEDED, EXPIRED and DEAD notifications of the handler become due again, if their events were emitted in this "
-        "time. The handler must be able to see an event twice.",
+        "SUCCEEDED, EXPIRED and DEAD notifications of the handler become due again, if their events were emitted in "
+        "this time. The handler must be able to see an event twice.",
         "Notifications that retention has removed cannot be replayed.",
     ], f"Replay {name}", handler=name)  # fmt: skip
     confirmation = _with(confirmation, [

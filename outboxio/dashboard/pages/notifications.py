@@ -35,9 +35,7 @@ async def notifications(asked: Asked) -> View:
     filter = await filter_asked(asked)
     page = await asked.admin.list(filter, ROWS, asked.query.get("after"), shard=asked.shard)
     count = await asked.admin.count(filter, shard=asked.shard)
-    facts = Notifications(
-        filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next
-    )
+    facts = Notifications(filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next)
     around = Around(
         in_words(filter),
         await fields_of(asked, WORDS),

@@ -6,7 +6,6 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -17,6 +16,7 @@ from outboxio.dashboard.view import Refused, View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.operations.asking.filters import given_filter
 
 HIDDEN = "(hidden)"
 MOST_LEFT = 10_000
@@ -48,7 +48,7 @@ class OperationFacts(Struct, frozen=True, kw_only=True):
     filter: Words | None
     """The words of the filter, for links to the notifications."""
     left: Count | None
-    """The notifications that the order has still to reach; ``None`` for an order that is no bulk order, or has ended."""
+    """The notifications that a bulk order has still to reach; ``None`` for a different order, or an ended order."""
     share: float | None
     """The part that is done, 0 to 1."""
     took: float
@@ -92,14 +92,16 @@ async def operation(asked: Asked) -> View:
 
 
 def filter_in(operation: Operation) -> Filter | None:
-    """The filter of a bulk order."""
-    try:
-        given = msgspec.convert(operation.request.get("filter"), Filter, strict=False)
-    except msgspec.ValidationError:
+    """The filter of a bulk order, with the moment before which notifications match."""
+    given, search = operation.request.get("filter"), operation.request.get("search")
+    if not isinstance(given, dict):
         return None
-    search: Any = operation.request.get("search")
-    until = search.get("until") if isinstance(search, dict) else None
-    return replace(given, until=datetime.fromisoformat(until) if isinstance(until, str) else given.until)
+    fields: dict[str, Any] = {name: given[name] for name in Filter.__struct_fields__ if name in given}
+    if isinstance(search, dict) and search.get("until"):
+        fields["until"] = search["until"]
+    for name in fields.keys() & {"since", "until"}:
+        fields[name] = datetime.fromisoformat(fields[name])
+    return given_filter(Filter(**fields))
 
 
 def said(operation: Operation, *, tells: bool) -> str:
@@ -113,7 +115,7 @@ def said(operation: Operation, *, tells: bool) -> str:
         return "1 notification" if number == 1 else f"{number:,} notifications"
     parts = [f"the handler “{request['handler']}”"] if "handler" in request else []
     parts += [f"{_NAMES[name]} {_value(value)}" for name, value in request.items() if name in _NAMES and value]
-    return ", ".join(parts) or "old rows" if operation.kind == "purge" else ", ".join(parts) or "–"
+    return ", ".join(parts) or ("old rows" if operation.kind == "purge" else "everything")
 
 
 def _row(operation: Operation, *, tells: bool) -> OperationRow:
