@@ -7,7 +7,7 @@ from outboxio.dashboard.pages.overview import overview
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
-    Route("overview", "/", overview),
+    Route("overview", "/", overview, patience=6.0),
     Route("glossary", "/glossary", glossary),
 ]
 
