@@ -109,8 +109,9 @@ def said(operation: Operation, *, tells: bool) -> str:
     request, filter = operation.request, filter_in(operation)
     if filter is not None:
         error = filter.error if tells or filter.error is None else HIDDEN
-        given: Any = request.get("filter")
-        return in_words(replace(filter, error=error, until=filter.until if "until" in given else None))
+        given: Any = request["filter"]
+        until = filter.until.replace(microsecond=0) if filter.until is not None and "until" in given else None
+        return in_words(replace(filter, error=error, until=until))
     if isinstance(number := request.get("number"), int) and "ids" in request:
         return "1 notification" if number == 1 else f"{number:,} notifications"
     parts = [f"the handler “{request['handler']}”"] if "handler" in request else []
