@@ -82,6 +82,7 @@ from outboxio.operations.overview.values import (
     Overview,
     OverviewFigures,
     ShardStatus,
+    StuckRunStatus,
 )
 from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
 from outboxio.operations.retention import Removed
@@ -182,6 +183,7 @@ __all__ = [
     "State",
     "StoredEvent",
     "Stranded",
+    "StuckRunStatus",
     "TooManyHops",
     "Transaction",
     "TransactionClosed",

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from outboxio import Filter, Outbox
 from outboxio.dashboard import Access, Dashboard
+from outboxio.storage.protocols import InstanceReport
+from outboxio.support.clock import utc_now
 from tests.kit.app import eventually
 from tests.kit.busy import fill, open_shop
 from tests.kit.dashboards import browser
+from tests.kit.inside import database_of
 
 DEAD = Filter(states=("DEAD", "EXPIRED"))
 
@@ -190,6 +194,29 @@ async def test_processes_and_locks_are_shown_while_a_process_runs_and_after(busy
         [instance] = found["instances"]
         assert instance["is_alive"]
         assert {lock["handler_name"] for lock in found["locks"]} >= {None, "ledger", "legacy-tracking"}
+
+
+async def test_stuck_runs_stand_with_the_line_at_which_they_wait(tmp_path: Path) -> None:
+    async with Outbox(f"sqlite:///{tmp_path / 'new.db'}", namespace="shop") as outbox:
+        await outbox.migrate()
+        now = utc_now()
+        stuck = {
+            "handler": "mail",
+            "event_id": None,
+            "since": now.isoformat(),
+            "seconds": 7.0,
+            "at": "mail.py:7 in send",
+        }
+        content = {"roles": ["handling"], "handlers": {"mail": {"stuck": 1}}, "stuck": [stuck]}
+        report = InstanceReport(
+            instance="web-1:7:c0ffee", version="1", started_date=now, last_seen_date=now, delay_seconds=10,
+            report=msgspec.Raw(msgspec.json.encode(content)),
+        )  # fmt: skip
+        await database_of(outbox).reports.write_report("shop", report)
+        async with browser(Dashboard(outbox, authorize=lambda request: Access.viewer("ada"))) as client:
+            page = await text(client, "/instances")
+        assert "Stuck runs of web-1:7" in page
+        assert "mail.py:7 in send" in page
 
 
 async def test_shards_show_tables_fanout_and_retention(busy_file: Path, tmp_path: Path) -> None:
