@@ -76,16 +76,25 @@ async def _change(kind: Kind, asked: Asked, form: Fields) -> Done | View:
         return Done(operation=operation.id)
     counted = _counted(form)
     reached = chosen if counted is None or isinstance(chosen, tuple) else frozen(chosen, counted)
-    planned = await _order(kind, asked)(reached, dry_run=True, shard=shard)
+    works = await someone_works(asked)
+    planned = await _planned(kind, asked, reached, shard)
     plan = _Plan(
         kind=kind, chosen=chosen, reached=reached, shard=shard, planned=planned,
         counted=counted or planned.created_date + _TICK,
     )  # fmt: skip
-    works = await someone_works(asked)
     wrong = wrong_text(form, _typed(plan)) if is_sure(form) else None
     if not is_sure(form) or wrong or not planned.matched:
         return confirm(_confirmation(plan, form, wrong, works=works))
     return await _carry_out(plan, asked, form, works=works)
+
+
+async def _planned(kind: Kind, asked: Asked, chosen: tuple[UUID, ...] | Filter, shard: str | None) -> Operation:
+    """What the order would reach; everything that a filter selects is counted up to 10,000."""
+    if isinstance(chosen, tuple):
+        return await _order(kind, asked)(chosen, dry_run=True, shard=shard)
+    count = await asked.admin.count(chosen, shard=shard)
+    nothing = await _order(kind, asked)((), dry_run=True, shard=shard)  # for its date, and without a question
+    return replace(nothing, matched=int(count), is_complete=count.is_complete)
 
 
 async def _carry_out(plan: _Plan, asked: Asked, form: Fields, *, works: bool) -> Done:
@@ -191,7 +200,7 @@ def _words(plan: _Plan) -> str:
 
 def _typed(plan: _Plan) -> str | None:
     """The number that has to be typed: to skip everything that matches cannot be taken back."""
-    return plan.number if plan.kind == "skip" and plan.is_all and plan.planned.matched else None
+    return f"{plan.planned.matched:,}" if plan.kind == "skip" and plan.is_all and plan.planned.matched else None
 
 
 def _fields(plan: _Plan) -> list[tuple[str, str]]:
