@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import cached_property
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ class Desk:
         self.outbox = outbox
         self.look = look
         self.client = client
-        self.store = Store(outbox, look)
+
+    @cached_property
+    def store(self) -> Store:
+        return Store(self.outbox, self.look)
 
     async def dead(self, number: int, **options: Any) -> list[str]:
         """Make dead letters of the handler ``mail``; their ids."""
@@ -362,3 +366,32 @@ async def test_an_order_runs_beside_a_handler(tmp_path: Path) -> None:
         async with at.outbox.running(), asyncio.timeout(60):
             await at.order("retry", {"id": id})
             await done.wait()
+
+
+async def test_two_shards_are_listed_together_and_ordered_apart(tmp_path: Path) -> None:
+    urls = {name: f"sqlite:///{tmp_path / name}.db" for name in ("one", "two")}
+    async with Outbox(urls, namespace="app") as outbox:
+        await outbox.migrate()
+        for name, url in urls.items():
+            async with Outbox(url, namespace="app") as single:
+                store = Store(single, Look(url))
+                await store.subscribe("mail", now=utc_now())
+                await store.deposit(None, None)
+                await store.fan_out(utc_now())
+                await store.look.fetch(f"UPDATE {{event_notifications}} SET state = 'DEAD', model_type = '{name}'")
+        async with browser(Dashboard(outbox, authorize=lambda request: Access.admin(ADA))) as client:
+            for path in ("/", "/handlers", "/handlers/mail", "/notifications", "/keys", "/instances", "/shards"):
+                assert (await client.get(path)).status_code == 200, path
+            both = (await client.get("/dead?format=json")).json()
+            assert sorted(row["shard"] for row in both["rows"]) == ["one", "one", "two", "two"]
+            page = await client.get("/dead?shard=two")
+            assert "Retry all 2" in words(page)
+            assert "<option selected>two</option>" in page.text
+
+            desk_of = Desk(outbox, Look(urls["two"]), client)
+            await desk_of.confirmed("retry", {"handler": "mail", "shard": "two"})
+            assert await desk_of.states() == {"PENDING": 2}
+            assert await Look(urls["one"]).states() == {"DEAD": 2}
+            await desk_of.confirmed("retry", {"handler": "mail"})
+            assert await Look(urls["one"]).states() == {"PENDING": 2}
+            assert "one, two" in words(await client.get(f"/operations/{(await desk_of.newest()).id}"))
