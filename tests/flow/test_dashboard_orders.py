@@ -386,7 +386,7 @@ async def test_two_shards_are_listed_together_and_ordered_apart(tmp_path: Path) 
             assert sorted(row["shard"] for row in both["rows"]) == ["one", "one", "two", "two"]
             page = await client.get("/dead?shard=two")
             assert "Retry all 2" in words(page)
-            assert "<option selected>two</option>" in page.text
+            assert re.search(r"<option[^>]* selected>two</option>", page.text)
 
             desk_of = Desk(outbox, Look(urls["two"]), client)
             await desk_of.confirmed("retry", {"handler": "mail", "shard": "two"})
