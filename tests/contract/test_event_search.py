@@ -81,6 +81,75 @@ async def test_each_matching_event_is_in_one_page_newest_first(repository: Event
         assert found == expected, search
 
 
+async def test_each_action_is_in_one_page_by_its_newest_matching_event(
+    repository: EventSearchRepository, look: Look
+) -> None:
+    chance = random.Random(5)
+    actions = [UUID(int=number) for number in range(1, 30)]
+    large = UUID(int=99)  # with more events than a list shows, between those of all other actions
+    events = [
+        EventRow(
+            namespace="app" if number % 9 else "another", event_type=chance.choice(("A", "B")),
+            action_id=large if chance.random() < 0.4 else chance.choice(actions[number // 8 : number // 8 + 4]),
+            action_name="Deposit", event_date=at(number),
+        )
+        for number in range(200)
+    ]  # fmt: skip
+    await insert(look, events)
+    cases = (Search(), Search(event_types=("A",)), Search(action_id=large), Search(action_id=actions[9]))
+    for search in (*cases, Search(since=at(40), until=at(90)), Search(model_id="none")):
+        matching = sorted((event for event in events if matches(search, event)), key=lambda e: e.id, reverse=True)
+        expected = list(dict.fromkeys(event.action_id for event in matching))
+        for limit, most in ((1, 1000), (4, 1000), (4, 15), (100, 1000)):
+            after, found = None, []
+            while True:
+                page = await repository.newest_actions("app", search, limit, after, most=most)
+                assert len(page.rows) <= limit
+                found += page.rows
+                if page.next is None:
+                    break
+                after = page.next
+            assert [row.action_id for row in found] == expected, (search, limit, most)
+            for row in found:
+                of_action = [event for event in events if event.namespace == "app" and event.action_id == row.action_id]
+                assert row.is_complete is (len(of_action) <= 20)
+                assert len(row.events) == min(20, len(of_action))
+                assert {event.id for event in row.events} <= {event.id for event in of_action}
+                assert all((event.payload, event.headers) == (None, None) for event in row.events)
+
+
+async def test_large_documents_are_left_out_on_demand(repository: EventSearchRepository, look: Look) -> None:
+    cause = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')
+    child = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}', causation_id=cause.id)
+    await insert(look, [cause, child])
+    await insert(look, [Row(event_id=cause.id, payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')])
+
+    found = [
+        *(await repository.newest("app", Search(), 10, documents=False)).rows,
+        *await repository.events("app", [cause.id], documents=False),
+        *await repository.caused_by("app", [cause.id], 10, documents=False),
+    ]
+    assert [(event.payload, bytes(event.action_params), event.headers) for event in found] == [
+        (None, b"null", None)
+    ] * 4
+    [record] = await repository.notifications_of("app", [cause.id], 10)
+    assert (record.payload, record.action_params, record.headers) == (None, {}, None)
+
+
+async def test_the_states_of_events_are_counted(repository: EventSearchRepository, look: Look) -> None:
+    first, second, without = uuid4(), uuid4(), uuid4()
+    states = ((first, "DEAD"), (first, "SUCCEEDED"), (first, "SUCCEEDED"), (second, "BLOCKED"))
+    await insert(
+        look, [Row(event_id=event, handler_name=f"h{i}", state=state) for i, (event, state) in enumerate(states)]
+    )
+    await insert(look, [Row(event_id=second, handler_name="other", namespace="another")])
+
+    assert await repository.states_of("app", [first, second, without]) == {
+        first: {"DEAD": 1, "SUCCEEDED": 2}, second: {"BLOCKED": 1},
+    }  # fmt: skip
+    assert await repository.states_of("app", []) == {}
+
+
 async def test_a_summary_has_the_columns_of_the_event(repository: EventSearchRepository, look: Look) -> None:
     cause = uuid4()
     event = EventRow(

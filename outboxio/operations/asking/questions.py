@@ -25,6 +25,7 @@ from outboxio.support.text import briefly
 MOST_COUNTED = 10_000
 MOST_GROUPED = 1_000
 _EXPORTED_AT_ONCE = 500
+_MOST_OF_EVENT = 10_000  # notifications: a handler name has at most one
 
 
 class Questions(AdminBase):
@@ -146,8 +147,12 @@ class Questions(AdminBase):
         of = BoundedCount(max(of, looked_at), is_complete=is_complete)
         return Groups(grouped(errors, wanted, self._redact), looked_at, of)
 
-    async def inspect(self, id: UUID, *, shard: str | None = None) -> Sequence[NotificationRecord]:
+    async def inspect(
+        self, id: UUID, *, documents: bool = True, shard: str | None = None
+    ) -> Sequence[NotificationRecord]:
         """The notification with this id, or all notifications of the event with this id; empty for an unknown id.
+
+        ``documents=False`` leaves out payload, parameters and headers, and is for the id of an event.
 
         Example::
 
@@ -157,7 +162,10 @@ class Questions(AdminBase):
         records: list[NotificationRecord] = []
         chosen = [given_id(id)]
         for database in self._shards.databases(shard):
-            records += await database.notifications.select_by_id(self._namespace, chosen)
+            if documents:
+                records += await database.notifications.select_by_id(self._namespace, chosen)
+            else:
+                records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
         return self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date)))
 
     async def export(

@@ -56,8 +56,8 @@ class WalkedSearch(Reader):
         self._walker = Walker(self)
 
     @abstractmethod
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order."""
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearchRepository`."""
 
     @abstractmethod
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
