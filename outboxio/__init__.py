@@ -66,6 +66,7 @@ from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.group import Group, Groups
+from outboxio.model.operating.history import HandlerHistory, HistoryPoint
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.operating.page import BoundedCount, Page
 from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
@@ -125,10 +126,12 @@ __all__ = [
     "Group",
     "Groups",
     "HandlerFailed",
+    "HandlerHistory",
     "HandlerPartitions",
     "HandlerStatus",
     "Handlers",
     "Health",
+    "HistoryPoint",
     "Inbox",
     "InstanceStatus",
     "InterruptedRun",

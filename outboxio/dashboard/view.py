@@ -25,6 +25,8 @@ class View(Struct, frozen=True, kw_only=True):
     title: str
     facts: object
     """The template sees ``facts``, and ``?format=json`` answers the facts, encoded by msgspec."""
+    around: object = None
+    """What the template needs beside the facts, such as the fields of a form. Not a part of the JSON."""
     refreshes: bool = True
     """True if the script of the page refreshes the page now and again."""
     status: int = 200

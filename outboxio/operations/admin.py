@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outboxio.operations.asking.actions import ActionQuestions
 from outboxio.operations.asking.events import EventQuestions
+from outboxio.operations.asking.history import HistoryQuestions
 from outboxio.operations.asking.questions import Questions
 from outboxio.operations.asking.recorded import OperationQuestions
 from outboxio.operations.ordering.handler_orders import HandlerOrders
@@ -19,6 +20,7 @@ class Admin(
     Questions,
     EventQuestions,
     ActionQuestions,
+    HistoryQuestions,
     OperationQuestions,
     NotificationOrders,
     HandlerOrders,
@@ -27,7 +29,7 @@ class Admin(
     """Questions and orders about all notifications of a namespace, on all shards unless ``shard`` names a shard.
 
     - Look: ``overview``, ``count``, ``list``, ``groups``, ``inspect``, ``export``, ``events``, ``event``, ``document``,
-      ``states``, ``tree``, ``actions``, ``handlers``, ``keys``, ``stranded``, ``counts``.
+      ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``.
     - Mend: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
     - Look at orders: ``operations``, ``operation``, ``stop``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -40,6 +41,11 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return NOTHING
     return f"{seconds * 1000:.0f} ms" if 0 < seconds < 0.1 else spoken(seconds)
+
+
+def bound(seconds: float | None) -> str:
+    """The upper bound of a bucket of durations: ``250 ms``. Above the largest bound: ``over the scale``."""
+    return "over the scale" if seconds is not None and math.isinf(seconds) else duration(seconds)
 
 
 def share(value: float | None) -> str:
@@ -87,5 +93,5 @@ def shortened(text: object, most: int = 120) -> str:
 
 FILTERS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (number, bounded, duration, share, moment, iso, ago, sentence, shortened)
+    for function in (number, bounded, duration, bound, share, moment, iso, ago, sentence, shortened)
 }

@@ -370,8 +370,15 @@ class ReportRepository(Protocol):
         """Write the minutes of this process, in one statement. A row that exists is replaced."""
         ...
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        """The minutes after a moment, the processes added up."""
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        """The minutes of all handlers after a moment, the processes added up."""
+        ...
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        """The rows of a handler name for these minutes, the oldest first, the processes added up.
+
+        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
+        """
         ...
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None: ...
