@@ -28,8 +28,8 @@ class Admin(
 ):
     """Questions and orders about all notifications of a namespace, on all shards unless ``shard`` names a shard.
 
-    - Look: ``overview``, ``count``, ``list``, ``groups``, ``inspect``, ``export``, ``events``, ``event``, ``document``,
-      ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``.
+    - Look: ``overview``, ``count``, ``list``, ``groups``, ``inspect``, ``export``, ``events``, ``event``,
+      ``documents``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``.
     - Mend: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
     - Look at orders: ``operations``, ``operation``, ``stop``.

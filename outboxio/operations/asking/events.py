@@ -8,7 +8,6 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.errors import ConfigurationError
 from outboxio.model.notification import DOCUMENTS, shown_document
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import Page
@@ -19,7 +18,6 @@ from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import given_filter, search_of
 from outboxio.operations.orders import given_id, given_ids, given_limit
 from outboxio.storage.protocols import Database, EventSummary, FoundEvents
-from outboxio.support.text import briefly
 
 MOST_NODES = 200
 _HIGHEST = 1_000  # causes above an event that are followed
@@ -111,23 +109,22 @@ class EventQuestions(AdminBase):
         """
         return await self._states(self._shards.databases(shard), given_ids(event_ids, "states"))
 
-    async def document(self, event_id: UUID, name: str = "payload", *, shard: str | None = None) -> str | None:
-        """A document of an event as JSON text: ``payload``, ``action_params`` or ``headers``.
+    async def documents(self, event_id: UUID, *, shard: str | None = None) -> dict[str, str]:
+        """The documents of an event as JSON texts: ``payload``, ``action_params`` and ``headers``, if they exist.
 
-        ``None`` if there is none. The text is that of the database, so that each number keeps all of its digits. With
-        ``Outbox(redact=...)``, the text is what ``redact`` returns for the document without spaces. Raises
-        :class:`ConfigurationError` for a different name.
+        The texts are those of the database, so that each number keeps all of its digits. With ``Outbox(redact=...)``,
+        a text is what ``redact`` returns for the document without spaces. Empty for an unknown id.
 
         Example::
 
-            text = await outbox.admin.document(event_id)
-            print(text)  # {"order": 12345678901234567890, "total": 10.90}
+            documents = await outbox.admin.documents(event_id)
+            print(documents["payload"])  # {"order": 12345678901234567890, "total": 10.90}
         """
-        if name not in DOCUMENTS:
-            raise ConfigurationError(f"there is no document {briefly(name)}; expected {', '.join(sorted(DOCUMENTS))}")
         found = await self._find(self._shards.databases(shard), given_id(event_id))
-        raw: msgspec.Raw | None = None if found is None else getattr(found[0], name)
-        return None if raw is None else redacted_text(bytes(raw).decode(), self._redact)
+        raw = {} if found is None else {name: getattr(found[0], name) for name in sorted(DOCUMENTS)}
+        return {
+            name: redacted_text(bytes(text).decode(), self._redact) for name, text in raw.items() if text is not None
+        }
 
     # --- inside ----------------------------------------------------------------------------------
 
