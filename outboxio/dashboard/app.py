@@ -13,7 +13,7 @@ from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
 from outboxio.dashboard.access import Authorize
-from outboxio.dashboard.asked import Asked, Site, checked_back, with_field
+from outboxio.dashboard.asked import Asked, Memory, Site, checked_back, with_field
 from outboxio.dashboard.failures import ORDER_PATIENCE, PATIENCE, view_of
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.guard import PASSED, Guard, Passed, refuse_other_sites, refuse_wrong_token
@@ -61,7 +61,7 @@ class Dashboard:
                 f"authorize is {briefly(authorize)}; expected a function of the request that returns an Access or None"
             )
         paths = {route.name: route.path for route in PAGES} | {order.name: order.path for order in ORDERS}
-        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, read_only)
+        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, read_only, Memory())
         routes = [Path(route.path, self._page(route), methods=["GET"]) for route in PAGES]
         routes += [Path(order.path, self._order(order), methods=["POST"]) for order in ORDERS]
         routes += [Path(files.PATH, files.answer, methods=["GET"])]
@@ -84,11 +84,11 @@ class Dashboard:
             asked = self._asked(request)
             try:
                 _refuse_without_right(asked, route.right)
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(route.patience):
                     view = await route.function(asked)
                 return await answered(view, asked)
             except Exception as error:
-                return await _failed(error, asked, request)
+                return await _failed(error, asked, request, route.patience)
 
         return page
 

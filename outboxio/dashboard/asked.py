@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from msgspec import Struct
@@ -22,7 +23,24 @@ from outboxio.support.text import briefly
 ONCE = ("did", "format")
 """Fields of a query that belong to a single answer, and not to the page."""
 
+T = TypeVar("T")
+
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+class Memory:
+    """Answers of the last seconds, for all users: ten open pages do not cost ten questions."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[float, Any]] = {}
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float) -> T:
+        """The answer with this key, if it is not older than ``fresh`` seconds, or a new answer."""
+        read_at, answer = self._answers.get(key, (float("-inf"), None))
+        if time.monotonic() - read_at >= fresh:
+            answer = await fetch()
+            self._answers[key] = time.monotonic(), answer
+        return cast(T, answer)
 
 
 class Site(Struct, frozen=True):
@@ -34,6 +52,7 @@ class Site(Struct, frozen=True):
     paths: Mapping[str, str]
     """The path of each page and order, by name."""
     read_only: bool
+    memory: Memory
 
 
 class Asked:
@@ -61,6 +80,7 @@ class Asked:
         """The path of the mount, also behind a proxy, without a slash at the end."""
         self._below: str = request.scope["path"].removeprefix(self.prefix)
         self._paths = site.paths
+        self._memory = site.memory
 
     @cached_property
     def admin(self) -> Admin:
@@ -84,6 +104,15 @@ class Asked:
             known = ", ".join(self.shards)
             raise Refused(400, f"There is no shard {briefly(name)}.", f"The shards are: {known}.")
         return name
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float = 2.0) -> T:
+        """An answer that is at most ``fresh`` seconds old, shared by all users. ``key``: names the question.
+
+        Example::
+
+            needs = await asked.lately("needs", lambda: read_needs(asked.admin))
+        """
+        return await self._memory.lately(key, fetch, fresh)
 
     # --- addresses -------------------------------------------------------------------------------
 

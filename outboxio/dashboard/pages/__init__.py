@@ -19,7 +19,7 @@ from outboxio.dashboard.pages.shards import shards
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
-    Route("overview", "/", overview),
+    Route("overview", "/", overview, patience=6.0),
     Route("handlers", "/handlers", handlers),
     Route("handler", "/handlers/{name:path}", handler),
     Route("dead", "/dead", dead),

@@ -66,7 +66,7 @@ async def actions(asked: Asked) -> View:
     page = await asked.admin.actions(filter, ROWS, asked.query.get("after"), shard=asked.shard)
     facts = ActionsFacts(filter=query_of(filter), rows=[_row(action) for action in page], next=page.next)
     around: Around = await around_of(asked, filter, page, "actions")
-    return View(template="actions.html", title="Actions", facts=facts, around=around)
+    return View(template="actions.html", title="Actions", facts=facts, shown={"around": around})
 
 
 async def action(asked: Asked) -> View:

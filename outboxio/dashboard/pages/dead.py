@@ -93,7 +93,7 @@ async def dead(asked: Asked) -> View:
         older(asked, filter, page),
         any(word in asked.query for word in WORDS),
     )
-    return View(template="dead.html", title="Dead letters", facts=facts, around=around)
+    return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
 
 
 def group_rows(groups: Iterable[Group], *, tells: bool) -> list[GroupRow]:

@@ -67,7 +67,7 @@ async def events(asked: Asked) -> View:
     page = await asked.admin.events(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
     facts = EventsFacts(filter=query_of(filter), rows=await event_rows(asked, page), next=page.next)
     around = await around_of(asked, filter, page, "events")
-    return View(template="events.html", title="Events", facts=facts, around=around)
+    return View(template="events.html", title="Events", facts=facts, shown={"around": around})
 
 
 async def event_rows(asked: Asked, page: Iterable[StoredEvent]) -> list[EventRow]:

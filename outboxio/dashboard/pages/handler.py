@@ -11,7 +11,7 @@ from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
 from outboxio.dashboard.pages.dead import GroupRow, group_rows
-from outboxio.dashboard.pages.handlers import findings_of
+from outboxio.dashboard.pages.handlers import findings_of, links_of, overview_for
 from outboxio.dashboard.registered import Registered, registered
 from outboxio.dashboard.showing.charts import Bar
 from outboxio.dashboard.view import Refused, View
@@ -68,7 +68,7 @@ async def handler(asked: Asked) -> View:
         history = await admin.history(name, within=within, step=step, shard=asked.shard)
     except UnknownHandler as error:
         raise Refused(404, str(error), "The page Handlers lists all handlers.") from None
-    overview = await admin.overview()
+    overview = await overview_for(asked)
     status = next((one for one in overview.handlers if one.handler_name == name), None)
     groups = await admin.groups(Filter(handler=name), limit=MOST_GROUPED)
     facts = HandlerFacts(
@@ -86,7 +86,12 @@ async def handler(asked: Asked) -> View:
         operations=await _operations(asked, name),
         read_date=overview.read_date,
     )
-    return View(template="handler.html", title=name, facts=facts, around=_bars(history))
+    return View(
+        template="handler.html",
+        title=name,
+        facts=facts,
+        shown={"bars_of": _bars(history), "links": links_of(facts.findings, asked)},
+    )
 
 
 async def _operations(asked: Asked, name: str) -> list[Operation]:

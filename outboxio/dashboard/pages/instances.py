@@ -10,6 +10,7 @@ from msgspec import Struct
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.pages.handlers import links_of, overview_for
 from outboxio.dashboard.view import View
 from outboxio.operations.overview.values import Finding, InstanceStatus, LockStatus
 from outboxio.operations.partitions.owners import in_ranges
@@ -44,13 +45,18 @@ class InstancesFacts(Struct, frozen=True, kw_only=True):
 async def instances(asked: Asked) -> View:
     """The processes by their own reports, and who holds which lock."""
     refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview = await asked.admin.overview()
+    overview = await overview_for(asked)
     facts = InstancesFacts(
         instances=overview.instances,
         locks=_rows(await asked.admin.locks(shard=asked.shard)),
         findings=tuple(finding for finding in overview.findings if finding.rule in _RULES),
     )
-    return View(template="instances.html", title="Instances and locks", facts=facts)
+    return View(
+        template="instances.html",
+        title="Instances and locks",
+        facts=facts,
+        shown={"links": links_of(facts.findings, asked)},
+    )
 
 
 def _rows(locks: Iterable[LockStatus]) -> list[LockRow]:

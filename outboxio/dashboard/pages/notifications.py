@@ -43,7 +43,7 @@ async def notifications(asked: Asked) -> View:
         _has(filter, TO_RETRY),
         _has(filter, TO_SKIP),
     )
-    return View(template="notifications.html", title="Notifications", facts=facts, around=around)
+    return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around})
 
 
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:

@@ -45,7 +45,7 @@ async def answered(view: View | Download, asked: Asked) -> Response:
 def rendered(view: View, asked: Asked, did: Operation | None = None) -> str:
     """The HTML of a page. ``did``: the order that was given just now."""
     template = _environment.get_template(view.template)
-    return template.render(facts=view.facts, view=view, asked=asked, access=asked.access, did=did)
+    return template.render(facts=view.facts, view=view, asked=asked, access=asked.access, did=did, **view.shown)
 
 
 async def _did(asked: Asked) -> Operation | None:

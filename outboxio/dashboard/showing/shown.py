@@ -103,6 +103,11 @@ def sentence(text: str) -> Markup:
     return Markup("").join([*parts, escape(text[end:])])
 
 
+def process(name: str) -> str:
+    """The name of a process as people tell processes apart: machine and process id, without the random part."""
+    return name.rpartition(":")[0] or name
+
+
 def shortened(text: object, most: int = 120) -> str:
     """The beginning of a text, on one line."""
     line = " ".join(str(text).split())
@@ -111,5 +116,5 @@ def shortened(text: object, most: int = 120) -> str:
 
 FILTERS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (number, bounded, duration, bound, share, moment, iso, ago, sentence, shortened)
+    for function in (number, bounded, duration, bound, share, moment, iso, ago, sentence, process, shortened)
 }
