@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from uuid import UUID, uuid4
 
 import msgspec
 import pytest
 
-from outboxio import Outbox
+from outboxio import Filter, Outbox
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.operating import EventSearchRepository
@@ -199,3 +199,46 @@ async def test_the_notifications_of_events_come_by_event_and_handler(
     assert [row.id for row in found] == [row.id for row in expected]
     assert len(await repository.notifications_of("app", events, 3)) == 3
     assert await repository.notifications_of("app", [], 100) == []
+
+
+async def test_operators_see_events_actions_and_exact_documents(
+    make_outbox: Callable[..., Awaitable[Outbox]], look: Look
+) -> None:
+    outbox = await make_outbox(redact=lambda text: text.replace("4111", "****"))
+    payload = '{"card": "4111", "big": 12345678901234567890, "total": 10.5}'
+    cause = EventRow(payload=payload, action_id=ACTIONS[0], action_params='{"card": "4111"}', model_id="7")
+    caused = EventRow(causation_id=cause.id, action_id=ACTIONS[1], payload=payload)
+    idle = EventRow(action_id=ACTIONS[2], action_name="Look", event_type=None, payload=None, headers=None)
+    await insert(look, [cause, caused, idle])
+    rows = [Row(event_id=cause.id, handler_name=name, state=state, payload=payload)
+            for name, state in (("a", "DEAD"), ("b", "SUCCEEDED"))]  # fmt: skip
+    await insert(look, rows)
+    admin = outbox.admin
+
+    documents = await admin.documents(cause.id)
+    assert {name: msgspec.json.decode(text) for name, text in documents.items()} == {
+        "payload": {"card": "****", "big": 12345678901234567890, "total": 10.5},
+        "action_params": {"card": "****"}, "headers": {},
+    }  # fmt: skip
+    assert (await admin.documents(idle.id)).keys() == {"action_params"}
+    assert await admin.documents(uuid4()) == {}
+    whole, part = await admin.event(cause.id), await admin.event(cause.id, documents=False)
+    assert whole is not None
+    assert part is not None
+    assert (whole.payload, part.payload, part.action_params) == (msgspec.json.decode(documents["payload"]), None, {})
+    assert await admin.event(uuid4()) is None
+    assert await admin.states([cause.id, caused.id]) == {cause.id: {"DEAD": 1, "SUCCEEDED": 1}}
+    assert [record.payload for record in await admin.inspect(cause.id, documents=False)] == [None, None]
+    tree = await admin.tree(caused.id, documents=False)
+    assert tree is not None
+    assert [(node.event.id, node.event.payload, node.worst) for node in tree.root] == [
+        (cause.id, None, State.DEAD), (caused.id, None, None),
+    ]  # fmt: skip
+
+    first = await admin.actions(limit=2)
+    found = [*first, *await admin.actions(limit=2, after=first.next)]
+    assert [(action.name, action.is_empty, action.worst) for action in found] == [
+        ("Look", True, None), ("Deposit", False, None), ("Deposit", False, State.DEAD),
+    ]  # fmt: skip
+    assert (found[1].causation_id, found[2].events[0].model_id) == (cause.id, "7")
+    assert [action.id for action in await admin.actions(Filter(model_id="7"))] == [ACTIONS[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -40,8 +40,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {_plain(str(key)): _plain(each) for key, each in items}
+        fields: Mapping[Any, Any] = value
+        return {_plain(str(key)): _plain(each) for key, each in fields.items()}
     if isinstance(value, Iterable):
-        return [_plain(each) for each in cast("Iterable[Any]", value)]
+        members: Iterable[Any] = value
+        return [_plain(each) for each in members]
     return value

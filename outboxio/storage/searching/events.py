@@ -50,23 +50,23 @@ class WalkedEvents(ABC):
 
     @abstractmethod
     async def summaries(self, namespace: str, ids: Sequence[str], *, documents: bool) -> list[EventSummary]:
-        """The events with these ids, in any order."""
+        """The events with the given ids, in any order."""
 
     @abstractmethod
     async def of_actions(self, namespace: str, actions: Sequence[str], limit: int) -> list[str]:
-        """The ids of up to ``limit`` events of each of these actions, in any order."""
+        """The ids of up to ``limit`` events of each action, in any order."""
 
     @abstractmethod
     async def states(self, namespace: str, events: Sequence[str]) -> list[tuple[str, str, int]]:
-        """Event id, state and number of the notifications of these events."""
+        """Event id, state and number of the notifications of the given events."""
 
     @abstractmethod
     async def caused(self, namespace: str, causes: Sequence[str], limit: int) -> list[str]:
-        """The ids of up to ``limit`` events that these events have caused."""
+        """The ids of up to ``limit`` events that the given events have caused."""
 
     @abstractmethod
     async def notification_ids(self, namespace: str, events: Sequence[str], limit: int) -> list[str]:
-        """The ids of up to ``limit`` notifications of these events, by event id and handler name."""
+        """The ids of up to ``limit`` notifications of the given events, by event id and handler name."""
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
         ids = await self.notification_ids(namespace, _texts(events), limit) if events else []
