@@ -27,7 +27,7 @@ _UNSEEN = re.compile(
 
 
 def visible(value: Any) -> Any:
-    """A value for a page. Characters that nobody sees, and that could make a text look like another, are escaped.
+    """A value for a page. Characters without a shape, which can make a text look like another, are escaped.
 
     Each ``{{ }}`` of a template passes through this function. Text that is escaped already is unchanged: a template
     writes ``{{ value|e }}`` where a form has to send the exact text back.
