@@ -71,7 +71,7 @@ async def _change(kind: Kind, asked: Asked, form: Fields) -> Done | View:
         return Done(operation=operation.id)
     planned = await _order(kind, asked)(chosen, dry_run=True, shard=shard)
     if isinstance(chosen, Filter) and chosen.until is None:
-        # So the order reaches what the page has counted, and not what ends badly while somebody reads the page.
+        # So the order reaches what the page has counted, and not what ends badly while the page is read.
         chosen = replace(chosen, until=planned.created_date + _TICK)
     plan = _Plan(kind=kind, chosen=chosen, shard=shard, planned=planned)
     works = await someone_works(asked)

@@ -21,6 +21,7 @@ from outboxio.model.operating.history import HandlerHistory
 from outboxio.model.operating.operation import Operation
 from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus
 from outboxio.operations.partitions.owners import HandlerPartitions
+from outboxio.statistics.buckets import DURATIONS, LAGS
 
 MOST_GROUPED = 200
 GROUPS, KEYS, OPERATIONS = 5, 10, 5
@@ -57,6 +58,13 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     read_date: datetime
 
 
+class P95s(Struct, frozen=True):
+    """The bounds below which 95 % of the runs of each period lie, in seconds."""
+
+    durations: list[float]
+    lags: list[float]
+
+
 async def handler(asked: Asked) -> View:
     """The facts about a handler, with a chart of 1 h or of 24 h (the word ``span``)."""
     refuse_unknown_words(asked.query, ["span", *OTHER_WORDS])
@@ -90,7 +98,7 @@ async def handler(asked: Asked) -> View:
         template="handler.html",
         title=name,
         facts=facts,
-        shown={"bars_of": _bars(history), "links": links_of(facts.findings, asked)},
+        shown={"bars_of": _bars(history), "p95s": _p95s(history), "links": links_of(facts.findings, asked)},
     )
 
 
@@ -113,3 +121,13 @@ def _bars(history: HandlerHistory) -> list[Bar]:
         )
         for point in history.points
     ]  # fmt: skip
+
+
+def _p95s(history: HandlerHistory) -> P95s:
+    durations = [_bounded(point.duration_p95, DURATIONS[-1]) for point in history.points]
+    return P95s(durations, [_bounded(point.lag_p95, LAGS[-1]) for point in history.points])
+
+
+def _bounded(seconds: float | None, largest: float) -> float:
+    """A value for a line: nothing is 0, and more than the largest bound is the largest bound."""
+    return min(seconds or 0.0, largest)

@@ -142,7 +142,7 @@ async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> Co
         return None
     try:
         return count_of(await asked.admin.count(filter, most=MOST_LEFT))
-    except OutboxError:  # the last notification of a handler that nobody knows any more was changed just now
+    except OutboxError:  # the last notification of a handler without any process was changed just now
         return None
 
 

@@ -33,7 +33,7 @@ class ShardsFacts(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     kept: Kept
     last_purge: Operation | None
-    """The newest purge that somebody has ordered, among the newest 100 orders."""
+    """The newest purge by hand, among the newest 100 orders."""
 
 
 async def shards(asked: Asked) -> View:

@@ -62,8 +62,17 @@ def duration(seconds: float | None) -> str:
 
 
 def bound(seconds: float | None) -> str:
-    """The upper bound of a bucket of durations: ``250 ms``. Above the largest bound: ``over the scale``."""
-    return "over the scale" if seconds is not None and math.isinf(seconds) else duration(seconds)
+    """The upper bound of a bucket of durations, exact: ``2.5 ms``, ``0.25 s``. Infinity is more than any bound."""
+    if seconds is None:
+        return NOTHING
+    if math.isinf(seconds):
+        return "off the scale"
+    return f"{seconds * 1000:g} ms" if seconds < 0.1 else f"{seconds:g} s" if seconds < 60 else spoken(seconds)
+
+
+def offset(seconds: float) -> str:
+    """How far a clock is ahead (``+1.5 s``) or behind (``-1.5 s``)."""
+    return "0.0 s" if abs(seconds) < 0.05 else f"{seconds:+.1f} s"
 
 
 def share(value: float | None) -> str:
@@ -116,5 +125,5 @@ def shortened(text: object, most: int = 120) -> str:
 
 FILTERS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (number, bounded, duration, bound, share, moment, iso, ago, sentence, process, shortened)
+    for function in (number, bounded, duration, bound, offset, share, moment, iso, ago, sentence, process, shortened)
 }
