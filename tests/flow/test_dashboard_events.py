@@ -417,9 +417,11 @@ async def test_documents_that_are_large_or_no_unicode_or_no_json_are_shown_withi
         EventRow(payload="[" * 5000 + "]" * 5000),
         EventRow(payload="{}", **shared),
     ]  # fmt: skip
-    rows = [Row(event_id=large.id, handler_name=f"h{number}", payload=large.payload) for number in range(3)]
+    rows = [
+        Row(event_id=large.id, handler_name=f"h{number}", payload=large.payload, state="DEAD") for number in range(3)
+    ]
     async with stored(tmp_path, *events, *rows) as client:
-        for path in ("/events", "/actions", *(f"/events/{event.id}" for event in events)):
+        for path in ("/events", "/actions", "/dead", "/notifications", *(f"/events/{event.id}" for event in events)):
             answer = await client.get(path)
             assert answer.status_code == 200, answer.text
             assert len(answer.text) < 250_000, path

@@ -83,13 +83,15 @@ class Questions(AdminBase):
         state: State | str | None = None,
         handler: str | None = None,
         event_type: str | None = None,
+        documents: bool = True,
         shard: str | None = None,
     ) -> Page[NotificationRecord]:
         """The notifications that match, the newest first; at most ``limit``. ``page.next`` goes on.
 
         ``filter``: a :class:`Filter`, or the name of a state. ``state``, ``handler`` and ``event_type`` are short for a
         filter with a single field. ``after``: ``page.next`` of the page before, or, with a single shard, the id of the
-        last notification of that page.
+        last notification of that page. ``documents=False`` leaves out payload, parameters and headers: large documents
+        are not read then.
 
         The newest is what an operator asks for: of DEAD and EXPIRED notifications the last end of each handler, of
         waiting notifications the latest due date, and otherwise the newest event. A page can be shorter than ``limit``
@@ -108,7 +110,7 @@ class Questions(AdminBase):
         """
         wanted = chosen_filter(filter, state, handler, event_type)
         limit = given_limit(limit)
-        page = await self._page(wanted, limit, after, shard)
+        page = await self._page(wanted, limit, after, shard, documents=documents)
         if not page and page.next is None and after is None:
             await self._refuse_unknown_names(wanted, shard)
         return page
@@ -219,14 +221,15 @@ class Questions(AdminBase):
     # --- inside ----------------------------------------------------------------------------------
 
     async def _page(
-        self, filter: Filter, limit: int, after: str | UUID | None, shard: str | None
+        self, filter: Filter, limit: int, after: str | UUID | None, shard: str | None, *, documents: bool
     ) -> Page[NotificationRecord]:
         databases = {database.name: database for database in self._shards.databases(shard)}
         searches = {name: await self._search(filter, database) for name, database in databases.items()}
         places = await self._places(filter, after, databases, searches)
         found: dict[str, FoundRows] = {}
         for name, place in places.items():
-            found[name] = await databases[name].search.find(self._namespace, searches[name], limit, place)
+            search = databases[name].search
+            found[name] = await search.find(self._namespace, searches[name], limit, place, documents=documents)
         chosen = merged([each.rows for each in found.values()], limit)
         reached: dict[str, Place | None] = {}
         for name, each in found.items():

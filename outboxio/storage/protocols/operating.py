@@ -87,9 +87,19 @@ class SearchRepository(Protocol):
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int = 10_000,
+        documents: bool = True,
     ) -> FoundRows:
-        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        """Up to ``limit`` matches after a place. The place is from a page of the same search.
+
+        ``documents``: see :class:`EventSearchRepository`.
+        """
         ...
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
