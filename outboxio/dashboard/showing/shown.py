@@ -104,8 +104,8 @@ def ago(value: datetime | None, now: datetime | None = None) -> str:
 
 def sentence(text: str) -> Markup:
     """A sentence of a verdict. Names between backticks become ``<code>``."""
+    text, end = str(visible(text)), 0
     parts: list[str] = []
-    end = 0
     for found in _QUOTED.finditer(text):
         parts += [escape(text[end : found.start()]), Markup("<code>"), escape(found[1]), Markup("</code>")]
         end = found.end()
