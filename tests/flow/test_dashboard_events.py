@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from html import unescape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -190,6 +191,17 @@ async def test_an_action_shows_its_parameters_and_events_or_that_it_did_nothing(
         assert "There is no action" in words_of(await page_of(client, f"/actions/{uuid4()}", 404))
         [sentinel] = (await facts_of(client, f"/events?action={idle}"))["rows"]
         assert "emitted nothing" in words_of(await page_of(client, f"/events/{sentinel['id']}"))
+
+
+async def test_an_event_is_shown_although_its_chain_cannot_be_read_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = EventRow(correlation_id="req-1")
+    async with stored(tmp_path, cause, EventRow(causation_id=cause.id)) as client:
+        monkeypatch.setattr(import_module("outboxio.dashboard.pages.event"), "TREE_PATIENCE", 0.0)
+        words = words_of(await page_of(client, f"/events/{cause.id}"))
+        assert "could not be read within a second. See the events with the same correlation id" in words
+        assert (await facts_of(client, f"/events/{cause.id}"))["tree"] is None
 
 
 async def test_actions_and_events_of_several_shards_are_one_list(tmp_path: Path) -> None:
@@ -433,6 +445,8 @@ async def test_documents_that_are_large_or_no_unicode_or_no_json_are_shown_withi
             assert len(answer.text) < 250_000, path
             assert "<script>" not in answer.text.partition("<main")[2], path
             assert len((await client.get(f"{path}?format=json")).content) < 300_000, path
+        assert "data-refreshes" not in await page_of(client, f"/events/{large.id}")
+        assert "data-refreshes" in await page_of(client, f"/events/{events[1].id}")
         assert "The first 64 KB of 9,765 KB." in words_of(await page_of(client, f"/events/{large.id}"))
         assert len((await client.get(f"/events/{large.id}/payload")).content) == len(large.payload or "")
         assert "\\ud83d" in words_of(await page_of(client, f"/events/{events[1].id}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -26,6 +27,11 @@ from outboxio.support.log import trace_id_in
 
 MOST_OPERATIONS = 500
 """The newest orders among which the page looks for those about the event."""
+
+
+TREE_PATIENCE = 1.0  # seconds
+MOST_READ = 1_000_000
+"""Characters of documents above which a page is not refreshed: each refresh would read the documents again."""
 
 
 class Node(Struct, frozen=True, kw_only=True):
@@ -70,7 +76,8 @@ class EventFacts(Struct, frozen=True, kw_only=True):
     headers: Document | None
     may_read: bool
     """False without the right to read payloads."""
-    tree: Tree
+    tree: Tree | None
+    """``None`` if the chain could not be read within a second."""
     operations: list[OperationRow]
     """The newest orders that name the event, or one of its notifications."""
     looked_at: int
@@ -85,7 +92,6 @@ async def event(asked: Asked) -> View:
     may_read = asked.access.may("payloads")
     texts = await asked.admin.documents(found.id, shard=found.shard)
     documents = {name: document(text) for name, text in texts.items()} if may_read else {}
-    tree = await asked.admin.tree(found.id, documents=False)
     orders = await asked.admin.operations(MOST_OPERATIONS)
     [row] = await event_rows(asked, [found])
     facts = EventFacts(
@@ -100,11 +106,12 @@ async def event(asked: Asked) -> View:
         action_params=documents.get("action_params"),
         headers=documents.get("headers"),
         may_read=may_read,
-        tree=_tree(tree),
+        tree=await _tree(asked, found),
         operations=[row_of(order, tells=may_read) for order in orders if _names(order, found.id, records)],
         looked_at=len(orders),
     )
-    return View(template="event.html", title=found.event_type or "Action without events", facts=facts)
+    title = found.event_type or "Action without events"
+    return View(template="event.html", title=title, facts=facts, refreshes=sum(map(len, texts.values())) < MOST_READ)
 
 
 async def payload(asked: Asked) -> Download:
@@ -127,7 +134,16 @@ async def _find(asked: Asked) -> tuple[StoredEvent, UUID]:
     return found, id
 
 
-def _tree(tree: EventTree | None) -> Tree:
+async def _tree(asked: Asked, event: StoredEvent) -> Tree | None:
+    """The chain. A long chain takes many questions, and the rest of the page does not wait for all of them."""
+    try:
+        async with asyncio.timeout(TREE_PATIENCE):
+            return _drawn(await asked.admin.tree(event.id, documents=False))
+    except TimeoutError:
+        return None
+
+
+def _drawn(tree: EventTree | None) -> Tree:
     """The nodes in drawing order, without recursion: a chain may have many generations."""
     nodes: list[Node] = []
     waiting = [] if tree is None else [(tree.root, 0)]
