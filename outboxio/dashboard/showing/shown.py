@@ -19,6 +19,24 @@ NOTHING = "\N{EN DASH}"
 _QUOTED = re.compile(r"`([^`]+)`")
 
 
+#: Characters without a shape of their own: controls but tab and line ends, lone surrogates, and characters that change
+#: the direction of the text around.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def visible(value: Any) -> Any:
+    """A value for a page. Characters without a shape, which can make a text look like another, are escaped.
+
+    Each ``{{ }}`` of a template passes through this function. Text that is escaped already is unchanged: a template
+    writes ``{{ value|e }}`` where a form has to send the exact text back.
+    """
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+
+
 def number(value: float | None) -> str:
     """A number: ``8,211``, ``0.4``."""
     if value is None:
@@ -86,8 +104,8 @@ def ago(value: datetime | None, now: datetime | None = None) -> str:
 
 def sentence(text: str) -> Markup:
     """A sentence of a verdict. Names between backticks become ``<code>``."""
+    text, end = str(visible(text)), 0
     parts: list[str] = []
-    end = 0
     for found in _QUOTED.finditer(text):
         parts += [escape(text[end : found.start()]), Markup("<code>"), escape(found[1]), Markup("</code>")]
         end = found.end()
