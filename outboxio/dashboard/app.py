@@ -74,14 +74,13 @@ class Dashboard:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _asked(self, request: Request) -> Asked:
+    async def _asked(self, request: Request) -> Asked:
         passed: Passed = request.scope[PASSED]
-        access = passed.access.reading() if self._site.read_only else passed.access
-        return Asked(request, self._site, access, passed.csrf)
+        return Asked(request, self._site, passed.access, passed.csrf, await self._site.why_read_only())
 
     def _page(self, route: Route) -> _Endpoint:
         async def page(request: Request) -> Response:
-            asked = self._asked(request)
+            asked = await self._asked(request)
             try:
                 _refuse_without_right(asked, route.right)
                 async with asyncio.timeout(route.patience):
@@ -94,7 +93,7 @@ class Dashboard:
 
     def _order(self, order: Order) -> _Endpoint:
         async def carry_out(request: Request) -> Response:
-            asked = self._asked(request)
+            asked = await self._asked(request)
             try:
                 refuse_other_sites(request)
                 form = await _form(request)
@@ -114,18 +113,14 @@ class Dashboard:
         """A path without a page, or a method that the path does not answer."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = "There is no such page." if status == 404 else f"This address does not answer {request.method}."
-        return await _failed(
-            Refused(status, told, "The overview has links to all pages."), self._asked(request), request
-        )
+        refused = Refused(status, told, "The overview has links to all pages.")
+        return await _failed(refused, await self._asked(request), request)
 
 
 def _refuse_without_right(asked: Asked, right: str) -> None:
     if not asked.access.may(right):
-        raise Refused(
-            403,
-            f"{asked.access.actor} does not have the right {right!r} here.",
-            "Either the user lacks the right, or the dashboard is read-only, or the database is.",
-        )
+        told = f"{asked.access.actor} does not have the right `{right}` here."
+        raise Refused(403, told, asked.why_read_only or "The function authorize of the dashboard gives the rights.")
 
 
 async def _failed(error: Exception, asked: Asked, request: Request, patience: float = PATIENCE) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from outboxio.dashboard.access import Access
+from outboxio.dashboard.failures import PATIENCE
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.showing import files
 from outboxio.dashboard.view import Refused
@@ -54,6 +56,22 @@ class Site(Struct, frozen=True):
     read_only: bool
     memory: Memory
 
+    async def why_read_only(self) -> str | None:
+        """Why no order works: by choice, or because all databases refuse; ``None`` if orders work."""
+        if self.read_only:
+            return "The dashboard was mounted with read_only=True."
+        reasons = await self.memory.lately("read only", self._refused, fresh=30.0)
+        if len(reasons) < len(self.outbox.statistics):
+            return None
+        return f"The database takes no orders: {'; '.join(dict.fromkeys(reasons.values()))}."
+
+    async def _refused(self) -> Mapping[str, str]:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self.outbox.admin.orders_refused()
+        except Exception:  # the page asks the same database, and tells what is wrong
+            return {}
+
 
 class Asked:
     """A request: of which user, for which outbox, with which query.
@@ -65,10 +83,12 @@ class Asked:
             return View(template="keys.html", title="Parked keys", facts=found)
     """
 
-    def __init__(self, request: Request, site: Site, access: Access, csrf: str) -> None:
+    def __init__(self, request: Request, site: Site, access: Access, csrf: str, why_read_only: str | None) -> None:
         self.outbox = site.outbox
-        self.access = access
+        self.access = access if why_read_only is None else access.reading()
         """The rights that are left after ``read_only`` and after what the database allows."""
+        self.why_read_only = why_read_only
+        """Why no order works, as a sentence; ``None`` if orders work."""
         self.csrf = csrf
         """The value of the hidden field ``csrf`` of each form."""
         self.path: Mapping[str, str] = request.path_params
