@@ -13,7 +13,7 @@ from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
 from outboxio.dashboard.access import Authorize
-from outboxio.dashboard.asked import Asked, Site, checked_back, with_field
+from outboxio.dashboard.asked import Asked, Memory, Site, checked_back, with_field
 from outboxio.dashboard.failures import ORDER_PATIENCE, PATIENCE, view_of
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.guard import PASSED, Guard, Passed, refuse_other_sites, refuse_wrong_token
@@ -61,7 +61,7 @@ class Dashboard:
                 f"authorize is {briefly(authorize)}; expected a function of the request that returns an Access or None"
             )
         paths = {route.name: route.path for route in PAGES} | {order.name: order.path for order in ORDERS}
-        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, read_only)
+        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, read_only, Memory())
         routes = [Path(route.path, self._page(route), methods=["GET"]) for route in PAGES]
         routes += [Path(order.path, self._order(order), methods=["POST"]) for order in ORDERS]
         routes += [Path(files.PATH, files.answer, methods=["GET"])]
@@ -74,27 +74,26 @@ class Dashboard:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _asked(self, request: Request) -> Asked:
+    async def _asked(self, request: Request) -> Asked:
         passed: Passed = request.scope[PASSED]
-        access = passed.access.reading() if self._site.read_only else passed.access
-        return Asked(request, self._site, access, passed.csrf)
+        return Asked(request, self._site, passed.access, passed.csrf, await self._site.why_read_only())
 
     def _page(self, route: Route) -> _Endpoint:
         async def page(request: Request) -> Response:
-            asked = self._asked(request)
+            asked = await self._asked(request)
             try:
                 _refuse_without_right(asked, route.right)
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(route.patience):
                     view = await route.function(asked)
                 return await answered(view, asked)
             except Exception as error:
-                return await _failed(error, asked, request)
+                return await _failed(error, asked, request, route.patience)
 
         return page
 
     def _order(self, order: Order) -> _Endpoint:
         async def carry_out(request: Request) -> Response:
-            asked = self._asked(request)
+            asked = await self._asked(request)
             try:
                 refuse_other_sites(request)
                 form = await _form(request)
@@ -114,18 +113,14 @@ class Dashboard:
         """A path without a page, or a method that the path does not answer."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = "There is no such page." if status == 404 else f"This address does not answer {request.method}."
-        return await _failed(
-            Refused(status, told, "The overview has links to all pages."), self._asked(request), request
-        )
+        refused = Refused(status, told, "The overview has links to all pages.")
+        return await _failed(refused, await self._asked(request), request)
 
 
 def _refuse_without_right(asked: Asked, right: str) -> None:
     if not asked.access.may(right):
-        raise Refused(
-            403,
-            f"{asked.access.actor} does not have the right {right!r} here.",
-            "Either the user lacks the right, or the dashboard is read-only, or the database is.",
-        )
+        told = f"{asked.access.actor} does not have the right `{right}` here."
+        raise Refused(403, told, asked.why_read_only or "The function authorize of the dashboard gives the rights.")
 
 
 async def _failed(error: Exception, asked: Asked, request: Request, patience: float = PATIENCE) -> Response:

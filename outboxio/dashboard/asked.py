@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from msgspec import Struct
 from starlette.requests import Request
 
 from outboxio.dashboard.access import Access
+from outboxio.dashboard.failures import PATIENCE
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.showing import files
 from outboxio.dashboard.view import Refused
@@ -22,7 +25,24 @@ from outboxio.support.text import briefly
 ONCE = ("did", "format")
 """Fields of a query that belong to a single answer, and not to the page."""
 
+T = TypeVar("T")
+
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+class Memory:
+    """Answers of the last seconds, for all users: ten open pages do not cost ten questions."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[float, Any]] = {}
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float) -> T:
+        """The answer with this key, if it is not older than ``fresh`` seconds, or a new answer."""
+        read_at, answer = self._answers.get(key, (float("-inf"), None))
+        if time.monotonic() - read_at >= fresh:
+            answer = await fetch()
+            self._answers[key] = time.monotonic(), answer
+        return cast(T, answer)
 
 
 class Site(Struct, frozen=True):
@@ -34,6 +54,23 @@ class Site(Struct, frozen=True):
     paths: Mapping[str, str]
     """The path of each page and order, by name."""
     read_only: bool
+    memory: Memory
+
+    async def why_read_only(self) -> str | None:
+        """Why no order works: by choice, or because all databases refuse; ``None`` if orders work."""
+        if self.read_only:
+            return "The dashboard was mounted with read_only=True."
+        reasons = await self.memory.lately("read only", self._refused, fresh=30.0)
+        if len(reasons) < len(self.outbox.statistics):
+            return None
+        return f"The database takes no orders: {'; '.join(dict.fromkeys(reasons.values()))}."
+
+    async def _refused(self) -> Mapping[str, str]:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self.outbox.admin.orders_refused()
+        except Exception:  # the page asks the same database, and tells what is wrong
+            return {}
 
 
 class Asked:
@@ -46,10 +83,12 @@ class Asked:
             return View(template="keys.html", title="Parked keys", facts=found)
     """
 
-    def __init__(self, request: Request, site: Site, access: Access, csrf: str) -> None:
+    def __init__(self, request: Request, site: Site, access: Access, csrf: str, why_read_only: str | None) -> None:
         self.outbox = site.outbox
-        self.access = access
+        self.access = access if why_read_only is None else access.reading()
         """The rights that are left after ``read_only`` and after what the database allows."""
+        self.why_read_only = why_read_only
+        """Why no order works, as a sentence; ``None`` if orders work."""
         self.csrf = csrf
         """The value of the hidden field ``csrf`` of each form."""
         self.path: Mapping[str, str] = request.path_params
@@ -61,6 +100,7 @@ class Asked:
         """The path of the mount, also behind a proxy, without a slash at the end."""
         self._below: str = request.scope["path"].removeprefix(self.prefix)
         self._paths = site.paths
+        self._memory = site.memory
 
     @cached_property
     def admin(self) -> Admin:
@@ -84,6 +124,15 @@ class Asked:
             known = ", ".join(self.shards)
             raise Refused(400, f"There is no shard {briefly(name)}.", f"The shards are: {known}.")
         return name
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float = 2.0) -> T:
+        """An answer that is at most ``fresh`` seconds old, shared by all users. ``key``: names the question.
+
+        Example::
+
+            needs = await asked.lately("needs", lambda: read_needs(asked.admin))
+        """
+        return await self._memory.lately(key, fetch, fresh)
 
     # --- addresses -------------------------------------------------------------------------------
 

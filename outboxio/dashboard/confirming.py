@@ -79,7 +79,7 @@ def wrong_text(form: Fields, typed: str | None) -> str | None:
 
 def _plain(text: str) -> str:
     """A name, or a number with or without the commas."""
-    return text.replace(",", "") if text.replace(",", "").rstrip("+").isdecimal() else text
+    return text.replace(",", "") if text.replace(",", "").isdecimal() else text
 
 
 async def someone_works(asked: Asked) -> bool:

@@ -139,13 +139,14 @@ def below_mount(scope: Scope) -> Scope:
     """The scope, with the whole path of the mount in ``root_path``, and with ``path`` beginning with ``root_path``.
 
     Frameworks differ. Starlette and FastAPI keep the path of the mount in ``path``, and a proxy in front may have
-    removed the beginning. Litestar removes the mount from ``path`` and leaves the mount out of ``root_path``.
+    removed the beginning. Litestar removes the mount from ``path``, leaves the mount out of ``root_path``, and adds a
+    slash at the end.
     """
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     asked = unquote((scope.get("raw_path") or b"").decode("latin-1").partition("?")[0]).rstrip("/")
     removed = asked.removesuffix(path.rstrip("/"))
     if asked and removed and removed != asked and path.rstrip("/") != asked:
-        root, below = removed if removed.startswith(root) else root + removed, path
+        root, below = removed if removed.startswith(root) else root + removed, path.rstrip("/")
     elif asked and path == "/":
         root, below = asked if asked.startswith(root) else root + asked, path
     else:

@@ -120,7 +120,7 @@ async def filter_asked(asked: Asked, *states: State, words: Sequence[str] = WORD
     """The filter of the query. Durations count from the time of the database. Refuses unknown words."""
     refuse_unknown_words(asked.query, [*words, *OTHER_WORDS])
     relative = any(word in asked.query for word in ("since", "until"))
-    now = (await asked.admin.overview()).read_date if relative else None
+    now = (await asked.admin.overview()).read_date.replace(microsecond=0) if relative else None
     return filter_of(asked.values, *states, now=now)
 
 

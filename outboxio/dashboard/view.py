@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -25,11 +25,20 @@ class View(Struct, frozen=True, kw_only=True):
     title: str
     facts: object
     """The template sees ``facts``, and ``?format=json`` answers the facts, encoded by msgspec."""
-    around: object = None
-    """What the template needs beside the facts, such as the fields of a form. Not a part of the JSON."""
+    shown: Mapping[str, object] = {}
+    """Further variables of the template, which are no facts: links, chosen values of a filter."""
     refreshes: bool = True
     """True if the script of the page refreshes the page now and again."""
     status: int = 200
+
+
+class Download(Struct, frozen=True, kw_only=True):
+    """A file that the browser saves instead of a page."""
+
+    name: str
+    """The proposed name of the file: letters, digits, dots and hyphens."""
+    content: bytes
+    media_type: str = "application/json"
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -51,7 +60,7 @@ class Refused(Exception):
         self.remedy = remedy
 
 
-Page = Callable[["Asked"], Awaitable[View]]
+Page = Callable[["Asked"], Awaitable[View | Download]]
 Ordered = Callable[["Asked", "Fields"], Awaitable[Done | View]]
 
 
@@ -62,6 +71,8 @@ class Route(Struct, frozen=True):
     path: str
     function: Page
     right: str = "view"
+    patience: float = 2.0
+    """The seconds after which the question is ended, and the page says so."""
 
 
 class Order(Struct, frozen=True):

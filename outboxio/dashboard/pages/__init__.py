@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from outboxio.dashboard.pages import bulk_orders, handler_orders
+from outboxio.dashboard.pages.actions import action, actions
 from outboxio.dashboard.pages.dead import dead
+from outboxio.dashboard.pages.event import event, payload
+from outboxio.dashboard.pages.events import events
 from outboxio.dashboard.pages.glossary import glossary
 from outboxio.dashboard.pages.handler import handler
 from outboxio.dashboard.pages.handlers import handlers
@@ -16,11 +19,16 @@ from outboxio.dashboard.pages.shards import shards
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
-    Route("overview", "/", overview),
+    Route("overview", "/", overview, patience=6.0),
     Route("handlers", "/handlers", handlers),
     Route("handler", "/handlers/{name:path}", handler),
     Route("dead", "/dead", dead),
     Route("notifications", "/notifications", notifications),
+    Route("events", "/events", events),
+    Route("event", "/events/{id}", event),
+    Route("payload", "/events/{id}/payload", payload, "payloads"),
+    Route("actions", "/actions", actions),
+    Route("action", "/actions/{id}", action),
     Route("keys", "/keys", keys),
     Route("instances", "/instances", instances),
     Route("shards", "/shards", shards),

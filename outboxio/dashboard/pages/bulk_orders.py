@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Literal
 from uuid import UUID
 
@@ -25,12 +25,14 @@ from outboxio.dashboard.filters import WORDS, filter_of, in_words, query_of, ref
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation
-from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP
+from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP, frozen
 from outboxio.operations.orders import given_ids
 
 MOST_AT_ONCE = 1_000
 """Notifications that are changed within the request, if no process works in the background."""
-_FORM = ("csrf", "back", "sure", "reason", "typed", "id", "of", "shard")
+COUNTED = "counted"
+"""The hidden field with the moment at which the page has counted: what changes later is left alone."""
+_FORM = ("csrf", "back", "sure", "reason", "typed", "id", "shard", COUNTED)
 _TICK = timedelta(microseconds=1)
 
 Kind = Literal["retry", "skip"]
@@ -41,8 +43,11 @@ class _Plan(Struct, frozen=True, kw_only=True):
 
     kind: Kind
     chosen: tuple[UUID, ...] | Filter
+    reached: tuple[UUID, ...] | Filter
+    """The same, without what has changed since the page has counted."""
     shard: str | None
     planned: Operation
+    counted: datetime
 
     @property
     def number(self) -> str:
@@ -69,24 +74,35 @@ async def _change(kind: Kind, asked: Asked, form: Fields) -> Done | View:
     if not is_sure(form) and kind == "retry" and isinstance(chosen, tuple) and len(chosen) == 1:
         operation = await _order(kind, asked)(chosen, reason=reason_of(form), shard=shard)
         return Done(operation=operation.id)
-    planned = await _order(kind, asked)(chosen, dry_run=True, shard=shard)
-    if isinstance(chosen, Filter) and chosen.until is None:
-        # So the order reaches what the page has counted, and not what ends badly while somebody reads the page.
-        chosen = replace(chosen, until=planned.created_date + _TICK)
-    plan = _Plan(kind=kind, chosen=chosen, shard=shard, planned=planned)
+    counted = _counted(form)
+    reached = chosen if counted is None or isinstance(chosen, tuple) else frozen(chosen, counted)
     works = await someone_works(asked)
+    planned = await _planned(kind, asked, reached, shard)
+    plan = _Plan(
+        kind=kind, chosen=chosen, reached=reached, shard=shard, planned=planned,
+        counted=counted or planned.created_date + _TICK,
+    )  # fmt: skip
     wrong = wrong_text(form, _typed(plan)) if is_sure(form) else None
     if not is_sure(form) or wrong or not planned.matched:
         return confirm(_confirmation(plan, form, wrong, works=works))
     return await _carry_out(plan, asked, form, works=works)
 
 
+async def _planned(kind: Kind, asked: Asked, chosen: tuple[UUID, ...] | Filter, shard: str | None) -> Operation:
+    """What the order would reach; everything that a filter selects is counted up to 10,000."""
+    if isinstance(chosen, tuple):
+        return await _order(kind, asked)(chosen, dry_run=True, shard=shard)
+    count = await asked.admin.count(chosen, shard=shard)
+    nothing = await _order(kind, asked)((), dry_run=True, shard=shard)  # for its date, and without a question
+    return replace(nothing, matched=int(count), is_complete=count.is_complete)
+
+
 async def _carry_out(plan: _Plan, asked: Asked, form: Fields, *, works: bool) -> Done:
     order, reason = _order(plan.kind, asked), reason_of(form)
     if not plan.is_all:
-        return Done(operation=(await order(plan.chosen, reason=reason, shard=plan.shard)).id)
+        return Done(operation=(await order(plan.reached, reason=reason, shard=plan.shard)).id)
     in_background = works or plan.planned.matched > MOST_AT_ONCE
-    operation = await order(plan.chosen, reason=reason, shard=plan.shard, background=in_background)
+    operation = await order(plan.reached, reason=reason, shard=plan.shard, background=in_background)
     location = asked.path_of("operation", id=operation.id, of=plan.planned.matched)
     return Done(location=location)
 
@@ -119,6 +135,17 @@ async def _chosen(kind: Kind, asked: Asked, form: Fields) -> tuple[tuple[UUID, .
             f"{kind.capitalize()} changes notifications that are {', '.join(map(str, states))}.",
         )  # fmt: skip
     return replace(filter, states=possible or states), shard
+
+
+def _counted(form: Fields) -> datetime | None:
+    """The moment at which the page of the first step has counted."""
+    text = form.get(COUNTED)
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=None)
+    except ValueError:
+        raise Refused(400, f"{COUNTED} is {text[:40]!r}, and not a date.", "Give the order from its page.") from None
 
 
 # --- in words ------------------------------------------------------------------------------------
@@ -173,12 +200,13 @@ def _words(plan: _Plan) -> str:
 
 def _typed(plan: _Plan) -> str | None:
     """The number that has to be typed: to skip everything that matches cannot be taken back."""
-    return plan.number if plan.kind == "skip" and plan.is_all and plan.planned.matched else None
+    return f"{plan.planned.matched:,}" if plan.kind == "skip" and plan.is_all and plan.planned.matched else None
 
 
 def _fields(plan: _Plan) -> list[tuple[str, str]]:
     shard = [] if plan.shard is None else [("shard", plan.shard)]
     if isinstance(plan.chosen, Filter):
         words = query_of(plan.chosen)
-        return [*((name, value) for name, values in words.items() for value in values), *shard]
+        counted = (COUNTED, plan.counted.isoformat())
+        return [*((name, value) for name, values in words.items() for value in values), *shard, counted]
     return [*(("id", str(id)) for id in plan.chosen), *shard]

@@ -83,7 +83,7 @@ async def dead(asked: Asked) -> View:
         grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
     else:
         count = await asked.admin.count(filter, shard=shard)
-    page = await asked.admin.list(filter, ROWS, after, shard=shard)
+    page = await asked.admin.list(filter, ROWS, after, documents=False, shard=shard)
     facts = DeadLetters(
         filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next, grouped=grouped
     )
@@ -93,7 +93,7 @@ async def dead(asked: Asked) -> View:
         older(asked, filter, page),
         any(word in asked.query for word in WORDS),
     )
-    return View(template="dead.html", title="Dead letters", facts=facts, around=around)
+    return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
 
 
 def group_rows(groups: Iterable[Group], *, tells: bool) -> list[GroupRow]:

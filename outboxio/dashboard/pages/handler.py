@@ -11,7 +11,7 @@ from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
 from outboxio.dashboard.pages.dead import GroupRow, group_rows
-from outboxio.dashboard.pages.handlers import findings_of
+from outboxio.dashboard.pages.handlers import findings_of, links_of, overview_for
 from outboxio.dashboard.registered import Registered, registered
 from outboxio.dashboard.showing.charts import Bar
 from outboxio.dashboard.view import Refused, View
@@ -21,6 +21,7 @@ from outboxio.model.operating.history import HandlerHistory
 from outboxio.model.operating.operation import Operation
 from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus
 from outboxio.operations.partitions.owners import HandlerPartitions
+from outboxio.statistics.buckets import DURATIONS, LAGS
 
 MOST_GROUPED = 200
 GROUPS, KEYS, OPERATIONS = 5, 10, 5
@@ -57,6 +58,13 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     read_date: datetime
 
 
+class P95s(Struct, frozen=True):
+    """The bounds below which 95 % of the runs of each period lie, in seconds."""
+
+    durations: list[float]
+    lags: list[float]
+
+
 async def handler(asked: Asked) -> View:
     """The facts about a handler, with a chart of 1 h or of 24 h (the word ``span``)."""
     refuse_unknown_words(asked.query, ["span", *OTHER_WORDS])
@@ -68,7 +76,7 @@ async def handler(asked: Asked) -> View:
         history = await admin.history(name, within=within, step=step, shard=asked.shard)
     except UnknownHandler as error:
         raise Refused(404, str(error), "The page Handlers lists all handlers.") from None
-    overview = await admin.overview()
+    overview = await overview_for(asked)
     status = next((one for one in overview.handlers if one.handler_name == name), None)
     groups = await admin.groups(Filter(handler=name), limit=MOST_GROUPED)
     facts = HandlerFacts(
@@ -86,7 +94,12 @@ async def handler(asked: Asked) -> View:
         operations=await _operations(asked, name),
         read_date=overview.read_date,
     )
-    return View(template="handler.html", title=name, facts=facts, around=_bars(history))
+    return View(
+        template="handler.html",
+        title=name,
+        facts=facts,
+        shown={"bars_of": _bars(history), "p95s": _p95s(history), "links": links_of(facts.findings, asked)},
+    )
 
 
 async def _operations(asked: Asked, name: str) -> list[Operation]:
@@ -108,3 +121,13 @@ def _bars(history: HandlerHistory) -> list[Bar]:
         )
         for point in history.points
     ]  # fmt: skip
+
+
+def _p95s(history: HandlerHistory) -> P95s:
+    durations = [_bounded(point.duration_p95, DURATIONS[-1]) for point in history.points]
+    return P95s(durations, [_bounded(point.lag_p95, LAGS[-1]) for point in history.points])
+
+
+def _bounded(seconds: float | None, largest: float) -> float:
+    """A value for a line: nothing is 0, and more than the largest bound is the largest bound."""
+    return min(seconds or 0.0, largest)

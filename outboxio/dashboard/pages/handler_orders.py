@@ -32,7 +32,7 @@ async def pause(asked: Asked, form: Fields) -> Done | View:
     """Pause a handler."""
     name = _given(form, "handler")
     confirmation = _of("pause", form, f"Pause {name}?", [
-        "No run of the handler starts, in any process, until somebody unpauses the handler.",
+        "No run of the handler starts, in any process, until an operator unpauses the handler.",
         "Runs under way go on. Events wait, and their retention begins when the pause ends.",
     ], f"Pause {name}", handler=name)  # fmt: skip
     return await _after(confirmation, asked, form, lambda reason: asked.admin.pause(name, reason=reason))

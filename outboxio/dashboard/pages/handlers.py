@@ -10,8 +10,9 @@ from msgspec import Struct
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.pages.overview import mended_at, without_messages
 from outboxio.dashboard.view import View
-from outboxio.operations.overview.values import Finding, HandlerStatus
+from outboxio.operations.overview.values import Finding, HandlerStatus, Overview
 
 
 class HandlersFacts(Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class HandlersFacts(Struct, frozen=True, kw_only=True):
 async def handlers(asked: Asked) -> View:
     """The handlers, or those whose names contain the word ``name``."""
     refuse_unknown_words(asked.query, ["name", *OTHER_WORDS])
-    overview = await asked.admin.overview()
+    overview = await overview_for(asked)
     part = asked.query.get("name", "").lower()
     chosen = tuple(one for one in overview.handlers if part in one.handler_name.lower())
     facts = HandlersFacts(
@@ -37,7 +38,21 @@ async def handlers(asked: Asked) -> View:
         of=len(overview.handlers),
         read_date=overview.read_date,
     )
-    return View(template="handlers.html", title="Handlers", facts=facts)
+    links = links_of(facts.findings, asked)
+    return View(template="handlers.html", title="Handlers", facts=facts, shown={"links": links})
+
+
+async def overview_for(asked: Asked) -> Overview:
+    """The overview as the user may see the overview."""
+    overview = await asked.admin.overview()
+    return overview if asked.access.may("payloads") else without_messages(overview)
+
+
+def links_of(findings: Sequence[Finding], asked: Asked) -> dict[Finding, tuple[str, str] | None]:
+    """The address at which each finding is mended, unless this is the address, and the words of the link."""
+    links = {finding: mended_at(finding, asked) for finding in findings}
+    here = asked.here().partition("?")[0]
+    return {finding: None if link is None or link[0] == here else link for finding, link in links.items()}
 
 
 def findings_of(findings: Sequence[Finding], handlers: Sequence[HandlerStatus]) -> tuple[Finding, ...]:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.pages.handlers import links_of, overview_for
 from outboxio.dashboard.view import View
 from outboxio.operations.overview.values import Finding, InstanceStatus, LockStatus
 from outboxio.operations.partitions.owners import in_ranges
@@ -24,7 +25,7 @@ class LockRow(Struct, frozen=True, kw_only=True):
     handler_name: str | None
     """``None`` for the lock of fan-out."""
     partitions: str
-    """The numbers of the partitions: ``0-3, 7``."""
+    """The numbers of the partitions: ``0-3, 7``. Empty for fan-out, and for a handler with a single partition."""
     owner: str | None
     since: datetime | None
     """The moment at which the first of these locks was taken."""
@@ -44,23 +45,32 @@ class InstancesFacts(Struct, frozen=True, kw_only=True):
 async def instances(asked: Asked) -> View:
     """The processes by their own reports, and who holds which lock."""
     refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview = await asked.admin.overview()
+    overview = await overview_for(asked)
     facts = InstancesFacts(
         instances=overview.instances,
         locks=_rows(await asked.admin.locks(shard=asked.shard)),
         findings=tuple(finding for finding in overview.findings if finding.rule in _RULES),
     )
-    return View(template="instances.html", title="Instances and locks", facts=facts)
+    return View(
+        template="instances.html",
+        title="Instances and locks",
+        facts=facts,
+        shown={"links": links_of(facts.findings, asked)},
+    )
 
 
 def _rows(locks: Iterable[LockStatus]) -> list[LockRow]:
     """The locks, one row for all partitions of a handler with the same owner. Locks without an owner come first."""
     found: dict[tuple[str, str | None, str | None], list[LockStatus]] = {}
+    parted: set[tuple[str, str | None]] = set()
     for lock in locks:
+        if lock.partition:
+            parted.add((lock.shard, lock.handler_name))
         found.setdefault((lock.shard, lock.handler_name, lock.owner), []).append(lock)
     rows = [
         LockRow(
-            shard=shard, handler_name=name, partitions=in_ranges(lock.partition for lock in each), owner=owner,
+            shard=shard, handler_name=name,
+            partitions=in_ranges(lock.partition for lock in each) if (shard, name) in parted else "", owner=owner,
             since=min((lock.since for lock in each if lock.since is not None), default=None), is_alive=each[0].is_alive,
         )
         for (shard, name, owner), each in found.items()

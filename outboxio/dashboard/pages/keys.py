@@ -33,4 +33,4 @@ async def keys(asked: Asked) -> View:
         "name": "handler", "label": "Handler", "value": name, "options": await handler_names(asked, name),
     }  # fmt: skip
     facts = KeysFacts(keys=found[:MOST], is_all=len(found) <= MOST)
-    return View(template="keys.html", title="Parked keys", facts=facts, around=[field])
+    return View(template="keys.html", title="Parked keys", facts=facts, shown={"around": [field]})

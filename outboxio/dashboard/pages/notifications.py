@@ -33,7 +33,7 @@ class Notifications(Listed, frozen=True, kw_only=True):
 async def notifications(asked: Asked) -> View:
     """The notifications that match the filter."""
     filter = await filter_asked(asked)
-    page = await asked.admin.list(filter, ROWS, asked.query.get("after"), shard=asked.shard)
+    page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
     count = await asked.admin.count(filter, shard=asked.shard)
     facts = Notifications(filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next)
     around = Around(
@@ -43,7 +43,7 @@ async def notifications(asked: Asked) -> View:
         _has(filter, TO_RETRY),
         _has(filter, TO_SKIP),
     )
-    return View(template="notifications.html", title="Notifications", facts=facts, around=around)
+    return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around})
 
 
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:

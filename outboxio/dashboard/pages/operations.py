@@ -62,7 +62,7 @@ async def operations(asked: Asked) -> View:
     refuse_unknown_words(asked.query, OTHER_WORDS)
     page = await asked.admin.operations(ROWS, asked.query.get("after"), shard=asked.shard)
     tells = asked.access.may("payloads")
-    rows = [_row(operation, tells=tells) for operation in page]
+    rows = [row_of(operation, tells=tells) for operation in page]
     facts = OperationsFacts(operations=rows, next=page.next)
     return View(template="operations.html", title="Operations", facts=facts)
 
@@ -75,7 +75,7 @@ async def operation(asked: Asked) -> View:
     if found is None:
         raise Refused(404, f"There is no operation {given[:40]}.", "The page Operations lists the orders of 90 days.")
     tells = asked.access.may("payloads")
-    row, filter = _row(found, tells=tells), filter_in(found)
+    row, filter = row_of(found, tells=tells), filter_in(found)
     left = await _left(asked, found, filter)
     facts = OperationFacts(
         operation=row.operation,
@@ -109,8 +109,9 @@ def said(operation: Operation, *, tells: bool) -> str:
     request, filter = operation.request, filter_in(operation)
     if filter is not None:
         error = filter.error if tells or filter.error is None else HIDDEN
-        given: Any = request.get("filter")
-        return in_words(replace(filter, error=error, until=filter.until if "until" in given else None))
+        given: Any = request["filter"]
+        until = filter.until.replace(microsecond=0) if filter.until is not None and "until" in given else None
+        return in_words(replace(filter, error=error, until=until))
     if isinstance(number := request.get("number"), int) and "ids" in request:
         return "1 notification" if number == 1 else f"{number:,} notifications"
     parts = [f"the handler “{request['handler']}”"] if "handler" in request else []
@@ -118,7 +119,8 @@ def said(operation: Operation, *, tells: bool) -> str:
     return ", ".join(parts) or ("old rows" if operation.kind == "purge" else "everything")
 
 
-def _row(operation: Operation, *, tells: bool) -> OperationRow:
+def row_of(operation: Operation, *, tells: bool) -> OperationRow:
+    """An order in words. ``tells``: False hides texts that may come from payloads."""
     filter, request = filter_in(operation), operation.request
     handler: Any = filter.handler if filter is not None else request.get("handler")
     shown = operation if tells else _without_errors(operation)
@@ -141,7 +143,7 @@ async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> Co
         return None
     try:
         return count_of(await asked.admin.count(filter, most=MOST_LEFT))
-    except OutboxError:  # the last notification of a handler that nobody knows any more was changed just now
+    except OutboxError:  # the last notification of a handler without any process was changed just now
         return None
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.pages.handlers import links_of, overview_for
 from outboxio.dashboard.view import View
 from outboxio.model.operating.operation import Operation
 from outboxio.operations.overview.values import Finding, ShardStatus
@@ -32,13 +33,13 @@ class ShardsFacts(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     kept: Kept
     last_purge: Operation | None
-    """The newest purge that somebody has ordered, among the newest 100 orders."""
+    """The newest purge by hand, among the newest 100 orders."""
 
 
 async def shards(asked: Asked) -> View:
     """Each database: reachable or not, tables, fan-out, clock."""
     refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview, settings = await asked.admin.overview(), asked.outbox.settings
+    overview, settings = await overview_for(asked), asked.outbox.settings
     is_up = any(shard.is_reachable and shard.schema is None for shard in overview.shards)
     operations = await asked.admin.operations(_LOOKED_AT) if is_up and len(overview.shards) == 1 else []
     facts = ShardsFacts(
@@ -47,7 +48,7 @@ async def shards(asked: Asked) -> View:
         kept=Kept(keep_finished=_kept(settings.keep_finished), keep_dead=_kept(settings.keep_dead)),
         last_purge=next((one for one in operations if one.kind == "purge"), None),
     )
-    return View(template="shards.html", title="Shards", facts=facts)
+    return View(template="shards.html", title="Shards", facts=facts, shown={"links": links_of(facts.findings, asked)})
 
 
 def _kept(time: timedelta) -> str:
