@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from outboxio import Outbox
 from outboxio.dashboard.pages import PAGES
 from tests.kit.site import Site
@@ -14,7 +16,8 @@ NAMES = [route.name for route in PAGES if "{" not in route.path] + [
 def address(site: Site, name: str) -> str:
     """The path of a page below the mount."""
     path = next(route.path for route in PAGES if route.name == name)
-    return path.format(**site.run(lambda outbox: _parameters(outbox, name))).lstrip("/")
+    parameters = site.run(lambda outbox: _parameters(outbox, name))
+    return re.sub(r"\{(\w+)[^}]*\}", lambda match: str(parameters[match[1]]), path).lstrip("/")
 
 
 async def _parameters(outbox: Outbox, name: str) -> dict[str, object]:
