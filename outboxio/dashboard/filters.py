@@ -151,5 +151,5 @@ def _quoted(value: object) -> str:
 
 
 def _shown(moment: datetime) -> str:
-    """A moment, to the minute if seconds are zero."""
-    return f"{moment.isoformat(' ', 'auto' if moment.microsecond or moment.second else 'minutes')} UTC"
+    """A moment, to the minute if there are no seconds."""
+    return f"{moment.isoformat(' ', 'seconds' if moment.second or moment.microsecond else 'minutes')} UTC"

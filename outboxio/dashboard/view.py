@@ -32,6 +32,15 @@ class View(Struct, frozen=True, kw_only=True):
     status: int = 200
 
 
+class Download(Struct, frozen=True, kw_only=True):
+    """A file that the browser saves instead of a page."""
+
+    name: str
+    """The proposed name of the file: letters, digits, dots and hyphens."""
+    content: bytes
+    media_type: str = "application/json"
+
+
 class Done(Struct, frozen=True, kw_only=True):
     """The end of an order: where the browser goes."""
 
@@ -51,7 +60,7 @@ class Refused(Exception):
         self.remedy = remedy
 
 
-Page = Callable[["Asked"], Awaitable[View]]
+Page = Callable[["Asked"], Awaitable[View | Download]]
 Ordered = Callable[["Asked", "Fields"], Awaitable[Done | View]]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import jinja2
-import msgspec
 from starlette.responses import Response
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.showing import charts, words
-from outboxio.dashboard.showing.shown import FILTERS
-from outboxio.dashboard.view import View
+from outboxio.dashboard.showing.plain import as_json
+from outboxio.dashboard.showing.shown import FILTERS, visible
+from outboxio.dashboard.view import Download, View
 from outboxio.model.operating.operation import Operation
 from outboxio.version import __version__
 
@@ -23,6 +22,7 @@ _environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(HERE / "templates"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
+    finalize=visible,
     trim_blocks=True,
     lstrip_blocks=True,
 )
@@ -32,10 +32,12 @@ _environment.globals.update(
 )
 
 
-async def answered(view: View, asked: Asked) -> Response:
-    """The answer of a page: HTML, or JSON for ``?format=json``."""
+async def answered(view: View | Download, asked: Asked) -> Response:
+    """The answer of a page: HTML, or JSON for ``?format=json``; or a file to save."""
+    if isinstance(view, Download):
+        return _attachment(view)
     if asked.query.get("format") == "json":
-        return Response(_json(view.facts), view.status, media_type="application/json")
+        return Response(as_json(view.facts), view.status, media_type="application/json")
     text = rendered(view, asked, did=await _did(asked))
     return Response(text.encode("utf-8", "replace"), view.status, media_type="text/html")
 
@@ -55,5 +57,6 @@ async def _did(asked: Asked) -> Operation | None:
     return await asked.admin.operation(id)
 
 
-def _json(facts: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n"
+def _attachment(download: Download) -> Response:
+    headers = {"content-disposition": f'attachment; filename="{download.name}"'}
+    return Response(download.content, headers=headers, media_type=download.media_type)

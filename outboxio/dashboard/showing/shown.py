@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -16,6 +17,24 @@ NOTHING = "\N{EN DASH}"
 """Stands for a value that does not exist."""
 
 _QUOTED = re.compile(r"`([^`]+)`")
+
+
+#: Characters without a shape of their own: controls but tab and line ends, lone surrogates, and characters that change
+#: the direction of the text around.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+
+
+def visible(value: Any) -> Any:
+    """A value for a page. Characters without a shape, which can make a text look like another, are escaped.
+
+    Each ``{{ }}`` of a template passes through this function. Text that is escaped already is unchanged: a template
+    writes ``{{ value|e }}`` where a form has to send the exact text back.
+    """
+    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
+        return value
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
 
 
 def number(value: float | None) -> str:
@@ -40,6 +59,20 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return NOTHING
     return f"{seconds * 1000:.0f} ms" if 0 < seconds < 0.1 else spoken(seconds)
+
+
+def bound(seconds: float | None) -> str:
+    """The upper bound of a bucket of durations, exact: ``2.5 ms``, ``0.25 s``. Infinity is more than any bound."""
+    if seconds is None:
+        return NOTHING
+    if math.isinf(seconds):
+        return "off the scale"
+    return f"{seconds * 1000:g} ms" if seconds < 0.1 else f"{seconds:g} s" if seconds < 60 else spoken(seconds)
+
+
+def offset(seconds: float) -> str:
+    """How far a clock is ahead (``+1.5 s``) or behind (``-1.5 s``)."""
+    return "0.0 s" if abs(seconds) < 0.05 else f"{seconds:+.1f} s"
 
 
 def share(value: float | None) -> str:
@@ -71,8 +104,8 @@ def ago(value: datetime | None, now: datetime | None = None) -> str:
 
 def sentence(text: str) -> Markup:
     """A sentence of a verdict. Names between backticks become ``<code>``."""
+    text, end = str(visible(text)), 0
     parts: list[str] = []
-    end = 0
     for found in _QUOTED.finditer(text):
         parts += [escape(text[end : found.start()]), Markup("<code>"), escape(found[1]), Markup("</code>")]
         end = found.end()
@@ -92,5 +125,5 @@ def shortened(text: object, most: int = 120) -> str:
 
 FILTERS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (number, bounded, duration, share, moment, iso, ago, sentence, process, shortened)
+    for function in (number, bounded, duration, bound, offset, share, moment, iso, ago, sentence, process, shortened)
 }

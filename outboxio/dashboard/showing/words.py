@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from outboxio.model.operating.stored_event import WORST_FIRST as worst_first
 
 STATES: Mapping[str, str] = {
     "PENDING": "The notification waits for its handler.",
@@ -30,6 +32,9 @@ MARKS: Mapping[str, str] = {
     "degraded": "warn", "down": "bad",
 }  # fmt: skip
 """How a state looks: the class of its label."""
+
+WORST_FIRST: Sequence[str] = [str(state) for state in worst_first]
+"""The states of a notification, the worst first."""
 
 SIGNS: Mapping[str, str] = {"good": "✓", "warn": "▲", "bad": "✕", "wait": "◔", "off": "○"}
 """The sign of each look, because colour alone does not say enough."""

@@ -31,11 +31,14 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
+    ActionPlace,
     Counted,
     DeadFigures,
     DueFigures,
     EventSearchRepository,
     EventSummary,
+    FoundAction,
+    FoundActions,
     FoundErrors,
     FoundEvents,
     FoundRows,
@@ -78,6 +81,7 @@ from outboxio.storage.protocols.values import (
 __all__ = [
     "LONGEST_SILENCE",
     "SHARE_OF_HEARTBEAT",
+    "ActionPlace",
     "Announced",
     "ClusterLock",
     "ClusterView",
@@ -95,6 +99,8 @@ __all__ = [
     "FanoutRequest",
     "FanoutResult",
     "FanoutStore",
+    "FoundAction",
+    "FoundActions",
     "FoundErrors",
     "FoundEvents",
     "FoundRows",

@@ -87,9 +87,19 @@ class SearchRepository(Protocol):
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int = 10_000,
+        documents: bool = True,
     ) -> FoundRows:
-        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        """Up to ``limit`` matches after a place. The place is from a page of the same search.
+
+        ``documents``: see :class:`EventSearchRepository`.
+        """
         ...
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
@@ -148,28 +158,79 @@ class FoundEvents(Struct, frozen=True):
     """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
 
 
+class FoundAction(Struct, frozen=True):
+    """An action with its events."""
+
+    action_id: UUID
+    place: UUID
+    """The newest matching event."""
+    events: Sequence[EventSummary]
+    """Events of the action without documents, in the order of the sequence; at most 20."""
+    is_complete: bool
+    """False if the action has more events."""
+
+
+class ActionPlace(Struct, frozen=True, array_like=True):
+    """A place in the list of actions: behind the event with this id. JSON can hold a place."""
+
+    event: UUID
+    large: tuple[UUID, ...] = ()
+    """The actions before the place with so many events that not all ids were read."""
+
+
+class FoundActions(Struct, frozen=True):
+    """A page of actions."""
+
+    rows: Sequence[FoundAction]
+    next: ActionPlace | None
+    """The place after which to go on; ``None`` after the last match. A page may have few rows and a place."""
+
+
 class EventSearchRepository(Protocol):
-    """Events, what the events have caused, and the notifications of events."""
+    """Events, what the events have caused, the notifications of events, and the actions that emitted the events.
+
+    ``documents=False``: payload, parameters and headers are neither read nor returned, because each document may have
+    many megabytes.
+    """
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of these events, by event id and handler name."""
+        """Up to ``limit`` notifications of these events, by event id and handler name; always without documents."""
         ...
 
-    async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
+    async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
+        """How many notifications of each of these events each state has. An event without notifications is left out."""
+        ...
+
+    async def events(self, namespace: str, ids: Sequence[UUID], *, documents: bool = True) -> list[EventSummary]:
         """The events with these ids, in the order of the sequence."""
         ...
 
-    async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
+    async def caused_by(
+        self, namespace: str, causes: Sequence[UUID], limit: int, *, documents: bool = True
+    ) -> list[EventSummary]:
         """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
         ...
 
     async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: UUID | None = None,
+        *,
+        most: int = 10_000,
+        documents: bool = True,
     ) -> FoundEvents:
         """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
 
         States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
         """
+        ...
+
+    async def newest_actions(
+        self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
+    ) -> FoundActions:
+        """The actions of matching events, by their newest matching event, newest first. Each action is in one page."""
         ...
 
 
@@ -186,6 +247,8 @@ class EventSummary(Struct, frozen=True, kw_only=True):
     action_params: msgspec.Raw
     payload: msgspec.Raw | None
     headers: msgspec.Raw | None
+    started_date: datetime
+    completion_date: datetime
     event_date: datetime
     available_at: datetime | None
     delivered: bool
@@ -317,8 +380,15 @@ class ReportRepository(Protocol):
         """Write the minutes of this process, in one statement. A row that exists is replaced."""
         ...
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        """The minutes after a moment, the processes added up."""
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        """The minutes of all handlers after a moment, the processes added up."""
+        ...
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        """The rows of a handler name for these minutes, the oldest first, the processes added up.
+
+        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
+        """
         ...
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None: ...
