@@ -451,3 +451,20 @@ async def test_documents_that_are_large_or_no_unicode_or_no_json_are_shown_withi
         assert len((await client.get(f"/events/{large.id}/payload")).content) == len(large.payload or "")
         assert "\\ud83d" in words_of(await page_of(client, f"/events/{events[1].id}"))
         assert "{broken <script>" in words_of(await page_of(client, f"/events/{events[2].id}"))
+
+
+async def test_bytes_of_a_foreign_tool_that_are_no_text_break_no_page(tmp_path: Path) -> None:
+    event = EventRow(model_id="7")
+    async with stored(tmp_path, event, Row(event_id=event.id, state="DEAD")) as client:
+        look, texts = (
+            Look(f"sqlite:///{tmp_path / 'rows.db'}"),
+            {"model_id": "61eda080ff", "payload": "7b2261ff223a317d"},
+        )
+        for table in ("events", "event_notifications"):  # a lone surrogate, and a byte that UTF-8 does not have
+            for column, text in texts.items():
+                await look.fetch(f"UPDATE {{{table}}} SET {column} = CAST(x'{text}' AS TEXT)")
+        for path in ("/events", "/actions", "/dead", "/notifications", f"/events/{event.id}"):
+            await refuse_harm(client, path)
+        found = await facts_of(client, f"/events/{event.id}")
+        assert found["event"]["model_id"].startswith("a\ufffd")
+        assert found["payload"]["value"] == {"a\ufffd": 1}

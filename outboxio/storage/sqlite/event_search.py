@@ -85,7 +85,7 @@ class SqliteEventSearch(WalkedEvents):
 
     async def summaries(self, namespace: str, ids: Sequence[str], *, documents: bool) -> list[EventSummary]:
         statement = SUMMARIES if documents else WITHOUT_DOCUMENTS
-        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)})
+        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [summary_of(row) for row in _rows.decode(found)]
 
     async def caused(self, namespace: str, causes: Sequence[str], limit: int) -> list[str]:

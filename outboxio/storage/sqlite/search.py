@@ -163,11 +163,11 @@ class SqliteSearch(WalkedSearch):
 
     async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
         statement = RECORDS if documents else WITHOUT_DOCUMENTS
-        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)})
+        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [record_of(row, self._shard) for row in _rows.decode(found)]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
-        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)})
+        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [LastError(*row) for row in _errors.decode(found)]
 
     async def change(self, piece: Change) -> tuple[int, int] | None:
