@@ -25,7 +25,8 @@ def test_a_refresh_keeps_ticked_boxes_focus_open_details_and_typed_text(site: Si
     looker = look(site)
     looker.page.add_init_script(OFTEN)
     page = looker.go("dead")
-    box = page.locator("input[data-one]").nth(1)
+    chosen = page.locator("input[data-one]").nth(1).get_attribute("value")
+    box = page.locator(f"input[data-one][value='{chosen}']")
     box.check()
     details = page.locator("main details").first
     details.locator("summary").click()
