@@ -66,10 +66,12 @@ def bars(columns: Sequence[Bar], width: int = 720, height: int = 160) -> Markup:
 
 def nice_top(largest: int) -> int:
     """The top of a scale: 1, 2 or 5, times a power of ten; at least 4."""
+    if largest <= 4:
+        return 4
     step = 1
     while step * 10 < largest:
         step *= 10
-    return max(4, next(step * factor for factor in (1, 2, 5, 10) if step * factor >= largest))
+    return next(step * factor for factor in (1, 2, 5, 10) if step * factor >= largest)
 
 
 def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:

@@ -18,6 +18,14 @@ STATES: Mapping[str, str] = {
 }
 """The states of a notification."""
 
+OPERATIONS: Mapping[str, str] = {
+    "RUNNING": "The order is being carried out.",
+    "DONE": "The order has been carried out.",
+    "STOPPED": "Somebody has stopped the order. The part that was done stays done.",
+    "FAILED": "The order has ended with an error. The part that was done stays done.",
+}
+"""The states of an operation."""
+
 MARKS: Mapping[str, str] = {
     "PENDING": "wait", "FAILED": "warn", "BLOCKED": "wait", "DYING": "bad", "SUCCEEDED": "good", "EXPIRED": "bad",
     "DEAD": "bad", "SKIPPED": "off", "RUNNING": "wait", "DONE": "good", "STOPPED": "off", "ok": "good",
