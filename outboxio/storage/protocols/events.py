@@ -1,4 +1,4 @@
-"""The protocol behind what operators see of events and actions. Every read is bounded."""
+"""The protocol behind the lists of events and actions. Every read is bounded."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ class FoundActions(Struct, frozen=True):
 
 
 class EventSearchRepository(Protocol):
-    """Events, what the events have caused, the notifications of events, and the actions that emitted the events.
+    """Events, the effects of events, the notifications of events, and the actions that emitted the events.
 
     ``documents=False``: payload, parameters and headers are neither read nor returned, because each document may have
     many megabytes.
     """
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of these events, by event id and handler name; always without documents."""
+        """Up to ``limit`` notifications of the events, by event id and handler name; always without documents."""
         ...
 
     async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
-        """How many notifications of each of these events each state has. An event without notifications is left out."""
+        """How many notifications of each event each state has. An event without notifications is left out."""
         ...
 
     async def events(self, namespace: str, ids: Sequence[UUID], *, documents: bool = True) -> list[EventSummary]:
-        """The events with these ids, in the order of the sequence."""
+        """The events with the ids, in the order of the sequence."""
         ...
 
     async def caused_by(
         self, namespace: str, causes: Sequence[UUID], limit: int, *, documents: bool = True
     ) -> list[EventSummary]:
-        """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
+        """Up to ``limit`` of the events that the given events have caused, in the order of the sequence."""
         ...
 
     async def newest(
@@ -94,7 +94,7 @@ class EventSearchRepository(Protocol):
     async def newest_actions(
         self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
     ) -> FoundActions:
-        """The actions of matching events, by their newest matching event, newest first. Each action is in one page."""
+        """The actions with a matching event, by the newest matching event, newest first. Each action is in one page."""
         ...
 
 
