@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
+from outboxio.dashboard.failures import PATIENCE
 from outboxio.dashboard.filters import WORDS, filter_of, query_of, refuse_unknown_words
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import BoundedCount, Page
 
+T = TypeVar("T")
+
 ROWS = 50
+LONG = 6.0  # seconds for a page with several questions, of which each may take 2 s
 LONGEST_ERROR = 500  # characters of an error in a list; the page of the event has the whole error
 
 #: Words of every query that belong to no filter.
@@ -46,6 +51,21 @@ class Count(Struct, frozen=True):
 def count_of(count: BoundedCount) -> Count:
     """The count as a value that JSON can hold."""
     return Count(int(count), count.is_complete)
+
+
+async def in_time(question: Awaitable[T]) -> T | None:
+    """The answer, or ``None`` after 2 s: then the question is ended, and the page is shown without the answer."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await question
+    except TimeoutError:
+        return None
+
+
+async def count_in_time(asked: Asked, filter: Filter, rows: int) -> Count:
+    """The number of notifications that match; after 2 s, the number of rows that were found, as a bound."""
+    count = await in_time(asked.admin.count(filter, shard=asked.shard))
+    return Count(rows, is_complete=False) if count is None else count_of(count)
 
 
 class Row(Struct, frozen=True, kw_only=True):

@@ -276,3 +276,18 @@ async def test_empty_tables_reassure(tmp_path: Path) -> None:
             }
             for path, expected in words.items():
                 assert expected in await text(client, path), path
+
+
+async def test_a_list_is_shown_without_the_groups_and_the_number_that_take_too_long(
+    busy_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outboxio.dashboard.lists.PATIENCE", 0)
+    async with shop(busy_file, tmp_path) as (_, client):
+        found = await facts(client, "/dead")
+        assert found["grouped"] is None
+        assert found["count"] == {"number": len(found["rows"]), "is_complete": False}
+        page = await text(client, "/dead")
+        assert "could not be grouped within 2 s" in page
+        assert f"Retry all {len(found['rows'])}+" in page
+        assert "could not be grouped within 2 s" in await text(client, "/handlers/ledger")
+        assert (await facts(client, "/notifications"))["count"] == {"number": 50, "is_complete": False}

@@ -118,7 +118,9 @@ def test_bars_are_stacked_and_a_label_is_never_markup() -> None:
     assert charts.bars([]) == ""
 
 
-@pytest.mark.parametrize(("largest", "top"), [(0, 4), (4, 4), (5, 5), (11, 20), (21, 50), (51, 100), (99_999, 100_000)])
+@pytest.mark.parametrize(
+    ("largest", "top"), [(0, 4), (4, 4), (5, 6), (11, 20), (21, 30), (61, 80), (401, 600), (99_999, 10**5)]
+)
 def test_the_top_of_a_scale_is_a_round_number(largest: int, top: int) -> None:
     assert charts.nice_top(largest) == top
 

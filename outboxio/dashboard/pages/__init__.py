@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outboxio.dashboard.lists import LONG
 from outboxio.dashboard.pages import bulk_orders, handler_orders
 from outboxio.dashboard.pages.actions import action, actions
 from outboxio.dashboard.pages.dead import dead
@@ -21,9 +22,9 @@ from outboxio.dashboard.view import Order, Route
 PAGES: list[Route] = [
     Route("overview", "/", overview, patience=6.0),
     Route("handlers", "/handlers", handlers),
-    Route("handler", "/handlers/{name:path}", handler),
-    Route("dead", "/dead", dead),
-    Route("notifications", "/notifications", notifications),
+    Route("handler", "/handlers/{name:path}", handler, patience=LONG),
+    Route("dead", "/dead", dead, patience=LONG),
+    Route("notifications", "/notifications", notifications, patience=LONG),
     Route("events", "/events", events),
     Route("event", "/events/{id}", event),
     Route("payload", "/events/{id}/payload", payload, "payloads"),

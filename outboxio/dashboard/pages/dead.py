@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from msgspec import Struct
@@ -12,7 +12,18 @@ from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import in_words, query_of
-from outboxio.dashboard.lists import ROWS, Listed, Words, count_of, fields_of, filter_asked, older, rows_of
+from outboxio.dashboard.lists import (
+    ROWS,
+    Listed,
+    Words,
+    count_in_time,
+    count_of,
+    fields_of,
+    filter_asked,
+    in_time,
+    older,
+    rows_of,
+)
 from outboxio.dashboard.view import Refused, View
 from outboxio.model.notification import State
 from outboxio.model.operating.group import Group
@@ -54,7 +65,7 @@ class DeadLetters(Listed, frozen=True, kw_only=True):
     """The facts of the page."""
 
     grouped: Grouped | None
-    """``None`` on the pages with older dead letters."""
+    """``None`` on the pages with older dead letters, and if the dead letters could not be grouped within 2 s."""
 
 
 class Around(Struct, frozen=True):
@@ -74,18 +85,17 @@ async def dead(asked: Asked) -> View:
             400, f"{other[0]} notifications are no dead letters: dead letters are DEAD or EXPIRED.",
             "The page Notifications shows notifications in any state.",
         )  # fmt: skip
-    after, shard = asked.query.get("after"), asked.shard
+    after = asked.query.get("after")
+    page = await asked.admin.list(filter, ROWS, after, shard=asked.shard)
     grouped: Grouped | None = None
-    if after is None:
-        groups = await asked.admin.groups(filter, shard=shard)
-        count: BoundedCount = groups.of  # type: ignore[assignment]
+    if after is None and (groups := await in_time(asked.admin.groups(filter, shard=asked.shard))) is not None:
+        count = count_of(cast(BoundedCount, groups.of))
         rows = group_rows(groups, tells=asked.access.may("payloads"))
         grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
     else:
-        count = await asked.admin.count(filter, shard=shard)
-    page = await asked.admin.list(filter, ROWS, after, documents=False, shard=shard)
+        count = await count_in_time(asked, filter, len(page))
     facts = DeadLetters(
-        filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next, grouped=grouped
+        filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next, grouped=grouped
     )
     around = Around(
         in_words(filter),

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.lists import OTHER_WORDS, in_time
 from outboxio.dashboard.pages.dead import GroupRow, group_rows
 from outboxio.dashboard.pages.handlers import findings_of, links_of, overview_for
 from outboxio.dashboard.registered import Registered, registered
@@ -47,8 +47,8 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     history: HandlerHistory
     groups: list[GroupRow]
     """The most frequent errors of the newest 200 failures."""
-    grouped: int
-    """The failures that were grouped."""
+    grouped: int | None
+    """The failures that were grouped; ``None`` if the failures could not be grouped within 2 s."""
     keys: list[KeyStatus]
     partitions: list[HandlerPartitions]
     instances: list[InstanceStatus]
@@ -78,7 +78,7 @@ async def handler(asked: Asked) -> View:
         raise Refused(404, str(error), "The page Handlers lists all handlers.") from None
     overview = await overview_for(asked)
     status = next((one for one in overview.handlers if one.handler_name == name), None)
-    groups = await admin.groups(Filter(handler=name), limit=MOST_GROUPED)
+    groups = await in_time(admin.groups(Filter(handler=name), limit=MOST_GROUPED))
     facts = HandlerFacts(
         handler_name=name,
         status=status,
@@ -86,8 +86,8 @@ async def handler(asked: Asked) -> View:
         registered=registered(asked.outbox, name),
         span=span,
         history=history,
-        groups=group_rows(groups[:GROUPS], tells=asked.access.may("payloads")),
-        grouped=groups.looked_at,
+        groups=group_rows((groups or ())[:GROUPS], tells=asked.access.may("payloads")),
+        grouped=None if groups is None else groups.looked_at,
         keys=list(await admin.keys(name, limit=KEYS)),
         partitions=list(await admin.partitions(name)),
         instances=[one for one in overview.instances if name in one.handlers],

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import WORDS, in_words, query_of
-from outboxio.dashboard.lists import ROWS, Listed, count_of, fields_of, filter_asked, older, rows_of
+from outboxio.dashboard.lists import ROWS, Listed, count_in_time, fields_of, filter_asked, older, rows_of
 from outboxio.dashboard.view import View
 from outboxio.model.operating.filter import Filter
 from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP
@@ -34,8 +34,8 @@ async def notifications(asked: Asked) -> View:
     """The notifications that match the filter."""
     filter = await filter_asked(asked)
     page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
-    count = await asked.admin.count(filter, shard=asked.shard)
-    facts = Notifications(filter=query_of(filter), count=count_of(count), rows=rows_of(page, asked), next=page.next)
+    count = await count_in_time(asked, filter, len(page))
+    facts = Notifications(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
     around = Around(
         in_words(filter),
         await fields_of(asked, WORDS),

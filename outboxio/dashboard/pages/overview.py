@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.failures import PATIENCE
+from outboxio.dashboard.filters import query_of
 from outboxio.dashboard.view import View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.filter import Filter
@@ -82,11 +83,12 @@ async def overview(asked: Asked) -> View:
         found, needs = without_messages(found), _only_types(needs)
     shown, folded = parted(found.handlers)
     links = {finding: mended_at(finding, asked) for finding in found.findings}
+    like = [asked.url("dead", **query_of(group.filter)) for group in needs.groups]
     return View(
         template="overview.html",
         title="Overview",
         facts=OverviewFacts(found, needs),
-        shown={"links": links, "handlers": shown, "folded": folded},
+        shown={"links": links, "like": like, "handlers": shown, "folded": folded},
     )
 
 

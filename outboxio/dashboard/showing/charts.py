@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 from msgspec import Struct
 
+_SCALE_WIDTH = 44  # at the right, for the numbers of the scale
+
 
 class Bar(Struct, frozen=True):
     """A minute, or a longer time, of the chart of a handler."""
@@ -43,13 +45,13 @@ def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup
     )
 
 
-def bars(columns: Sequence[Bar], width: int = 720, height: int = 160) -> Markup:
+def bars(columns: Sequence[Bar], width: int = 1080, height: int = 200) -> Markup:
     """Stacked columns: succeeded, failed and given up of each minute, the oldest first. Each column has a tooltip."""
     if not columns:
         return Markup("")
     plot = height - 18  # below are the labels of the times
     top = nice_top(max(one.succeeded + one.failed + one.given_up for one in columns))
-    step = width / len(columns)
+    step = (width - _SCALE_WIDTH) / len(columns)
     parts = [_scale(top, width, plot)]
     for position, one in enumerate(columns):
         parts.append(_column(one, position * step, step, plot, top))
@@ -65,13 +67,13 @@ def bars(columns: Sequence[Bar], width: int = 720, height: int = 160) -> Markup:
 
 
 def nice_top(largest: int) -> int:
-    """The top of a scale: 1, 2 or 5, times a power of ten; at least 4."""
+    """The top of a scale: an even number with one digit and zeros, such as 6, 30, 400; at least 4."""
     if largest <= 4:
         return 4
     step = 1
     while step * 10 < largest:
         step *= 10
-    return next(step * factor for factor in (1, 2, 5, 10) if step * factor >= largest)
+    return next(step * factor for factor in (2, 3, 4, 6, 8, 10) if step * factor >= largest and step * factor % 2 == 0)
 
 
 def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
@@ -91,15 +93,15 @@ def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
 
 
 def _scale(top: int, width: int, plot: int) -> str:
-    lines = []
+    parts: list[str] = []
     for part in (0.0, 0.5, 1.0):
-        y = plot - part * plot
-        lines.append(f'<line class="chart-line" x1="0" x2="{width}" y1="{max(0.5, y):.1f}" y2="{max(0.5, y):.1f}"/>')
+        y = max(0.5, plot - part * plot)
+        parts.append(f'<line class="chart-line" x1="0" x2="{width - _SCALE_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if part:
-            lines.append(
-                f'<text class="chart-label" x="{width}" y="{y + 11:.1f}" text-anchor="end">{top * part:,.0f}</text>'
-            )
-    return "".join(lines)
+            under = y + (11 if part == 1 else 4)
+            told = f"{top * part:,.0f}"
+            parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{told}</text>')
+    return "".join(parts)
 
 
 def _plain(label: str) -> str:
