@@ -47,8 +47,13 @@
   });
 
   // --- the morph: change the old nodes into the new nodes, and keep what the user has done --------
-  const key = (node) => (node.nodeType === 1 ? node.id || node.dataset.key || "" : "");
+  // getAttribute: form.id would be the field with the name "id".
+  const key = (node) => (node.nodeType === 1 ? node.getAttribute("id") || node.dataset.key || "" : "");
   const fits = (old, fresh) => old.nodeName === fresh.nodeName && key(old) === key(fresh);
+  const nextLike = (node, fresh) => {
+    while (node && !fits(node, fresh)) node = node.nextSibling;
+    return node;
+  };
   const keep = new Set(["open", "data-kept"]); // whether <details> are open is the user's choice
 
   const attributes = (old, fresh) => {
@@ -72,7 +77,7 @@
         next = next.nextSibling;
         gone.remove();
       }
-      const match = key(child) ? known.get(key(child)) : next;
+      const match = key(child) ? known.get(key(child)) : nextLike(next, child);
       if (match && fits(match, child)) {
         if (match === next) next = next.nextSibling;
         else old.insertBefore(match, next);
