@@ -36,7 +36,7 @@ def test_a_refresh_keeps_ticked_boxes_focus_open_details_and_typed_text(site: Si
 
     with page.expect_response(lambda answer: answer.request.resource_type == "fetch", timeout=60_000):
         pass
-    expect(page.locator('[data-state]')).to_contain_text('read at', timeout=60_000)
+    expect(page.locator("[data-state]")).to_contain_text("read at", timeout=60_000)
 
     expect(box).to_be_checked()
     assert details.get_attribute("open") is not None

@@ -38,6 +38,15 @@ class Looker:
         assert answer.status == 200, f"{path}: {answer.status}\n{self.page.inner_text('body')}"
         return self.page
 
+    def go_patiently(self, path: str) -> Page:
+        """Open a page of a database that works hard: a page that takes longer than 2 s says so, and is asked again."""
+        for _ in range(30):
+            answer = self.page.goto(self.site.url + path)
+            if answer is not None and answer.status != 504:
+                break
+        self.complaints.clear()
+        return self.page
+
     def faults(self) -> list[str]:
         """What axe-core calls serious or critical on the page."""
         self.page.evaluate(AXE)
