@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -202,6 +203,30 @@ async def test_an_event_is_shown_although_its_chain_cannot_be_read_in_time(
         words = words_of(await page_of(client, f"/events/{cause.id}"))
         assert "could not be read within a second. See the events with the same correlation id" in words
         assert (await facts_of(client, f"/events/{cause.id}"))["tree"] is None
+
+
+async def test_each_state_is_explained(tmp_path: Path) -> None:
+    event, now = EventRow(), datetime.now(UTC).replace(tzinfo=None)
+    soon, long_ago = now + timedelta(hours=3), now - timedelta(hours=3)
+    cases = {
+        "FAILED": (soon, ": nobody needs to do anything."),
+        "PENDING": (long_ago, "and has not run: the handler is behind, is paused, or has no process."),
+        "BLOCKED": (now, "Waits behind an earlier notification with the key ada ."),
+        "DYING": (soon, "Given up; its hook has still to run."),
+        "EXPIRED": (now, "Given up: nothing happens until somebody retries or skips the notification."),
+        "SKIPPED": (now, "The handler never handles this event."),
+    }
+    rows = [
+        Row(event_id=event.id, handler_name=state, state=state, next_retry_at=due, ordering_key="ada")
+        for state, (due, _) in cases.items()
+    ]
+    async with stored(tmp_path, event, *rows) as client:
+        words = words_of(await page_of(client, f"/events/{event.id}"))
+        for state, (_, told) in cases.items():
+            assert told in words, state
+        found = (await facts_of(client, f"/events/{event.id}"))["notifications"]
+        planned = {row["handler_name"]: row["is_overdue"] for row in found if row["due"]}
+        assert planned == {"FAILED": False, "PENDING": True, "DYING": False}
 
 
 async def test_actions_and_events_of_several_shards_are_one_list(tmp_path: Path) -> None:
