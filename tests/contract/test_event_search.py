@@ -12,7 +12,7 @@ import pytest
 from outboxio import Filter, Outbox
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import EventSearchRepository
+from outboxio.storage.protocols.events import EventSearchRepository
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert

@@ -12,7 +12,7 @@ from outboxio.storage.mysql.columns import BY_EVENT
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.mysql.matching import Conditions
-from outboxio.storage.protocols.operating import EventSummary
+from outboxio.storage.protocols.events import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
 from outboxio.storage.searching.repository import WalkedSearch
 

@@ -10,7 +10,7 @@ from outboxio.model.notification import DOCUMENTS
 from outboxio.model.operating.filter import Search
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.search import parameters_of
-from outboxio.storage.protocols.operating import EventSummary
+from outboxio.storage.protocols.events import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
 from outboxio.storage.searching.repository import WalkedSearch
 

@@ -21,6 +21,14 @@ from outboxio.storage.protocols.cold import (
     SubscriptionRepository,
 )
 from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
+from outboxio.storage.protocols.events import (
+    ActionPlace,
+    EventSearchRepository,
+    EventSummary,
+    FoundAction,
+    FoundActions,
+    FoundEvents,
+)
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -31,16 +39,10 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
-    ActionPlace,
     Counted,
     DeadFigures,
     DueFigures,
-    EventSearchRepository,
-    EventSummary,
-    FoundAction,
-    FoundActions,
     FoundErrors,
-    FoundEvents,
     FoundRows,
     HandlerMinute,
     InstanceReport,

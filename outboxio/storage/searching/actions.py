@@ -7,7 +7,7 @@ from typing import Protocol
 from uuid import UUID
 
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
+from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
 
 MOST_OF_ACTION = 20
 """Events of an action that a list shows."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import ActionPlace, EventSummary, FoundActions, FoundEvents
+from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundActions, FoundEvents
 from outboxio.storage.searching.actions import ActionWalk
 from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ROWS
 from outboxio.storage.searching.repository import WalkedSearch

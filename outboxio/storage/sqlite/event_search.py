@@ -9,7 +9,7 @@ import msgspec
 
 from outboxio.model.notification import DOCUMENTS
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import EventSummary
+from outboxio.storage.protocols.events import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
 from outboxio.storage.searching.repository import WalkedSearch
 from outboxio.storage.sqlite.connections import Connections
