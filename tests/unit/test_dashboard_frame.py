@@ -395,6 +395,20 @@ async def test_the_overview_has_the_verdict_as_html_and_the_same_facts_as_json(o
     assert facts["overview"]["verdict"][0].startswith("All is well")
 
 
+async def test_a_database_that_does_not_answer_shows_the_fault_and_no_reassuring_zeros() -> None:
+    async with (
+        Outbox("postgresql://127.0.0.1:9/shop", namespace="shop") as outbox,
+        browser(Dashboard(outbox, authorize=allow_all)) as client,
+    ):
+        overview, dead = await client.get("/"), await client.get("/dead")
+
+    assert overview.status_code == 200
+    assert "cannot be reached" in overview.text
+    assert "does not answer" in overview.text
+    assert "nothing is due" not in overview.text
+    assert (dead.status_code, "cannot be reached" in dead.text) == (503, True)
+
+
 def test_the_script_is_small_and_runs_no_text_as_code() -> None:
     script = (STATIC / "outboxio.js").read_text("utf-8")
 

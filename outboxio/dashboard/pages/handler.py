@@ -89,7 +89,7 @@ async def handler(asked: Asked) -> View:
         groups=group_rows((groups or ())[:GROUPS], tells=asked.access.may("payloads")),
         grouped=None if groups is None else groups.looked_at,
         keys=list(await admin.keys(name, limit=KEYS)),
-        partitions=list(await admin.partitions(name)),
+        partitions=await _partitions(asked, name),
         instances=[one for one in overview.instances if name in one.handlers],
         operations=await _operations(asked, name),
         read_date=overview.read_date,
@@ -100,6 +100,14 @@ async def handler(asked: Asked) -> View:
         facts=facts,
         shown={"bars_of": _bars(history), "p95s": _p95s(history), "links": links_of(facts.findings, asked)},
     )
+
+
+async def _partitions(asked: Asked, name: str) -> list[HandlerPartitions]:
+    """The partitions; none of a handler that no process has had for long, of which only notifications are left."""
+    try:
+        return list(await asked.admin.partitions(name))
+    except UnknownHandler:
+        return []
 
 
 async def _operations(asked: Asked, name: str) -> list[Operation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -12,6 +12,7 @@ from msgspec import Struct
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.support.clock import naive_utc
 
+_LATE = timedelta(minutes=1)
 _DUE = (State.PENDING, State.FAILED, State.DYING)
 
 
@@ -35,6 +36,8 @@ class Delivery(Struct, frozen=True, kw_only=True):
     attempts: int
     due: datetime | None
     """The moment of the next run; ``None`` if none is planned."""
+    is_overdue: bool
+    """True if the notification has been due for more than a minute, by the clock of this machine."""
     created_date: datetime
     updated_date: datetime
     """For a finished notification, the moment of the end."""
@@ -59,13 +62,15 @@ class Delivery(Struct, frozen=True, kw_only=True):
 def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> Delivery:
     """The notification for a page. ``tells``: False leaves out messages and tracebacks."""
     entries: object = record.errors
+    due = record.next_retry_at if record.state in _DUE else None
     errors = [_error(entry, tells) for entry in entries] if isinstance(entries, list) else []
     return Delivery(
         id=record.id,
         handler_name=record.handler_name,
         state=record.state,
         attempts=record.attempts,
-        due=record.next_retry_at if record.state in _DUE else None,
+        due=due,
+        is_overdue=due is not None and due < datetime.now(UTC).replace(tzinfo=None) - _LATE,
         created_date=record.created_date,
         updated_date=record.updated_date,
         ordering_key=record.ordering_key,
