@@ -202,7 +202,7 @@ def with_field(path: str, name: str, value: object) -> str:
 def _pairs(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for name, value in fields.items():
-        values: Iterable[Any] = value if isinstance(value, list | tuple | set | frozenset) else (value,)
+        values = cast("Iterable[Any]", value) if isinstance(value, list | tuple | set | frozenset) else (value,)
         pairs += [(name, str(each)) for each in values if each is not None]
     return pairs
 

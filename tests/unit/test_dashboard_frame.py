@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from litestar import Litestar, asgi
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -138,6 +138,16 @@ async def test_authorize_may_be_async_and_may_answer_itself(outbox: Outbox) -> N
 
     assert (stranger.status_code, stranger.headers["location"]) == (302, "/login")
     assert "ada@example.org" in operator.text
+
+
+async def test_an_exception_of_authorize_is_answered_by_the_application_around(outbox: Outbox) -> None:
+    def operators(request: Request) -> Access:
+        raise HTTPException(401, "log in first")
+
+    async with browser(in_fastapi(Dashboard(outbox, authorize=operators))) as client:
+        answer = await client.get("/ops/outbox/")
+
+    assert (answer.status_code, answer.json()) == (401, {"detail": "log in first"})
 
 
 async def test_an_answer_of_authorize_without_a_meaning_is_an_error_and_lets_nobody_in(outbox: Outbox) -> None:
@@ -393,6 +403,20 @@ async def test_the_overview_has_the_verdict_as_html_and_the_same_facts_as_json(o
     assert facts["overview"]["namespace"] == "shop"
     assert "All is well" in page.text
     assert facts["overview"]["verdict"][0].startswith("All is well")
+
+
+async def test_a_database_that_does_not_answer_shows_the_fault_and_no_reassuring_zeros() -> None:
+    async with (
+        Outbox("postgresql://127.0.0.1:9/shop", namespace="shop") as outbox,
+        browser(Dashboard(outbox, authorize=allow_all)) as client,
+    ):
+        overview, dead = await client.get("/"), await client.get("/dead")
+
+    assert overview.status_code == 200
+    assert "cannot be reached" in overview.text
+    assert "does not answer" in overview.text
+    assert "nothing is due" not in overview.text
+    assert (dead.status_code, "cannot be reached" in dead.text) == (503, True)
 
 
 def test_the_script_is_small_and_runs_no_text_as_code() -> None:

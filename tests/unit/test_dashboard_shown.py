@@ -52,6 +52,7 @@ async def filled(outbox: Outbox) -> None:
         (shown.number(8211), "8,211"),
         (shown.number(0.44), "0.4"),
         (shown.number(340.4), "340"),
+        (shown.number(0.0), "0"),
         (shown.number(None), shown.NOTHING),
         (shown.bounded(10_000), "10,000+"),
         (shown.bounded(9_999), "9,999"),

@@ -78,7 +78,8 @@ def nice_top(largest: int) -> int:
 
 def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
     gap = min(2.0, step / 4)
-    parts, y = [], float(plot)
+    parts: list[str] = []
+    y = float(plot)
     for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", one.given_up)):
         if value:
             size = max(1.0, value / top * plot)

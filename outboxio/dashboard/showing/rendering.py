@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import jinja2
@@ -26,10 +27,11 @@ _environment = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_GLOBALS: dict[str, Any] = {
+    "words": words, "spark": charts.spark, "bars": charts.bars, "explained": words.explained, "version": __version__
+}  # fmt: skip
 _environment.filters.update(FILTERS)
-_environment.globals.update(
-    words=words, spark=charts.spark, bars=charts.bars, explained=words.explained, version=__version__
-)
+_environment.globals.update(_GLOBALS)
 
 
 async def answered(view: View | Download, asked: Asked) -> Response:

@@ -41,7 +41,8 @@ def number(value: float | None) -> str:
     """A number: ``8,211``, ``0.4``."""
     if value is None:
         return NOTHING
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) < 10 else f"{value:,.0f}"
+    is_small = not isinstance(value, int) and 0 < abs(value) < 10
+    return f"{value:,.1f}" if is_small else f"{value:,.0f}"
 
 
 def bounded(value: int | None, most: int = MOST) -> str:
