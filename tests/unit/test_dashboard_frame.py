@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from litestar import Litestar, asgi
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -138,6 +138,16 @@ async def test_authorize_may_be_async_and_may_answer_itself(outbox: Outbox) -> N
 
     assert (stranger.status_code, stranger.headers["location"]) == (302, "/login")
     assert "ada@example.org" in operator.text
+
+
+async def test_an_exception_of_authorize_is_answered_by_the_application_around(outbox: Outbox) -> None:
+    def operators(request: Request) -> Access:
+        raise HTTPException(401, "log in first")
+
+    async with browser(in_fastapi(Dashboard(outbox, authorize=operators))) as client:
+        answer = await client.get("/ops/outbox/")
+
+    assert (answer.status_code, answer.json()) == (401, {"detail": "log in first"})
 
 
 async def test_an_answer_of_authorize_without_a_meaning_is_an_error_and_lets_nobody_in(outbox: Outbox) -> None:
