@@ -66,10 +66,22 @@ def worker(
             show_default=False,
         ),
     ] = None,
+    handlers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Run only these handlers: names with commas, as in receipt,ledger. "
+            "Other processes have to run the other handlers, whose events wait.",
+            show_default=False,
+        ),
+    ] = None,
     fanout: Annotated[bool, typer.Option("--fanout/--no-fanout", help="Turn events into notifications.")] = True,
     handling: Annotated[bool, typer.Option("--handling/--no-handling", help="Run handlers.")] = True,
     drain: Annotated[
         bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
+    ] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Load your code, check settings, databases and tables, and end.")
     ] = False,
     timeout: Annotated[
         str | None, typer.Option(metavar="DURATION", help="With --drain: wait so long for another process, as in 30s.")
@@ -95,8 +107,8 @@ def worker(
     """
 
     async def work() -> Exit:
-        duties = worker_command.Duties(fanout=fanout, handling=handling)
-        _refuse_what_is_nothing(duties, pages, drain=drain, timeout=timeout)
+        duties = worker_command.Duties(fanout=fanout, handling=handling, only=_names(handlers))
+        _refuse_what_is_nothing(duties, pages, drain=drain, validate=validate, timeout=timeout)
         found = named([] if target is None else [target], None, None)
         if found.words:
             raise TargetError(f"{found.words[0]!r} names no outbox: expected module:outbox, as in app.main:outbox")
@@ -105,8 +117,11 @@ def worker(
         async with opened(found) as outbox:
             # After the import, because the application may set up logging when imported.
             tell = set_up(log_level, log_format, leave_alone=not log_setup)
+            worker_command.take_on(outbox, duties)
+            if validate:
+                return await worker_command.validate(outbox, duties, tell)
             if drain:
-                return await worker_command.drain(outbox, timeout, tell)
+                return await worker_command.drain(outbox, duties, timeout, tell)
             return await worker_command.work(outbox, duties, tell, pages.address)
 
     answer(work, verbose=verbose)
@@ -129,9 +144,23 @@ def demo(
     answer(lambda: tell_demo(database), verbose=verbose)
 
 
+def _names(text: str | None) -> tuple[str, ...]:
+    """The names in a text with commas."""
+    if text is None:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        raise TargetError(f"--handlers {text!r}: expected names of handlers with commas, as in receipt,ledger")
+    return names
+
+
 def _refuse_what_is_nothing(
-    duties: worker_command.Duties, pages: HealthPages, *, drain: bool, timeout: str | None
+    duties: worker_command.Duties, pages: HealthPages, *, drain: bool, validate: bool, timeout: str | None
 ) -> None:
+    if duties.only and not duties.handling:
+        raise TargetError("--handlers names handlers to run, and --no-handling runs none: give one of the two")
+    if validate and drain:
+        raise TargetError("--validate runs nothing, and --drain runs handlers: give one of the two")
     if not (duties.fanout or duties.handling):
         raise TargetError("--no-fanout and --no-handling together leave nothing to do")
     if drain and not (duties.fanout and duties.handling):
