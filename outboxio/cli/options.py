@@ -77,7 +77,7 @@ class Common(Options, frozen=True):
 
 
 class Command(TyperCommand):
-    """A command whose usage line has the words as they are typed, and whose switches have no type."""
+    """A command with a usage line of plain words, and without types of switches and arguments in the help."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -103,7 +103,7 @@ class Command(TyperCommand):
 
 
 def _no_type(ctx: Any) -> None:
-    """The help of an argument says what the argument is."""
+    """The type of an argument: none, because the help describes the argument."""
 
 
 def command(app: typer.Typer, name: str | None = None, *, example: str, **options: Any) -> Callable[[Any], Any]:

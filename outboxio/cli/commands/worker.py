@@ -22,10 +22,10 @@ from outboxio.handlers.handler import Handler
 from outboxio.health.listener import serve_health
 from outboxio.health.systemd import ServiceManager
 from outboxio.model.event import type_name
-from outboxio.model.lock_name import Slot
 from outboxio.model.operating.filter import Filter
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
+from outboxio.storage.protocols import slots_of
 from outboxio.support.duration import format_duration
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -136,9 +136,7 @@ async def _names_with_due_rows(outbox: Outbox) -> list[str]:
     for shard, database in databases(outbox).items():
         now, counts = clock_of(outbox, shard)(), await counts_of(database, outbox.namespace)
         for name in await database.notifications.unfinished_names(outbox.namespace):
-            active = counts[name].active if name in counts else 1
-            slots = [Slot(name, partition) for partition in range(active)]
-            if await database.notifications.any_due(outbox.namespace, now, slots):
+            if await database.notifications.any_due(outbox.namespace, now, slots_of(counts, [name])):
                 names.add(name)
     return sorted(names)
 

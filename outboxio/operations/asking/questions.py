@@ -23,7 +23,7 @@ from outboxio.storage.protocols import Database, FoundRows, LastError
 from outboxio.support.text import briefly
 
 MOST_COUNTED = 10_000
-MOST_GROUPED = 1_000
+MOST_GROUPED = 500
 _EXPORTED_AT_ONCE = 500
 
 
@@ -54,6 +54,9 @@ class Questions(AdminBase):
         self, filter: Filter | None = None, *, most: int = MOST_COUNTED, shard: str | None = None
     ) -> BoundedCount:
         """The number of notifications that match a filter, counted up to ``most`` on each shard.
+
+        The count ends earlier, and says so, where the indexes cannot tell which notifications match: after some
+        thousand notifications were read.
 
         Raises :class:`ConfigurationError` for a filter that no notification can match, :class:`UnknownHandler` and
         :class:`UnknownEventType` for an unknown name.
@@ -119,7 +122,7 @@ class Questions(AdminBase):
 
         Two errors belong together if they differ in numbers, ids and quoted values only. A filter without states means
         DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are grouped, and ``str``
-        says so: ``grouped over the newest 1,000 of 4,310``.
+        says so: ``grouped over the newest 500 of 4,310``.
 
         ``group.filter`` selects all notifications of the group. A group whose error is a part of the error of a second
         group selects both: ``retry(group.filter, dry_run=True)`` says the number.

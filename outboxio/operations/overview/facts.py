@@ -19,7 +19,7 @@ class LockFacts(Struct, frozen=True, kw_only=True):
     """The process that took the lock last, unless the process gave the lock back."""
     since: datetime | None = None
     is_dead: bool = False
-    """True if the owner has been silent for more than 30 s, by its reports."""
+    """True if three reports of the owner are missing, or if the owner has no report and took the lock long ago."""
 
     @property
     def is_held(self) -> bool:

@@ -30,9 +30,11 @@ SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
 def overview_of(facts: Facts) -> Overview:
     """The overview of facts."""
     findings = _sorted([_placed(finding, facts) for shard in facts.shards for finding in findings_of(shard)])
+    level = _level(facts, findings)
+    if level != "down":  # other shards work: the fault of a shard is the fault of a part
+        findings = [replace(finding, level="degraded") for finding in findings]
     handlers = _handlers(facts, findings)
     figures = _figures(facts, handlers)
-    level = _level(facts, findings)
     return Overview(
         level=level,
         verdict=[finding.sentence for finding in findings] or [_all_is_well(handlers, figures)],

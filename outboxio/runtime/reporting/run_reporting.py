@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from outboxio.model.lock_name import LockName
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 logger = log_of(__name__)
 
 LONGEST_FAREWELL = 5.0  # seconds
-ALERT_AGE = timedelta(seconds=60)
 
 
 class RunReporting:
@@ -51,17 +49,11 @@ class RunReporting:
             self._statistics.expect_lock(environment.fanout_lock)
         for handler in environment.handlers.to_run if roles.handling else ():
             self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
-            alert_age: timedelta = getattr(handler.options, "alert_age", None) or ALERT_AGE
-            self._statistics.of(handler.name).alert_age = alert_age.total_seconds()
+            self._statistics.expect_handler(handler.name, handler.options.alert_age)
 
-    @contextmanager
-    def shown(self) -> Generator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """Show the shard run in metrics while the block lasts."""
-        self._statistics.live = self.live
-        try:
-            yield
-        finally:
-            self._statistics.live = self._statistics.figures = None
+        return self._statistics.showing(self.live)
 
     async def leave(self) -> None:
         """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""

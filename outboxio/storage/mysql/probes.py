@@ -9,6 +9,8 @@ from itertools import chain
 from typing import Any
 from uuid import UUID
 
+import msgspec
+
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_REST
 from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_LINE
@@ -104,6 +106,17 @@ NEXT_PARKING = _NEXT_KEY.format(part=ENDED, name="%(dead_name)s")
 MOST_STEPS = 1000
 MOST_BLOCKED = 1000
 
+# All keys of BLOCKED rows, if there are few. Each jump is planned anew, and takes longer than to read some rows.
+FEW_ROWS, FEW_KEYS = 2000, 200
+WAITING_KEYS = for_flavours(f"""
+SELECT SUM(k.number), JSON_ARRAYAGG(k.name) FROM (
+  SELECT r.ordering_key AS name, COUNT(*) AS number FROM (
+    SELECT n.ordering_key FROM {BY_LINE}
+    WHERE n.namespace = %(namespace)s AND n.line_part = {BLOCKED} AND n.handler_name = %(blocked_name)s
+      AND n.ordering_key IS NOT NULL LIMIT {FEW_ROWS + 1}) r
+  GROUP BY r.ordering_key) k
+""")
+
 _OF_KEY = "n.namespace = %(namespace)s AND n.line_part = {part} AND n.handler_name = {name} AND n.ordering_key = w.name"
 _BY_SEQUENCE = "ORDER BY n.handler_name, n.ordering_key, n.sequence LIMIT 1"
 
@@ -133,6 +146,8 @@ COUNT_UNDELIVERED = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_TYPE} LIMIT %s) c
 FIRST_AVAILABLE = f"""(SELECT %s, (SELECT GREATEST(e.event_date, IFNULL(e.available_at, e.event_date))
   FROM (SELECT e.event_date, e.available_at, e.sequence {_OF_TYPE} ORDER BY e.sequence LIMIT %s) e
   WHERE e.available_at IS NULL OR e.available_at <= %s ORDER BY e.sequence LIMIT 1))"""
+
+_keys = msgspec.json.Decoder(list[str])
 
 
 class MysqlProbes:
@@ -183,6 +198,22 @@ class MysqlProbes:
 
     async def _parked(self, namespace: str, blocked: str, dead: str, most: int) -> list[ParkedKey]:
         args: dict[str, Any] = {"namespace": namespace, "blocked_name": blocked, "dead_name": dead}
+        few = await self._few_keys(args)
+        rows = await (self._jump_to_parking(args, most) if few is None else self._parking(args, few, most))
+        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows[:most]])
+        found = [(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows[:most]]
+        return [ParkedKey(*values) for values in found]
+
+    async def _parking(self, args: Mapping[str, Any], keys: Sequence[str], most: int) -> list[tuple[Any, ...]]:
+        """The first DEAD or EXPIRED row of each key that is parked; a little more than ``most`` keys or fewer."""
+        rows: list[tuple[Any, ...]] = []
+        for start in range(0, len(keys), STEPS):
+            if len(rows) < most:
+                rows += await self._admin.fetch(PARKING, {**args, "names": as_json(keys[start : start + STEPS])})
+        return rows
+
+    async def _jump_to_parking(self, args: Mapping[str, Any], most: int) -> list[tuple[Any, ...]]:
+        """The same for all keys in both parts of the index."""
         rows: list[tuple[Any, ...]] = []
         begin: tuple[str, str] | None = FROM_BEGINNING
         for _ in range(MOST_STEPS // STEPS + 1):
@@ -190,10 +221,14 @@ class MysqlProbes:
                 break
             jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, begin=begin)
             keys, begin = await self._admin.use(jumping)
-            rows += await self._admin.fetch(PARKING, {**args, "names": as_json(keys)}) if keys else []
-        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows[:most]])
-        found = [(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows[:most]]
-        return [ParkedKey(*values) for values in found]
+            rows += await self._parking(args, keys, most)
+        return rows
+
+    async def _few_keys(self, args: Mapping[str, Any]) -> list[str] | None:
+        """The keys of all BLOCKED rows, in order; ``None`` for many rows or keys."""
+        [(number, found)] = await self._admin.fetch(WAITING_KEYS, args)
+        keys = _keys.decode(found) if found is not None and number <= FEW_ROWS else None
+        return sorted(keys) if keys is not None and len(keys) <= FEW_KEYS else None
 
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         types = await self._admin.use(lambda connection: jump(connection, NEXT_TYPE, {"namespace": namespace}))

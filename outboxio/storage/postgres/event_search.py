@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from outboxio.model.operating.filter import Search
 from outboxio.storage.postgres.connection import LoopConnection
-from outboxio.storage.postgres.search import parameters_of
 from outboxio.storage.protocols.operating import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
+from outboxio.storage.searching.patterns import like
 from outboxio.storage.searching.repository import WalkedSearch
 
-# The parameters are those of MATCHES (search.py). States, handler names and errors are the parameters $2, $3 and $12.
+# States, handler names and errors are the parameters $2, $3 and $12.
 _MATCHES = """e.namespace = $1 AND (cardinality($4::text[]) = 0 OR e.event_type = ANY ($4))
   AND ($5::text IS NULL OR e.ordering_key = $5) AND ($6::text IS NULL OR e.model_id = $6)
   AND ($7::text IS NULL OR e.action_name = $7) AND ($8::uuid IS NULL OR e.action_id = $8)
@@ -67,3 +68,21 @@ class PostgresEventSearch(WalkedEvents):
 
     async def notification_ids(self, namespace: str, events: Sequence[str], limit: int) -> list[str]:
         return [str(row[0]) for row in await self._admin.fetch(NOTIFICATION_IDS, namespace, list(events), limit)]
+
+
+def parameters_of(namespace: str, search: Search) -> tuple[Any, ...]:
+    """The parameters of _MATCHES."""
+    return (
+        namespace,
+        [str(state) for state in search.states],
+        None if search.names is None else list(search.names),
+        list(search.event_types),
+        search.ordering_key,
+        search.model_id,
+        search.action_name,
+        search.action_id,
+        search.correlation_id,
+        search.since,
+        search.until,
+        like(search.error),
+    )

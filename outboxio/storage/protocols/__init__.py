@@ -74,6 +74,8 @@ from outboxio.storage.protocols.values import (
     StartedRun,
     TransactionLost,
     Waiting,
+    active_partitions,
+    slots_of,
 )
 
 __all__ = [
@@ -135,4 +137,6 @@ __all__ = [
     "Taken",
     "TransactionLost",
     "Waiting",
+    "active_partitions",
+    "slots_of",
 ]

@@ -6,7 +6,7 @@ Every read is bounded: no statement reads all the rows that retention keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Literal, Protocol
 from uuid import UUID
 
@@ -18,6 +18,9 @@ from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
+
+SILENT_REPORTS = 3
+"""A process counts as alive until so many of its reports are missing."""
 
 
 class FoundRows(Struct, frozen=True):
@@ -93,11 +96,11 @@ class SearchRepository(Protocol):
 
     A search of several states takes several walks, one after the other. A row that does not change is in exactly one
     page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
-    rows.
+    rows. ``None``: after as many rows as a database reads within 50 ms.
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int | None = None
     ) -> FoundRows:
         """Up to ``limit`` matches after a place. The place is from a page of the same search."""
         ...
@@ -109,11 +112,14 @@ class SearchRepository(Protocol):
         """
         ...
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
-        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
+        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not.
+
+        ``None``: as many rows as a database reads within 50 ms.
+        """
         ...
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
@@ -301,6 +307,10 @@ class InstanceReport(Struct, frozen=True, kw_only=True):
     delay_seconds: int
     report: msgspec.Raw
     """A JSON object."""
+
+    def is_alive(self, now: datetime) -> bool:
+        """True until three reports are missing. This is the only rule by which a process counts as alive."""
+        return now - self.last_seen_date < SILENT_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
 
 
 class ReportRepository(Protocol):

@@ -68,7 +68,7 @@ class WalkedSearch(Reader):
         """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int | None = None
     ) -> FoundRows:
         found = await self._walker.find(namespace, search, limit, after, most)
         records = {str(row.id): row for row in await self.records(namespace, found.ids)} if found.ids else {}
@@ -80,10 +80,10 @@ class WalkedSearch(Reader):
         rows = await self.records(namespace, [str(id)])
         return place_of_row(walks, rows[0]) if rows else None
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
         return await self._walker.count(namespace, search, most, reads)
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
         found = await self._walker.find(namespace, search, limit, None, most)
         errors: dict[str, LastError] = {}
         for start in range(0, len(found.ids), ERRORS_AT_ONCE):
