@@ -84,7 +84,7 @@ class ShardRun:
             purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
-        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout)
+        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
             shard.takeover(self._holds_fanout), self._reporting, self.announce, fans_out=self._holds_fanout,
@@ -288,7 +288,7 @@ class ShardRun:
         try:
             await self.dispatcher.stop(0)
         finally:
-            await self._release_locks()
+            await asyncio.gather(self._release_locks(), self._reporting.leave())
             await self._release_connections()
             await self.shard.flush_wakes()
 

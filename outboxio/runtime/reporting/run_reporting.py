@@ -24,15 +24,15 @@ LONGEST_FAREWELL = 5.0  # seconds
 
 
 class RunReporting:
-    """Made for each shard run; a drain uses none of the parts."""
+    """Made for each shard run. A drain writes the figures by minute only."""
 
-    def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool]) -> None:
+    def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool], drains: bool) -> None:
         shard = run.shard
         environment = shard.environment
         self.live = LiveRun(run, roles)
         self.reporter = Reporter(
             environment.namespace, environment.owner, __version__, shard.database, shard.clock, shard.minutes,
-            content=self.live.report, fans_out=fans_out,
+            content=self.live.report, fans_out=fans_out, drains=drains,
         )  # fmt: skip
         self.figures = FigureReader(
             environment.namespace, shard.database, environment.handlers, shard.clock, shard.statistics,
