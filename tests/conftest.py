@@ -22,6 +22,7 @@ from outboxio.testing import MovableClock
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
 from tests.kit.inside import telemetry_of_process
+from tests.kit.programs import programs
 from tests.kit.properties import use_profile
 from tests.kit.servers import DIALECTS, Servers, Slot
 from tests.kit.virtual_time import virtual_time
@@ -163,9 +164,9 @@ _LEFT_OUT = pytest.param(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lines = list(config.stash[SERVERS].report())
+    lines = [*config.stash[SERVERS].report(), *((line, False) for line in programs.report())]
     if lines:
-        terminalreporter.section("databases")
+        terminalreporter.section("databases and programs")
     for line, is_there in lines:
         terminalreporter.line(line, **{} if is_there else {"red": True, "bold": True})
 
