@@ -136,7 +136,14 @@ def _chosen(test: pytest.Item, slots: list[Slot]) -> list[Slot]:
     return slots
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {item: why for item in items if (why := _why_left_out(item))}
+    if len(left_out) < len(items):
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+    else:  # whoever asks for these tests alone shall read why none of them runs
+        for item, why in left_out.items():
+            item.add_marker(pytest.mark.skip(why))
     for item in items:
         if isinstance(item, pytest.Function) and FIXTURES.keys() & set(item.fixturenames):
             item.add_marker(pytest.mark.database)
@@ -158,9 +165,20 @@ def _parameter(slot: Slot) -> object:
     return pytest.param(slot, id=slot.id)
 
 
-_LEFT_OUT = pytest.param(
-    None, id="left-out", marks=pytest.mark.skip("OUTBOXIO_TEST_ONLY leaves out every dialect that this test runs on")
-)
+_LEFT_OUT = pytest.param(None, id="left-out")
+
+
+def _why_left_out(item: pytest.Item) -> str | None:
+    """The reason why a test does not run on the dialect of its parameters, if it does not."""
+    parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    for slot in (value for name, value in parameters.items() if name in FIXTURES):
+        if slot is None:
+            return "OUTBOXIO_TEST_ONLY leaves out every dialect that this test runs on"
+        for mark in item.iter_markers("not_on"):
+            assert set(mark.args) <= set(DIALECTS), f"{item.nodeid}: not_on{mark.args} names an unknown dialect"
+            if slot.dialect in mark.args:
+                return f"not on {slot.dialect}: {mark.kwargs['why']}"
+    return None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

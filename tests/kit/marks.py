@@ -1,0 +1,8 @@
+"""Marks of tests whose rule does not concern every dialect."""
+
+from __future__ import annotations
+
+import pytest
+
+needs_many_writers = pytest.mark.not_on("sqlite", why="a file has one writer at a time")
+needs_partitions = pytest.mark.not_on("sqlite", why="a handler has a single partition on SQLite")
