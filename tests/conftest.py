@@ -102,7 +102,8 @@ def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator
 def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
     server = request.config.stash[SERVERS].take(slot)
     tables = None
-    if "make_outbox" in request.fixturenames:
+    mark = request.node.get_closest_marker("with_tables")
+    if "make_outbox" in request.fixturenames or (mark and mark.args != (False,)):
         tables = WALLETS if "wallets_table" in request.fixturenames else ""
     with DIALECTS[server.dialect].fresh_database(server, directory, tables=tables) as url:
         yield url

@@ -30,6 +30,8 @@ from tests.kit.probes import (
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
 
+pytestmark = pytest.mark.with_tables
+
 
 @pytest.fixture(autouse=True)
 async def quiet_loop() -> AsyncIterator[None]:

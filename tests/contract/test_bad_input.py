@@ -43,6 +43,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 from tests.kit.probes import add_wallet, balances, doing, open_transactions, written
 from tests.kit.server_acts import acts_on, with_password
 
+pytestmark = pytest.mark.with_tables
+
 LONG = "x" * 300
 
 
@@ -580,6 +582,7 @@ async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 # --- databases without tables ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.with_tables(False)
 async def test_a_database_without_the_tables_is_refused_with_the_way_to_get_them(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         outbox.handler(MoneyDeposited, name="journal")(Journal())

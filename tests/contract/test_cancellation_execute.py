@@ -21,6 +21,8 @@ from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reporte
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
 
+pytestmark = pytest.mark.with_tables
+
 Work = Callable[[str], Coroutine[Any, Any, None]]
 
 WAYS: dict[str, dict[str, bool]] = {

@@ -35,6 +35,8 @@ from tests.kit import mysql
 from tests.kit.probes import statements_on
 from tests.kit.size import FULL
 
+pytestmark = pytest.mark.with_tables
+
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
 TYPES = 8

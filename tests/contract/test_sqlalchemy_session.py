@@ -40,6 +40,8 @@ from tests.kit.marks import needs_many_writers
 from tests.kit.opened_by import engine_url
 from tests.kit.probes import doing
 
+pytestmark = pytest.mark.with_tables
+
 ACTIONS = 1_000 if os.environ.get("OUTBOXIO_FULL_SIZE") else 100
 CALLERS = 16
 
