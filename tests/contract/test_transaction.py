@@ -13,7 +13,8 @@ import pytest
 
 from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
 from tests.kit.app import Look, WalletOpened
-from tests.kit.opened_by import BY_ENGINE, needs_own_pool
+from tests.kit.marks import needs_own_pool
+from tests.kit.opened_by import BY_ENGINE
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
