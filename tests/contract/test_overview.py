@@ -24,6 +24,8 @@ from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, ru
 from tests.kit.proxy import proxy_to
 from tests.kit.spies import counters
 
+pytestmark = pytest.mark.with_tables
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 
@@ -145,6 +147,7 @@ async def _is_well(outbox: Outbox) -> bool:
     return await told(outbox) == WELL
 
 
+@pytest.mark.with_tables(False)
 async def test_rule_schema_behind(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         said = await sentence(outbox, "schema_behind")
