@@ -21,7 +21,7 @@ AT_IMPORT = {
     "mysql/ordering.py": {"_find_first"},
     "mysql/matching.py": {"_is_text", "_text"},
     "mysql/probes.py": {"_first", "_newest_dead", "_next_dead_name", "_of_state"},
-    "mysql/walks.py": {"_before", "_count", "_dead"},
+    "mysql/walks.py": {"_before", "_counted", "_dead"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
     "postgres/ordering.py": {"_next_key", "_heads_behind"},
