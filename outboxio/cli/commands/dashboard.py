@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from outboxio.cli.answer import Exit, line, say, say_json
 from outboxio.cli.asking import actor
-from outboxio.cli.signals import signalled
+from outboxio.cli.commands.signals import signalled
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox
 

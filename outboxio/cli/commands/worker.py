@@ -13,9 +13,9 @@ from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit
+from outboxio.cli.commands.signals import signalled
 from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
-from outboxio.cli.signals import signalled
 from outboxio.handlers.handler import Handler
 from outboxio.health.listener import serve_health
 from outboxio.health.systemd import ServiceManager
