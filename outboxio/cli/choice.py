@@ -96,3 +96,16 @@ def given_id(text: str) -> UUID:
         raise TargetError(
             f"{briefly(text)} is no id; expected a UUID, as outboxio list, events and operations show it"
         ) from None
+
+
+def words_of(filter: Filter) -> list[str]:
+    """The options that choose the notifications of a filter."""
+    words = [word for state in filter.states for word in ("--state", str(state))]
+    for option, value in {
+        "--handler": filter.handler, "--type": filter.event_type, "--key": filter.ordering_key,
+        "--model": filter.model_id, "--action": filter.action, "--correlation": filter.correlation_id,
+        "--error": filter.error, "--since": filter.since, "--until": filter.until,
+    }.items():  # fmt: skip
+        if value is not None:
+            words += [option, value.isoformat() if isinstance(value, datetime) else str(value)]
+    return words

@@ -7,6 +7,7 @@ from datetime import datetime
 from uuid import UUID
 
 from outboxio.cli.asking import actor
+from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
@@ -34,6 +35,18 @@ def clock_of(outbox: Outbox, shard: str) -> Callable[[], datetime]:
 
 def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
+
+
+def run_only(outbox: Outbox, names: Sequence[str]) -> None:
+    """Run no handlers but these. Raises :class:`UnknownHandler` for a name or alias that no handler has."""
+    for name in names:
+        if outbox._handlers.find(name) is None:
+            raise UnknownHandler(name, outbox.namespace, outbox._handlers.names)
+    outbox._handlers.run_only(names)
+
+
+def handlers_to_run(outbox: Outbox) -> Sequence[Handler]:
+    return outbox._handlers.to_run
 
 
 def types_of(outbox: Outbox) -> Mapping[str, type]:

@@ -1,15 +1,13 @@
-"""Values as people read them: tables, ages, documents; and rows as machines read them, one JSON object on each line."""
+"""Values as people read them: states, ages, documents; and rows as machines read them, one JSON object on each line."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import line
@@ -28,15 +26,6 @@ COLOURS: Mapping[str, str] = {
 _SECOND, _MINUTE, _HOUR, _DAY = 1, 60, 3600, 86400
 
 
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table with these columns; the columns ``right`` are of numbers."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        made.add_column(column, justify=justify, overflow="fold", no_wrap=column == "id")
-    return made
-
-
 def state_of(state: str) -> Text:
     """A state, coloured. The word alone says it too."""
     return line((str(state), COLOURS.get(state, "default")))
@@ -51,10 +40,12 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration in its largest unit: ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
+    """A duration in its largest unit: ``40 ms``, ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
     for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
         if seconds >= 2 * unit or (unit == _DAY and seconds >= unit):
             return f"{seconds / unit:.0f} {name}"
+    if seconds < 0.1 * _SECOND:
+        return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.0f} s" if seconds >= 10 * _SECOND else f"{seconds:.1f} s"
 
 

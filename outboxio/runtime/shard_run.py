@@ -115,7 +115,7 @@ class ShardRun:
             control=self, tell=shard.gave_back, unowned=self._unowned,
         )  # fmt: skip
         if self._roles.handling and (database.partitions is None or not environment.may_share):
-            membership.heed(environment.handlers.names, {})  # the locks are taken before the first announcement
+            membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
         return membership
 
     @property
@@ -327,7 +327,7 @@ class ShardRun:
             counts = {count.handler_name: count for count in orders.partitions}
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
-            self.membership.heed(self.shard.environment.handlers.names, counts)
+            self.membership.heed(self.shard.environment.handlers.names_to_run, counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from uuid import UUID
 
@@ -222,6 +223,21 @@ async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchReposito
     few = await repository.count("app", Search(error=("nothing",)), 1000, reads=10)
     assert few == Counted(0, False)
     assert await repository.count("app", Search(correlation_id="request-1"), 2) == Counted(2, False)
+
+
+async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    dead, since = (State.DEAD, State.EXPIRED), at(18)
+    ended = [row for row in rows if row.namespace == "app" and row.state in dead]
+    by_name = Counter(row.handler_name for row in ended)
+    recent = Counter(row.handler_name for row in ended if row.updated_date >= since)
+    enough = max(recent.values()) + 1
+    assert max(by_name.values()) > enough, "the rows before the date would be too many"
+
+    counted = await repository.count("app", Search(states=dead, since=since), 1000, reads=enough * len(by_name))
+
+    assert counted == Counted(recent.total(), True)
 
 
 async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(

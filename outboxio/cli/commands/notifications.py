@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -11,14 +12,18 @@ from msgspec import Struct
 from rich.text import Text
 
 from outboxio.cli.answer import Exit, line, say, say_aside, say_json
-from outboxio.cli.choice import Choice
+from outboxio.cli.choice import Choice, words_of
 from outboxio.cli.inside import admin_of
-from outboxio.cli.shown import ago, last_error, moment, say_lines, shortened, state_of, table
+from outboxio.cli.pasting import command
+from outboxio.cli.rows import Column, Rows
+from outboxio.cli.shown import ago, counted, last_error, moment, say_lines, shortened, state_of
 from outboxio.cli.target import TargetError
 from outboxio.model.operating.group import Group
 from outboxio.model.operating.page import Page
 from outboxio.model.operating.stored_event import StoredEvent
 from outboxio.outbox import Outbox
+
+_COMMANDS = 10  # that a list of groups shows
 
 
 class Paging(Struct, frozen=True):
@@ -37,12 +42,12 @@ async def list_notifications(outbox: Outbox, choice: Choice, paging: Paging, *, 
     if not page:
         say(line(("nothing matches", "dim")))
     else:
-        shown = table("id", "state", "handler", "event", "changed", "tries", "last error", right=["tries"])
+        shown = Rows("id", "state", "handler", "event", "changed", Column("tries", right=True))
         for record in page:
             event = record.event_type + (f" {record.model_id}" if record.model_id is not None else "")
-            shown.add_row(
-                Text(str(record.id)), state_of(record.state), line(record.handler_name), line(event),
-                ago(record.updated_date), str(record.attempts), line(shortened(last_error(record))),
+            shown.add(
+                str(record.id), state_of(record.state), line(record.handler_name), line(event),
+                ago(record.updated_date), f"{record.attempts:,}", below=line(shortened(last_error(record))),
             )  # fmt: skip
         say(shown)
     _tell_next(page.next)
@@ -58,12 +63,12 @@ async def events(outbox: Outbox, choice: Choice, paging: Paging, *, as_json: boo
     if not page:
         say(line(("nothing matches", "dim")))
     else:
-        shown = table("id", "type", "model", "action", "date (UTC)", "fanned out")
+        shown = Rows("id", "type", "model", "action", "date (UTC)", "fanned out")
         for event in page:
             model = " ".join(filter(None, (event.model_type, event.model_id)))
             fanned_out = Text("yes", "dim") if event.is_delivered else Text("not yet", "yellow")
-            shown.add_row(
-                Text(str(event.id)), line(event.event_type or "(no event)"), line(model), line(event.action_name),
+            shown.add(
+                str(event.id), line(event.event_type or "(no event)"), line(model), line(event.action_name),
                 moment(event.event_date), fanned_out,
             )  # fmt: skip
         say(shown)
@@ -83,21 +88,21 @@ async def dead(outbox: Outbox, choice: Choice, by: str, *, as_json: bool) -> Exi
         say(line(("ok", "green"), "  no dead letters match"))
         return Exit.FINE
     say(line((str(groups), "dim")), "")
-    shown = table("number", "handler", "error", "last seen", right=["number"])
-    for group in _regrouped(groups, by):
-        shown.add_row(
-            f"{group.number:,}", line((group.handler_name, "bold")), line(group.fingerprint), ago(group.last_seen)
-        )
-    say(shown, "", line(("to retry a group:", "dim")))
-    for group in groups[:3]:
-        say(line("  ", retry_command(group)))
+    shown = Rows(Column("number", right=True), "handler", Column("error", folds=True), "last seen")
+    chosen = groups if by == "error" else _by_handler(groups)
+    for group in chosen:
+        name = line((group.handler_name, "bold"))
+        shown.add(f"{group.number:,}", name, line(group.fingerprint), ago(group.last_seen))
+    told = "to retry a group:" if len(chosen) > 1 else "to retry these:"
+    say(shown, "", line((told, "dim")), *(line("  ", retry_command(group)) for group in chosen[:_COMMANDS]))
+    if len(chosen) > _COMMANDS:
+        say(line(("  and so on: the filter of every group is in the answer with --json", "dim")))
     return Exit.FINE
 
 
 def retry_command(group: Group) -> str:
     """The command that retries the notifications of a group."""
-    error = group.fingerprint.replace("'", "'\\''")
-    return f"outboxio retry --state DEAD --handler {group.handler_name} --error '{error}'"
+    return command("retry", *words_of(group.filter))
 
 
 async def export(outbox: Outbox, choice: Choice, file: Path | None, *, as_json: bool) -> Exit:
@@ -130,20 +135,22 @@ def _opened(file: Path) -> BinaryIO:
 
 def _tell_next(next: str | None) -> None:
     if next is not None:
-        say_aside(line((f"older ones: --after {next}", "dim")))
+        say_aside(line((f"to see older ones, add: --after {next}", "dim")))
 
 
-def _regrouped(groups: Sequence[Group], by: str) -> Sequence[Group]:
-    """The groups by error, or added up by handler."""
-    if by == "error":
-        return groups
+def _by_handler(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups added up by handler, with the most frequent error; the largest first."""
     added: dict[str, Group] = {}
-    for group in groups:
-        former = added.get(group.handler_name)
-        added[group.handler_name] = msgspec.structs.replace(
-            group,
-            fingerprint="" if former is not None else group.fingerprint,
-            number=group.number + (former.number if former else 0),
-            last_seen=max(group.last_seen, former.last_seen) if former else group.last_seen,
+    kinds = Counter(group.handler_name for group in groups)
+    for group in groups:  # the largest first
+        name = group.handler_name
+        former = added.get(name)
+        others = f" (and {counted(kinds[name] - 1, 'other error')})" if kinds[name] > 1 else ""
+        added[name] = msgspec.structs.replace(
+            former or group,
+            fingerprint=former.fingerprint if former is not None else f"{group.fingerprint}{others}",
+            number=group.number + (former.number if former is not None else 0),
+            last_seen=group.last_seen if former is None else max(group.last_seen, former.last_seen),
+            filter=msgspec.structs.replace(group.filter, error=None) if kinds[name] > 1 else group.filter,
         )
-    return list(added.values())
+    return sorted(added.values(), key=lambda group: -group.number)

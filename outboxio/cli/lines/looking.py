@@ -15,7 +15,7 @@ from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
-from outboxio.cli.numbers import seconds, whole
+from outboxio.cli.lines.numbers import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 

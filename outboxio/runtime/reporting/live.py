@@ -43,7 +43,7 @@ class LiveRun:
         """The content of this process's row in ``instance_reports``."""
         now, dispatcher, statistics = self._shard.clock(), self._run.dispatcher, self._shard.statistics
         handles = "handling" in self.roles
-        handlers = list(self._shard.environment.handlers) if handles else []
+        handlers = self._shard.environment.handlers.to_run if handles else []
         return {
             "roles": self.roles,
             "host": socket.gethostname(),

@@ -47,7 +47,7 @@ class RunReporting:
         """The locks and handlers of this process, which metrics show before anything has happened."""
         if roles.fanout:
             self._statistics.expect_lock(environment.fanout_lock)
-        for handler in environment.handlers if roles.handling else ():
+        for handler in environment.handlers.to_run if roles.handling else ():
             self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
             self._statistics.expect_handler(handler.name, handler.options.alert_age)
 

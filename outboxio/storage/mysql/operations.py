@@ -51,7 +51,7 @@ WHERE namespace = %(namespace)s AND state = 'RUNNING' AND (worker = '' OR update
 ORDER BY updated_date LIMIT %(limit)s
 """)
 
-# An UPDATE counts the rows that change, and a second order to stop changes no row.
+# On a connection of a loop an UPDATE counts the rows that change, and a second order to stop changes no row.
 ORDER_STOP = for_flavours("""
 UPDATE eventlog.operations FORCE INDEX (PRIMARY) SET stop_ordered = TRUE
 WHERE id = %(id)s AND namespace = %(namespace)s AND state = 'RUNNING'

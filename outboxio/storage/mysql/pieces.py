@@ -25,6 +25,7 @@ UPDATE eventlog.operations SET matched = matched + %(matched)s, done = done + %(
   refused = refused + %(matched)s - %(done)s, reached = %(reached)s, updated_date = %(now)s
 WHERE id = %(operation)s
 """
+# The rows to change are chosen and counted before: on a connection of a loop an UPDATE counts the rows that change.
 REFUSED = {"retry": (), "skip": NOT_SKIPPED}
 # The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
 ORDERS = {

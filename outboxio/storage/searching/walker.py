@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.merging import Merge
-from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
+from outboxio.storage.searching.reading import FEWEST_ERRORS, FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
 from outboxio.storage.searching.walks import (
     ALL,
     DEAD,
@@ -214,7 +215,7 @@ class _Walking:
         return [Cursor(walk, stretch, after.key[:-1] if stretch == reached else start) for stretch in rest]
 
     def _takes_all(self, walk: str) -> bool:
-        """True if every row of the walk matches, so that a read need not be longer than a page."""
+        """True if every row of the walk matches."""
         return self._reader.rest(walk, self._search) == Search()
 
     def _most_rows(self, walk: str) -> int:
@@ -223,8 +224,9 @@ class _Walking:
 
     def _pace(self, walk: str, most: int) -> Pace:
         first = self._limit + 1
-        if not self._takes_all(walk):
-            first = max(first, FEWEST_ROWS)
+        if replace(self._reader.rest(walk, self._search), states=()) != Search():
+            # Few rows may match; most rows of a walk are in the states of a search.
+            first = max(first, FEWEST_ERRORS if self._search.error else FEWEST_ROWS)
         elif walk in MERGED:
             first *= 2  # the rows of a page are not spread evenly over the stretches
         return Pace(first, most)
