@@ -22,6 +22,7 @@ from outboxio.testing import MovableClock
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
 from tests.kit.inside import telemetry_of_process
+from tests.kit.programs import programs
 from tests.kit.properties import use_profile
 from tests.kit.servers import DIALECTS, Servers, Slot
 from tests.kit.virtual_time import virtual_time
@@ -101,7 +102,8 @@ def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator
 def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
     server = request.config.stash[SERVERS].take(slot)
     tables = None
-    if "make_outbox" in request.fixturenames:
+    mark = request.node.get_closest_marker("with_tables")
+    if "make_outbox" in request.fixturenames or (mark and mark.args != (False,)):
         tables = WALLETS if "wallets_table" in request.fixturenames else ""
     with DIALECTS[server.dialect].fresh_database(server, directory, tables=tables) as url:
         yield url
@@ -135,7 +137,14 @@ def _chosen(test: pytest.Item, slots: list[Slot]) -> list[Slot]:
     return slots
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {item: why for item in items if (why := _why_left_out(item))}
+    if len(left_out) < len(items):
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+    else:  # whoever asks for these tests alone shall read why none of them runs
+        for item, why in left_out.items():
+            item.add_marker(pytest.mark.skip(why))
     for item in items:
         if isinstance(item, pytest.Function) and FIXTURES.keys() & set(item.fixturenames):
             item.add_marker(pytest.mark.database)
@@ -157,15 +166,26 @@ def _parameter(slot: Slot) -> object:
     return pytest.param(slot, id=slot.id)
 
 
-_LEFT_OUT = pytest.param(
-    None, id="left-out", marks=pytest.mark.skip("OUTBOXIO_TEST_ONLY leaves out every dialect that this test runs on")
-)
+_LEFT_OUT = pytest.param(None, id="left-out")
+
+
+def _why_left_out(item: pytest.Item) -> str | None:
+    """The reason why a test does not run on the dialect of its parameters, if it does not."""
+    parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    for slot in (value for name, value in parameters.items() if name in FIXTURES):
+        if slot is None:
+            return "OUTBOXIO_TEST_ONLY leaves out every dialect that this test runs on"
+        for mark in item.iter_markers("not_on"):
+            assert set(mark.args) <= set(DIALECTS), f"{item.nodeid}: not_on{mark.args} names an unknown dialect"
+            if slot.dialect in mark.args:
+                return f"not on {slot.dialect}: {mark.kwargs['why']}"
+    return None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lines = list(config.stash[SERVERS].report())
+    lines = [*config.stash[SERVERS].report(), *((line, False) for line in programs.report())]
     if lines:
-        terminalreporter.section("databases")
+        terminalreporter.section("databases and programs")
     for line, is_there in lines:
         terminalreporter.line(line, **{} if is_there else {"red": True, "bold": True})
 

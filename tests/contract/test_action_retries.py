@@ -16,6 +16,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from outboxio import Action, CommitUnknown, Outbox, OutboxError, Retry, SettingsError, StaleRecord, Transaction
 from tests.kit.app import Emit, Look, WalletOpened
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
@@ -28,6 +29,8 @@ from tests.kit.probes import (
 )
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
+
+pytestmark = pytest.mark.with_tables
 
 
 @pytest.fixture(autouse=True)
@@ -189,9 +192,8 @@ async def test_a_transaction_block_is_never_retried(outbox: Outbox) -> None:
             raise StaleRecord("Wallet")
 
 
+@needs_many_writers
 async def test_two_actions_that_lock_rows_crosswise_both_commit(outbox: Outbox, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("one writer at a time: nothing to lock crosswise")
     async with outbox.transaction("Setup") as tx:
         await add_wallet(tx, "a", 0)
         await add_wallet(tx, "b", 0)

@@ -43,6 +43,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 from tests.kit.probes import add_wallet, balances, doing, open_transactions, written
 from tests.kit.server_acts import acts_on, with_password
 
+pytestmark = pytest.mark.with_tables
+
 LONG = "x" * 300
 
 
@@ -163,9 +165,8 @@ async def test_what_only_looks_like_nul_is_stored(outbox: Outbox) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.not_on("mysql", "mariadb", "sqlite", why="only PostgreSQL cannot store NUL")
 async def test_nul_in_an_enum_or_in_a_class_of_somebody_elses_is_found_too(outbox: Outbox, look: Look) -> None:
-    if stores_nul(outbox):
-        pytest.skip("this database stores NUL")
     await refused(outbox, look, lambda tx: tx.emit(Anything(Colour.NUL)), r"value '.*x00.*' contains NUL")
 
 
@@ -581,6 +582,7 @@ async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 # --- databases without tables ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.with_tables(False)
 async def test_a_database_without_the_tables_is_refused_with_the_way_to_get_them(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         outbox.handler(MoneyDeposited, name="journal")(Journal())

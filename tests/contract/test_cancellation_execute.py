@@ -16,10 +16,12 @@ import pytest
 
 from outboxio import Action, Outbox, Settings, Transaction
 from tests.kit.app import WALLETS, Look, WalletOpened
-from tests.kit.opened_by import needs_own_pool
+from tests.kit.marks import needs_own_pool
 from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
+
+pytestmark = pytest.mark.with_tables
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
 

@@ -129,9 +129,8 @@ def a_pool(look: Look, size: int) -> Any:
     return mysql.pool(look.url, minsize=0, maxsize=size)
 
 
+@pytest.mark.not_on("sqlite", why="a file has no pool of the application")
 async def test_a_given_pool_has_its_connection_back_as_it_was(filled: Outbox, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("SQLite is given as a file: an application has no pool of it to give")
     async with a_pool(look, 1) as pool, Outbox(pool, namespace="app") as outbox:
         for _ in range(3):
             with pytest.raises(Exception, match=r"(?i)read.?only"):

@@ -27,6 +27,7 @@ from outboxio import (
 )
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import add_wallet, balances
 from tests.kit.spies import Gate
 
@@ -436,11 +437,10 @@ async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
     assert gate.most == 1
 
 
+@needs_many_writers
 async def test_transactional_handlers_of_messages_leave_connections_to_actions(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     outbox, gate = await make_outbox(), Gate()
     outbox.handler(MoneyDeposited, name="books", delivery="transactional")(gate)
     tasks = [asyncio.create_task(outbox.inbox.consume(**message(external_id=f"m-{n}"))) for n in range(25)]

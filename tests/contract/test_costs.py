@@ -37,7 +37,7 @@ from tests.kit.spies import counters, deposits
 from tests.kit.storage import LONG_AGO, NOW, Store
 from tests.kit.wire import Wire, watched
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
 
 BATCH = 1000
 OUTCOMES = 500

@@ -26,6 +26,7 @@ from outboxio import (
 )
 from outboxio.testing import MovableClock
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import add_wallet, balances, doing, open_transactions
 from tests.kit.spies import breaks, counters, watch
 from tests.kit.sql import sql
@@ -250,9 +251,8 @@ async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
     assert await balances(look) == []
 
 
+@needs_many_writers
 async def test_a_row_that_another_process_works_on_is_passed_by(outbox: Outbox, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     journal = Journal()
 
     @outbox.handler(MoneyDeposited, name="counts", delivery="transactional")
@@ -463,11 +463,10 @@ async def test_events_of_an_action_that_joined_wake_fanout(make_outbox: MakeOutb
         await opened.calls(1)
 
 
+@needs_many_writers
 async def test_a_handler_that_ignores_its_cancellation_keeps_no_other_outcome_from_being_written(
     outbox: Outbox, look: Look
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     let_go = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="stuck", delivery="transactional", timeout="100ms")

@@ -15,6 +15,8 @@ from tests.kit.inside import is_running
 from tests.kit.probes import MakeOutbox, doing, written
 from tests.kit.server_acts import ServerActs, acts_on
 
+pytestmark = pytest.mark.with_tables
+
 Entry = Callable[[Outbox], Awaitable[Any]]
 
 

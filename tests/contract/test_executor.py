@@ -28,7 +28,7 @@ from tests.kit.app import Deposit, Emit, Look, MoneyDeposited, OpenWallet, Walle
 from tests.kit.probes import MakeOutbox, add_wallet, balances, doing, written
 from tests.kit.sql import sql
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
 
 NOON = datetime(2030, 1, 1, 12)
 

@@ -17,6 +17,7 @@ from outboxio.handlers.subscription import Subscription
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import open_transaction
 from tests.kit.spies import breaks, deposits, watch
 
@@ -597,13 +598,12 @@ async def test_two_instances_that_fan_out_beside_each_other_make_each_notificati
 @asynccontextmanager
 async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """A producer that has written its event, and has not committed yet; yields the commit."""
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     async with open_transaction(look) as (connection, commit):
         await outbox.record(connection, event, action="Slow")
         yield commit
 
 
+@needs_many_writers
 async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -620,12 +620,11 @@ async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox
     assert sequences[1] < sequences[0]
 
 
+@needs_many_writers
 async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1, 2)))
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     first = await look.value("SELECT id FROM {events} WHERE model_id = '1'")
     async with outbox.transaction("Holds") as tx:
         await tx.execute(f"UPDATE eventlog.events SET headers = '{{}}' WHERE id = '{first}'")

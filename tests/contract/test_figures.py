@@ -6,14 +6,13 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-import pytest
-
 from outboxio import EventEnvelope, Outbox, RetryPolicy, Unprocessable
 from outboxio.operations.reporting.figures import FigureReader
 from outboxio.statistics.figures import Figures, HandlerFigures
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import clock_of, database_of, run_of, shard_of
+from tests.kit.marks import needs_partitions
 from tests.kit.probes import doing
 from tests.kit.spies import watch
 
@@ -144,9 +143,8 @@ async def test_rows_of_a_handler_that_no_process_has_had_for_a_week_are_unroutab
     assert (await figures_of(other, clock)).unroutable == 2
 
 
+@needs_partitions
 async def test_every_partition_of_a_handler_counts(make_outbox: Any, look: Look, clock: MovableClock) -> None:
-    if look.is_file:
-        pytest.skip("SQLite has no partitions")
     outbox = await make_outbox(clock=clock)
 
     @outbox.handler(MoneyDeposited, name="h", partitions=8)

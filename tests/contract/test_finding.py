@@ -23,6 +23,7 @@ from outboxio.support.scan_position import FEW
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox, open_transaction
 from tests.kit.spies import watch
 
@@ -90,11 +91,10 @@ async def test_however_often_rows_are_read_one_sweep_is_due(make_outbox: MakeOut
 SMALL = Settings(fanout_batch_size=10, notify=False, fanout_poll_delay="1h")
 
 
+@needs_many_writers
 async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_committed_late_is_not_lost(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     outbox, journal = await make_outbox(settings=SMALL), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events = database_of(outbox).events
@@ -120,11 +120,10 @@ async def test_a_backlog_is_read_on_from_where_it_was_reached_and_what_is_commit
     assert asked[-1] is None  # and who ends makes sure that nothing came late
 
 
+@needs_many_writers
 async def test_under_load_events_are_looked_for_behind_those_of_a_moment_ago_and_a_late_commit_is_not_lost(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events = database_of(outbox).events
@@ -188,11 +187,10 @@ async def test_a_backlog_is_read_on_behind_what_was_reached(
 
 
 @pytest.mark.parametrize(("ordered", "found"), [(True, {"MoneyDeposited": 3}), (False, {})])
+@pytest.mark.not_on("sqlite", why="SQLite reads no backlog on")
 async def test_for_handlers_that_want_order_an_event_that_is_committed_late_is_never_passed_by(
     make_outbox: MakeOutbox, look: Look, *, ordered: bool, found: dict[str, int]
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database reads no backlog on")
     outbox = await make_outbox(settings=SMALL)
     outbox.handler(MoneyDeposited, name="h", ordered=ordered)(Journal())
     await outbox.drain()  # announces it
@@ -220,10 +218,9 @@ async def test_a_backlog_of_many_types_comes_to_its_end(make_outbox: MakeOutbox)
     assert sorted(envelope.event.number for envelope in journal.envelopes) == list(range(500))
 
 
+@needs_many_writers
 async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: MakeOutbox, look: Look) -> None:
     """A predecessor may hang in its transaction."""
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     await outbox.drain()  # announces it

@@ -21,13 +21,9 @@ from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import counters, watch
 
+pytestmark = pytest.mark.not_on("sqlite", why="nothing is handed over on SQLite: to find a row is a visit to a thread")
+
 QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h")
-
-
-@pytest.fixture(autouse=True)
-def _only_servers(look: Look) -> None:
-    if look.is_file:
-        pytest.skip("nothing is handed over on SQLite: to find a row is a visit to a thread")
 
 
 async def keeps_up(outbox: Outbox) -> None:
@@ -234,11 +230,10 @@ async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox)
         await journal.calls(1)
 
 
+@pytest.mark.not_on("postgres", "sqlite", why="only MySQL and MariaDB hand rows over before the commit")
 async def test_if_the_commit_behind_fails_the_event_is_fanned_out_and_handled_again(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if look.driver != "aiomysql":
-        pytest.skip("elsewhere what is handed over is committed")
     outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     execute, failed = handoff.execute_handing_over, list[str]()

@@ -9,6 +9,8 @@ from outboxio.health import figures
 from tests.kit.app import Look, eventually, opened
 from tests.kit.inside import run_of
 
+pytestmark = pytest.mark.with_tables
+
 
 @pytest.fixture
 def look(database_url: str) -> Look:
@@ -30,6 +32,7 @@ async def test_an_outbox_is_well_in_running_and_outside(database_url: str) -> No
     assert abs(shard.clock_offset) < 60
 
 
+@pytest.mark.with_tables(False)
 async def test_tables_that_are_missing_or_newer_are_told(
     database_url: str, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:

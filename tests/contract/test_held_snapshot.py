@@ -30,6 +30,8 @@ from tests.kit.inside import cursors_of, dispatcher_of, fanout_of, run_of
 from tests.kit.probes import open_transaction
 from tests.kit.spies import counters, deposits, watch
 
+pytestmark = pytest.mark.with_tables
+
 SETTINGS = Settings(fanout_poll_delay="50ms", handling_poll_delay="50ms", notify=False)
 SHORT = 20  # rows
 

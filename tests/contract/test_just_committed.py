@@ -24,6 +24,7 @@ from outboxio.storage.mysql import fast_path, handoff
 from outboxio.storage.protocols import FanoutResult
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox, open_transaction
 from tests.kit.storage import NOW, Store
 from tests.kit.wire import watched
@@ -70,9 +71,8 @@ async def fan_out(store: Store, committed: Sequence[EventRecord], *names: str) -
     return done, taker
 
 
+@pytest.mark.not_on("postgres", "sqlite", why="PostgreSQL needs one statement anyway, and SQLite hands nothing over")
 async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: MakeOutbox, look: Look) -> None:
-    if look.driver != "aiomysql":
-        pytest.skip("what PostgreSQL does is one statement anyway, and SQLite hands nothing over")
     with watched(keeps_texts=True) as wire:
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
@@ -92,11 +92,10 @@ async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: M
         assert (taker.round_trips, wire.round_trips - before) == (1, 1)
 
 
+@pytest.mark.not_on("postgres", "sqlite", why="PostgreSQL needs one statement anyway, and SQLite hands nothing over")
 async def test_each_is_taken_so_where_somebody_has_looked_for_others_in_between(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
-    if look.driver != "aiomysql":
-        pytest.skip("what PostgreSQL does is one statement anyway, and SQLite hands nothing over")
     with watched() as wire:
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
@@ -236,9 +235,8 @@ async def test_an_ordered_handler_that_comes_under_load_gets_all_in_order(store:
     assert [row.sequence for row in await store.rows("ledger")] == expected
 
 
+@needs_many_writers
 async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     committed = await emit(store, 3)
     async with open_transaction(look) as (connection, commit):
         lock = f"SELECT id FROM eventlog.events WHERE id = '{committed[1].id}' FOR UPDATE"
@@ -249,11 +247,10 @@ async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) 
     assert (await store.fan_out()).notifications == 1
 
 
+@pytest.mark.not_on("postgres", "sqlite", why="only MySQL and MariaDB hand rows over before the commit")
 async def test_if_the_commit_fails_they_are_fanned_out_and_handled_again(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if look.driver != "aiomysql":
-        pytest.skip("elsewhere what is handed over is committed")
     outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     execute, failed = handoff.execute_handing_over, list[str]()

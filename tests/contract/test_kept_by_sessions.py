@@ -15,6 +15,8 @@ from outboxio import Outbox, Settings, Transaction
 from tests.kit.app import Look
 from tests.kit.probes import directly, doing
 
+pytestmark = pytest.mark.with_tables
+
 # --- PostgreSQL ------------------------------------------------------------------------------------
 
 WHO = "SELECT current_user || ' of ' || session_user || ' on ' || pg_backend_pid()"

@@ -145,7 +145,7 @@ async def test_a_hook_that_fails_is_a_warning_and_then_information(
     assert told[1:3] == [("WARNING", "DYING", "LookupError"), ("INFO", "DYING", "LookupError")]
 
 
-async def test_ten_thousand_equal_failures_are_few_lines_with_the_right_sum(
+async def test_thousands_of_equal_failures_are_few_lines_with_the_right_sum(
     outbox: Outbox, look: Look, records: Records
 ) -> None:
     async def no(envelope: EventEnvelope[Any]) -> None:
@@ -153,18 +153,17 @@ async def test_ten_thousand_equal_failures_are_few_lines_with_the_right_sum(
 
     outbox.handler(MoneyDeposited, name="first")(no)
     outbox.handler(MoneyDeposited, name="second", retry=RetryPolicy(max_attempts=1))(no)
-    for _ in range(5):
-        await outbox.executor.execute(Emit(tuple(range(1_000))))
+    await outbox.executor.execute(Emit(tuple(range(1_000))))
     began = asyncio.get_running_loop().time()
     drained = await outbox.drain()
     seconds = asyncio.get_running_loop().time() - began
 
-    assert (drained.failed, drained.dead) == (5_000, 5_000)
+    assert (drained.failed, drained.dead) == (1_000, 1_000)
     for handler, level in (("first", "WARNING"), ("second", "ERROR")):
         told = [entry for entry in records.of(JUDGE) if entry["outboxio_handler"] == handler]
         assert {entry["level"] for entry in told} == {level}
         assert len(told) <= seconds + 2
-        assert sum(1 + entry.get("outboxio_suppressed", 0) for entry in told) == 5_000
+        assert sum(1 + entry.get("outboxio_suppressed", 0) for entry in told) == 1_000
 
 
 async def test_the_failure_of_a_consumed_message_has_the_same_fields(

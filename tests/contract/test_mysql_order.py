@@ -24,6 +24,8 @@ from tests.kit import inside, mysql
 from tests.kit.app import WALLETS, Look, opened
 from tests.kit.probes import open_transaction
 
+pytestmark = pytest.mark.with_tables
+
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
 

@@ -17,6 +17,8 @@ from tests.kit import mysql
 from tests.kit.app import Look
 from tests.kit.storage import NOW, Store
 
+pytestmark = pytest.mark.with_tables
+
 KEYS = [f"key {number}" for number in range(20)]
 
 

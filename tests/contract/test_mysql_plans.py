@@ -35,6 +35,8 @@ from tests.kit import mysql
 from tests.kit.probes import statements_on
 from tests.kit.size import FULL
 
+pytestmark = pytest.mark.with_tables
+
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)
 TYPES = 8
@@ -441,31 +443,31 @@ async def fill_much(tables: Tables) -> None:
     before = LONG_AGO - timedelta(days=1)
     await tables.events(100_000 // PARTS)
     await tables.events(100_000 // PARTS, delivered=True)
-    await tables.events(20_000, delivered=True, namespace="idle")
+    await tables.events(20_000 // PARTS, delivered=True, namespace="idle")
     await tables.events(50_000 // PARTS, kind="Unsubscribed")
     await tables.events(50_000 // PARTS, kind="Unsubscribed", namespace="idle")
     await tables.events(50_000 // PARTS, namespace="another")
     await tables.events(20_000, namespace="topics", topic="money")
     await tables.events(20_000, namespace="topics", topic="another")
     await tables.notifications(500_000 // PARTS, "quick", State.SUCCEEDED)
-    await tables.notifications(20_000, "idle", State.SUCCEEDED)
-    await tables.notifications(20_000, "idle", due=NOW + timedelta(days=1))
+    await tables.notifications(20_000 // PARTS, "idle", State.SUCCEEDED)
+    await tables.notifications(20_000 // PARTS, "idle", due=NOW + timedelta(days=1))
     await tables.notifications(100_000 // PARTS, "without-a-slot", due=before)
-    await tables.notifications(20_000, "quick", namespace="another")
-    await tables.events(20_000, namespace="ordered")
-    await tables.events(20_000, kind="Unsubscribed", namespace="ordered")
+    await tables.notifications(20_000 // PARTS, "quick", namespace="another")
+    await tables.events(20_000 // PARTS, namespace="ordered")
+    await tables.events(20_000 // PARTS, kind="Unsubscribed", namespace="ordered")
     await tables.notifications(100_000 // PARTS, "ledger", State.BLOCKED, keys=2)
-    await tables.notifications(20_000, "unblocked", State.BLOCKED, keys=2)
-    await tables.notifications(20_000, "waiting", State.BLOCKED, keys=2)
-    await tables.notifications(20_000, "dying", State.DEAD, keys=2)
-    await tables.notifications(20_000, "ledger", State.SUCCEEDED, keys=5_000)
-    await tables.notifications(20_000, "keyed", State.BLOCKED, keys=20)
-    await tables.notifications(20_000, "strict", State.SUCCEEDED)
-    await tables.notifications(20_000, "strict-too", State.BLOCKED)
+    await tables.notifications(20_000 // PARTS, "unblocked", State.BLOCKED, keys=2)
+    await tables.notifications(20_000 // PARTS, "waiting", State.BLOCKED, keys=2)
+    await tables.notifications(20_000 // PARTS, "dying", State.DEAD, keys=2)
+    await tables.notifications(20_000 // PARTS, "ledger", State.SUCCEEDED, keys=5_000)
+    await tables.notifications(20_000 // PARTS, "keyed", State.BLOCKED, keys=20)
+    await tables.notifications(20_000 // PARTS, "strict", State.SUCCEEDED)
+    await tables.notifications(20_000 // PARTS, "strict-too", State.BLOCKED)
     for number in NUMBERS_OF_PARTITIONS:
         for name in (f"spread-{number}", f"calm-{number}"):
-            await tables.notifications(10_000, name, State.SUCCEEDED, partitions=number)
-            await tables.notifications(10_000, name, due=NOW + timedelta(days=1), partitions=number)
+            await tables.notifications(10_000 // PARTS, name, State.SUCCEEDED, partitions=number)
+            await tables.notifications(10_000 // PARTS, name, due=NOW + timedelta(days=1), partitions=number)
 
 
 async def rows_read(on: LoopConnection, how: str = "%") -> int:
@@ -604,35 +606,42 @@ async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awai
     return [re.sub(r"^SET STATEMENT \w+ = \d+ FOR ", "", s.lstrip("(")).split()[0].rstrip(";") for s in seen]
 
 
-@pytest.mark.parametrize(
-    ("poll", "expected"),
-    [
-        ("a fan-out of a batch", ["SELECT", "START", "INSERT"]),
-        ("a fan-out that reads on", ["SELECT", "START", "INSERT"]),
-        ("a fan-out for an ordered handler", ["SELECT", "START", "INSERT"]),
-        ("a fan-out of what was just committed", ["START"]),
-        ("an idle fan-out", ["SELECT"]),
-        ("finding a batch", ["SELECT"]),
-        ("finding nothing", ["SELECT"]),
-        ("the head of a key", ["SELECT"]),
-        ("the heads of all keys", ["SET", "SELECT"]),
-        ("unblocking", ["SELECT", "SELECT", "UPDATE"]),
-        ("unblocking where nothing waits", ["SELECT"]),
-        ("settling", ["UPDATE"]),
-        ("settling with details", ["UPDATE"]),
-    ],
-)
-async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, poll: str, expected: list[str]) -> None:
-    loop, run, found = POLLS[poll]
+#: By poll: the statements of which each is a message. A fan-out looks at more after another fan-out, so it has its own
+#: tables; the further polls share tables.
+MESSAGES: list[dict[str, list[str]]] = [
+    {"a fan-out of a batch": ["SELECT", "START", "INSERT"]},
+    {"a fan-out that reads on": ["SELECT", "START", "INSERT"]},
+    {"a fan-out for an ordered handler": ["SELECT", "START", "INSERT"]},
+    {"a fan-out of what was just committed": ["START"]},
+    {"an idle fan-out": ["SELECT"]},
+    {
+        "finding a batch": ["SELECT"],
+        "finding nothing": ["SELECT"],
+        "the head of a key": ["SELECT"],
+        "the heads of all keys": ["SET", "SELECT"],
+        "unblocking": ["SELECT", "SELECT", "UPDATE"],
+        "unblocking where nothing waits": ["SELECT"],
+        "settling": ["UPDATE"],
+        "settling with details": ["UPDATE"],
+    },
+]
+
+
+@pytest.mark.parametrize("expected", MESSAGES, ids=lambda expected: next(iter(expected)))
+async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, expected: dict[str, list[str]]) -> None:
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await polls._settled_ids()
-        counted: list[Any] = []
+        taken, counted = {}, {}
+        for poll in expected:
+            loop, run, _ = POLLS[poll]
 
-        async def work() -> None:
-            counted.append(await run(polls))
+            async def work(poll: str = poll, run: Callable[[Polls], Awaitable[Any]] = run) -> None:
+                counted[poll] = await run(polls)
 
-        assert await statements(database, loop, work) == expected
-        assert counted == [found]
+            taken[poll] = await statements(database, loop, work)
+
+    assert taken == expected
+    assert counted == {poll: POLLS[poll][2] for poll in expected}
 
 
 async def test_what_was_just_committed_takes_a_single_message_to_a_handler_with_partitions_too(mysql_url: str) -> None:
@@ -660,19 +669,18 @@ async def test_looks_that_find_nothing_in_between_do_not_make_many_rows_come_one
 # --- hash joins ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("poll", ["a fan-out of a batch", "a fan-out by topic", "a fan-out for an ordered handler"])
-async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(mysql_url: str, poll: str) -> None:
+async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(mysql_url: str) -> None:
     """Events are wide: a batch of events does not fit into the buffer of a join, and would go through files."""
-    _, run, found = POLLS[poll]
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await database._fanout.ready()
-        seen = statements_on(database._fanout._connection)
-        assert await run(polls) == found
-        [insert] = [s.partition(";")[0] for s in seen if "INSERT INTO eventlog.event_notifications" in s]
-        buffered = await _buffered_by(database._fanout, insert)
-
-    assert buffered
-    assert "e" not in buffered
+        for poll in ("a fan-out of a batch", "a fan-out by topic", "a fan-out for an ordered handler"):
+            _, run, found = POLLS[poll]
+            seen = statements_on(database._fanout._connection)
+            assert await run(polls) == found
+            [insert] = [s.partition(";")[0] for s in seen if "INSERT INTO eventlog.event_notifications" in s]
+            buffered = await _buffered_by(database._fanout, insert)
+            assert buffered, poll
+            assert "e" not in buffered, poll
 
 
 async def _buffered_by(on: LoopConnection, insert: str) -> list[str]:

@@ -46,6 +46,8 @@ from tests.kit.probes import add_wallet, balances, doing, written
 from tests.kit.server_acts import acts_on
 from tests.kit.spies import deposits
 
+pytestmark = pytest.mark.with_tables
+
 TRICKY = "back\\slash \\' \\\" 'single' \"double\" `tick` 100% %s \0 \N{GRINNING FACE} \r\n\x1a"
 
 

@@ -16,6 +16,7 @@ from outboxio import Action, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Set
 from outboxio.testing import MovableClock
 from tests.kit.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import cursors_of, database_of, locks_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.spies import counters
 from tests.kit.sql import sql
 
@@ -490,10 +491,9 @@ async def test_a_transactional_handler_may_be_ordered(outbox: Outbox, look: Look
     assert await states_of(look, "b") == ["SUCCEEDED", "DEAD", "BLOCKED", "BLOCKED", "BLOCKED"]
 
 
+@needs_many_writers
 async def test_a_key_waits_while_another_process_has_its_head_in_a_transaction(outbox: Outbox, look: Look) -> None:
     """As when a process froze in the middle of the run, and this process took over."""
-    if look.is_file:
-        pytest.skip("this database has one writer at a time")
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery="transactional")(ledger)
     await post(outbox, ("a", 1), ("a", 2), ("b", 3))

@@ -12,6 +12,7 @@ from outboxio import Outbox
 from outboxio.model.notification import DueQuery
 from outboxio.storage.protocols import Head, NewNotification
 from tests.kit.app import Look, MoneyDeposited
+from tests.kit.marks import needs_many_writers
 from tests.kit.storage import NOW, Store, labels
 
 pytestmark = pytest.mark.every_version
@@ -477,9 +478,8 @@ async def test_what_is_rolled_back_is_claimable_again(store: Store) -> None:
     assert await store.labels("PENDING") == [1]
 
 
+@needs_many_writers
 async def test_rows_that_another_transaction_has_claimed_are_passed_by(store: Store) -> None:
-    if store.look.is_file:
-        pytest.skip("this database has one writer at a time")
     await store.insert_notifications("a", "b", "c")
     ids = [row.id for row in await store.rows()]
     async with store.database.session() as one, store.database.session() as other:

@@ -24,6 +24,8 @@ from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, ru
 from tests.kit.proxy import proxy_to
 from tests.kit.spies import counters
 
+pytestmark = pytest.mark.with_tables
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 
@@ -145,6 +147,7 @@ async def _is_well(outbox: Outbox) -> bool:
     return await told(outbox) == WELL
 
 
+@pytest.mark.with_tables(False)
 async def test_rule_schema_behind(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         said = await sentence(outbox, "schema_behind")
@@ -352,6 +355,8 @@ async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
             await reported(outbox, clock)
             said = [one.sentence for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
             assert said == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
+            [[stuck]] = [one.stuck_runs for one in (await fresh_overview(outbox)).instances]
+            assert (stuck.handler, "in wait" in stuck.at or "in stubborn" in stuck.at) == ("mail", True)
             free.set()
             await eventually(lambda: outbox.statistics["default"].handlers["mail"].stuck == 0)
             await reported(outbox, clock)

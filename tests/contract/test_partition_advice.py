@@ -18,6 +18,8 @@ from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.inside import clock_of, database_of, handlers_of
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.with_tables
+
 
 def watch_of(outbox: Outbox) -> UnownedWatch:
     return UnownedWatch("app", database_of(outbox), clock_of(outbox))

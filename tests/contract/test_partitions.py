@@ -10,23 +10,18 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
-import pytest
-
 from outboxio import Action, EventEnvelope, Outbox, Settings, Transaction
 from outboxio.model.lock_name import Slot
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import dispatcher_of
+from tests.kit.marks import needs_partitions
 from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.spies import watch
 
+pytestmark = needs_partitions
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
-
-
-@pytest.fixture(autouse=True)
-def _only_servers(look: Look) -> None:
-    if look.is_file:
-        pytest.skip("a handler has a single partition on SQLite")
 
 
 class Post(Action):

@@ -48,7 +48,7 @@ from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATION
 from outboxio.storage.postgres.session import CLAIM, FINISH
 from tests.kit.size import FULL
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
 
 NOW = datetime(2030, 1, 1)
 LONG_AGO = NOW - timedelta(days=365)

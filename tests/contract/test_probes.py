@@ -13,6 +13,7 @@ from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigure
 from outboxio.storage.protocols.values import Waiting
 from tests.kit.app import Look
 from tests.kit.inside import database_of
+from tests.kit.marks import needs_partitions
 from tests.kit.rows import EPOCH, EventRow, Row, at, insert
 
 NOW = EPOCH
@@ -64,9 +65,8 @@ async def test_no_number_is_greater_than_the_bound(probes: ProbeRepository, look
     assert await probes.blocked("app", ["ordered"], 10) == {"ordered": Counted(9, True)}
 
 
+@needs_partitions
 async def test_the_partitions_of_a_handler_are_counted_together(probes: ProbeRepository, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("a handler on SQLite has a single partition")
     await insert(look, [
         PENDING.but(partition_number=number % 4, next_retry_at=at(number - 20)) for number in range(30)
     ])  # fmt: skip

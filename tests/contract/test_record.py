@@ -41,7 +41,7 @@ from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 from tests.kit.probes import MakeOutbox, balances, statements_on, written
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
 
 
 class HandlerInvoker:
@@ -552,6 +552,7 @@ async def test_a_sqlalchemy_session_may_be_in_a_savepoint(outbox: Outbox, look: 
     assert [row["action_name"] for row in await written(look)] == ["Kept"]
 
 
+@pytest.mark.with_tables(False)
 async def test_record_names_the_tables_that_are_missing(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox, a_caller(database_url, "driver") as caller:
         await caller.begin()

@@ -18,6 +18,7 @@ from outboxio import Batch, EventEnvelope, Outbox, Settings
 from outboxio.model.lock_name import LockName
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import lock_loop_of, locks_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.spies import Gate, counters
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -75,12 +76,10 @@ async def test_a_success_that_was_refused_is_written_when_the_lock_is_back(make_
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("SUCCEEDED", 1)] * 2
 
 
-@pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
+@pytest.mark.parametrize("delivery", ["at_least_once", pytest.param("transactional", marks=needs_many_writers)])
 async def test_a_failure_that_was_refused_counts_its_attempt(
     make_outbox: MakeOutbox, look: Look, delivery: Any
 ) -> None:
-    if look.is_file and delivery == "transactional":
-        pytest.skip("the one writer of SQLite is the handler's own transaction: nobody can take the lock meanwhile")
     outbox, gate = await make_outbox(settings=QUICK), Gate()
 
     @outbox.handler(MoneyDeposited, name="first", delivery=delivery)

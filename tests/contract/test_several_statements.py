@@ -12,6 +12,8 @@ from outboxio import Outbox, Transaction, TransactionEnded
 from tests.kit.app import WALLETS, Look, WalletOpened
 from tests.kit.probes import add_wallet, balances, directly, doing, written
 
+pytestmark = pytest.mark.with_tables
+
 ENDINGS = [
     "INSERT INTO wallets (id, balance) VALUES ('behind', 1); COMMIT; BEGIN",
     "INSERT INTO wallets (id, balance) VALUES ('behind', 1); COMMIT AND CHAIN",

@@ -20,6 +20,8 @@ from tests.kit.inside import database_of, locks_of, owner_of, run_of, seen_owner
 from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.server_acts import acts_on
 
+pytestmark = pytest.mark.with_tables
+
 UNPURGED = Settings(purge_enabled=False)
 HEARTBEAT = UNPURGED.lock_heartbeat.total_seconds()
 NAME = "score"

@@ -36,8 +36,11 @@ from outboxio import (
 )
 from outboxio.integrations.sqlalchemy import RaisesEvents
 from tests.kit.app import Look, eventually
+from tests.kit.marks import needs_many_writers
 from tests.kit.opened_by import engine_url
 from tests.kit.probes import doing
+
+pytestmark = pytest.mark.with_tables
 
 ACTIONS = 1_000 if os.environ.get("OUTBOXIO_FULL_SIZE") else 100
 CALLERS = 16
@@ -170,11 +173,10 @@ async def test_the_session_is_written_before_the_events_and_the_events_before_it
 
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["at a flush of its own", "at the end"])
+@needs_many_writers
 async def test_a_version_conflict_is_a_stale_record_and_is_retried_with_a_new_session(
     outbox: Outbox, engine: AsyncEngine, look: Look, explicit: bool
 ) -> None:
-    if look.is_file:
-        pytest.skip("a SQLite file has one writer, so no transaction can come between")
     sessions: list[AsyncSession] = []
 
     async def pay(tx: Transaction) -> None:

@@ -11,8 +11,9 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, EventEnvelope, HandlerFailed, Outbox, Settings, Unprocessable
-from tests.kit.app import Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Journal, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import Gate, counters, deposits
 
@@ -23,12 +24,6 @@ Envelope = EventEnvelope[Any]
 
 class Slow(Event):
     number: int
-
-
-@pytest.fixture
-def needs_many_writers(look: Look) -> None:
-    if look.is_file:
-        pytest.skip("this database has one writer: whoever has it keeps all others waiting")
 
 
 async def open_wallets(outbox: Outbox, number: int) -> None:
@@ -54,7 +49,7 @@ def refuses() -> Journal:
     return Journal(lambda envelope: Unprocessable("no"))
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_slow_runs_hold_up_no_other_transactional_handler_and_no_hook(outbox: Outbox) -> None:
     slow, quick, plain, told = Gate(), Journal(), Journal(), Journal()
     outbox.handler(Slow, name="slow", delivery="transactional")(slow)
@@ -72,7 +67,7 @@ async def test_slow_runs_hold_up_no_other_transactional_handler_and_no_hook(outb
         await eventually(lambda: counters(outbox).succeeded == 240)
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 @pytest.mark.parametrize(("others", "expected"), [(0, 1.0), (1, 0.8), (30, 0.5)])
 async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others: int, expected: float) -> None:
     gate = Gate()
@@ -91,7 +86,7 @@ async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others
         await eventually(lambda: counters(outbox).succeeded == 50 + others * others)
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_slow_hooks_hold_up_neither_handlers_nor_the_hooks_of_others(outbox: Outbox) -> None:
     slow, told, quick, journal = Gate(), Journal(), Journal(), Journal()
 
@@ -117,7 +112,7 @@ async def test_slow_hooks_hold_up_neither_handlers_nor_the_hooks_of_others(outbo
         await eventually(lambda: counters(outbox).dead == 60)
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_many_verdicts_that_wait_for_a_slow_hook_do_not_keep_events_from_being_read(
     make_outbox: MakeOutbox,
 ) -> None:
@@ -137,7 +132,7 @@ async def test_many_verdicts_that_wait_for_a_slow_hook_do_not_keep_events_from_b
         await eventually(lambda: counters(outbox).dead == 300)
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_hooks_take_up_no_slot_of_handlers(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=1))
     slow, quick = Gate(), Journal()
@@ -186,7 +181,7 @@ async def test_where_there_is_one_transaction_everybody_has_a_turn(
     assert order.index("quick") < 60, "long before the backlog was through"
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_it_ends(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +211,7 @@ async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_i
         await eventually(lambda: counters(outbox).succeeded == 15)
 
 
-@pytest.mark.usefixtures("needs_many_writers")
+@needs_many_writers
 async def test_messages_that_are_consumed_at_once_hold_up_no_other_handlers(outbox: Outbox) -> None:
     slow, quick = Gate(), Journal()
     outbox.handler(Slow, name="slow", delivery="transactional")(slow)

@@ -21,7 +21,8 @@ from outboxio.runs import stranded_keys
 from outboxio.testing import MovableClock
 from outboxio.transaction import Transaction
 from tests.kit.app import Journal, Look, MoneyDeposited, eventually
-from tests.kit.inside import cursors_of, database_of, dispatcher_of, locks_of, run_of
+from tests.kit.inside import cursors_of, dispatcher_of, locks_of, run_of
+from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox, open_transaction
 from tests.kit.spies import Trouble, counters, watch
 
@@ -178,11 +179,10 @@ async def test_a_run_whose_commit_was_lost_is_repeated(
         await eventually(lambda: counters(outbox).succeeded == 1)
 
 
+@needs_many_writers
 async def test_a_row_that_another_transaction_holds_is_handled_when_that_has_ended(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
-    if look.is_file:
-        pytest.skip("this database locks no rows: whoever writes is the only one")
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery="transactional")(journal := Journal())
     await post(outbox, "ada", 1, 2)
@@ -304,12 +304,11 @@ async def _states(outbox: Outbox, **expected: int) -> bool:
     return all(counts[state] == number for state, number in expected.items())
 
 
+@pytest.mark.not_on("mysql", "mariadb", "sqlite", why="only PostgreSQL wakes other processes")
 async def test_an_order_of_another_process_is_heard_of_where_the_database_tells(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
     outbox, operator = await make_outbox(settings=UNPOLLED), await make_outbox(settings=UNPOLLED)
-    if not database_of(outbox).wakes_across_processes:
-        pytest.skip("this database wakes no other process: they poll")
     broken = [Unprocessable("its service is down")]
     journal = Journal(lambda envelope: broken.pop() if broken else None)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal)
@@ -323,10 +322,9 @@ async def test_an_order_of_another_process_is_heard_of_where_the_database_tells(
 
 
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once"])
+@pytest.mark.not_on("mysql", "mariadb", "sqlite", why="only PostgreSQL wakes other processes")
 async def test_strict_priority_over_processes_waits_for_nobody_to_poll(make_outbox: MakeOutbox, delivery: str) -> None:
     one, two = await make_outbox(settings=UNPOLLED), await make_outbox(settings=UNPOLLED)
-    if not database_of(one).wakes_across_processes:
-        pytest.skip("this database wakes no other process: they poll")
     first, second = Journal(), Journal()
     one.handler(Closed, name="first", delivery=delivery)(first)
     two.handler(Closed, name="second", priority=1)(second)

@@ -19,6 +19,7 @@ from outboxio import Action, Event, Outbox, Transaction
 from outboxio.cli import main
 from outboxio.storage.schema import sql_files
 from tests.kit.app import Look, eventually
+from tests.kit.marks import needs_partitions
 from tests.kit.server_acts import with_password
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,8 @@ SHOP = """
 import asyncio, os
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
+
+pytestmark = pytest.mark.with_tables
 
 class Ordered(Event):
     number: int
@@ -274,9 +277,8 @@ async def test_partitions_show_the_owners_of_each_handler(command: Command, shop
     assert [one["handler_name"] for one in of_one.json] == ["send", "ship"]
 
 
+@needs_partitions
 async def test_partitions_set_the_number_for_all_processes(command: Command, shop: Outbox, look: Look) -> None:
-    if look.is_file:
-        pytest.skip("a file has a single partition")
 
     async with command.started("worker", "shop:outbox") as worker:
         await line_with(worker.stderr, "took shop/dispatch/ship")

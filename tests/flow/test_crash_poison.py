@@ -131,6 +131,7 @@ async def test_what_others_write_in_their_transactions_happens_exactly_once(
     assert effects == [number for number in range(EVENTS) if number != POISON]
 
 
+@pytest.mark.costly  # the order behind a dead row has tests on each dialect: tests/contract/test_ordered.py
 @pytest.mark.parametrize("on_dead_key", ["park", "continue"])
 async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor, on_dead_key: str

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import pytest
 
 from outboxio import Outbox
 from tests.kit.app import Look, eventually
+from tests.kit.programs import programs
 
 ROOT = Path(__file__).parents[2]
 PREVIOUS = "ee733e2"
@@ -58,8 +58,7 @@ def before_operating(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def code_of(commit: str, checkout: Path) -> bytes:
     """The code of a commit as a tar file. Fails if the whole history is there and lacks the commit."""
-    if shutil.which("git") is None:
-        pytest.skip(f"no git on this machine, so there is no code of commit {commit}")
+    programs.need("git")
     if not (checkout / ".git").exists():
         pytest.skip(f"{checkout} is no git checkout, so there is no code of commit {commit}")
     archive = git("archive", commit, "outboxio", "sql", checkout=checkout)
@@ -269,8 +268,7 @@ async def assert_refused(process: asyncio.subprocess.Process) -> None:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A git repository with two commits, of which the second has a file ``outboxio/new.py``."""
-    if shutil.which("git") is None:
-        pytest.skip("no git on this machine")
+    programs.need("git")
     checkout = tmp_path / "whole"
     for folder in ("outboxio", "sql"):
         (checkout / folder).mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.kit.apart import run_apart
 from tests.kit.mysql import scheme_of
+from tests.kit.programs import names_in, programs
 from tests.kit.proxy import free_port
 from tests.kit.servers import (
     DIALECTS,
@@ -30,8 +30,6 @@ from tests.kit.servers import (
     _run_as_server_user,
     _tail,
 )
-
-PGBOUNCER = shutil.which("pgbouncer", path="/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
 
 
 class PrivatePostgres:
@@ -95,7 +93,7 @@ class PrivateMysql:
 
 def _leave_out(reason: str, dialect: str = "postgres") -> NoReturn:
     """Skip, loudly; where the dialect is required, fail."""
-    if dialect in os.environ.get("OUTBOXIO_TEST_REQUIRE", "").split(","):
+    if dialect in names_in(os.environ, "OUTBOXIO_TEST_REQUIRE"):
         pytest.fail(reason)
     pytest.skip(reason)
 
@@ -133,8 +131,7 @@ def private_server(like: str) -> Iterator[PrivatePostgres | PrivateMysql]:
 @contextmanager
 def pgbouncer_to(url: str) -> Iterator[str]:
     """The URL of a PgBouncer in transaction mode before the server of ``url``."""
-    if PGBOUNCER is None:
-        _leave_out("no pgbouncer here: apt-get install pgbouncer")
+    pgbouncer = programs.need("pgbouncer")
     parts, port = urlsplit(url), free_port()
     through = parts._replace(netloc=f"{parts.username}@127.0.0.1:{port}").geturl()
     with ExitStack() as ends:
@@ -146,7 +143,7 @@ def pgbouncer_to(url: str) -> Iterator[str]:
             "server_idle_timeout = 1\nserver_login_retry = 1\n"
         )
         _give_to_server_user(home)
-        _keep_running(ends, home, home / "log", signal.SIGINT, [PGBOUNCER, home / "pgbouncer.ini"])
+        _keep_running(ends, home, home / "log", signal.SIGINT, [pgbouncer, home / "pgbouncer.ini"])
         time.sleep(0.05)
         _ready_postgres(through, lambda: _tail(home / "log"))
         yield through

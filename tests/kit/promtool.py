@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
-PROMTOOL = shutil.which("promtool")
+from tests.kit.programs import programs
 
 
 def check(*arguments: str, given: bytes = b"") -> None:
@@ -31,11 +27,7 @@ test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest shall not co
 
 
 def _run(*arguments: str, given: bytes = b"") -> None:
-    """Fail with promtool's words unless promtool accepts. Skips without promtool, unless a server is required."""
-    if PROMTOOL is None:
-        if os.environ.get("OUTBOXIO_TEST_REQUIRE"):
-            pytest.fail("promtool is missing: apt-get install --no-install-recommends prometheus")
-        pytest.skip("promtool is missing: apt-get install --no-install-recommends prometheus")
-    done = subprocess.run([PROMTOOL, *arguments], input=given, capture_output=True)
+    """Fail with promtool's words unless promtool accepts."""
+    done = subprocess.run([programs.need("promtool"), *arguments], input=given, capture_output=True)
     # A hint about a name is an exit of 3.
     assert done.returncode == 0, (done.stdout + done.stderr).decode()

@@ -110,6 +110,10 @@ class Questions:
             "events, newest": lambda d: d.event_search.newest("app", Search(), PAGE),
             "events, a model": lambda d: d.event_search.newest("app", none, PAGE, most=most),
             "events by id": lambda d: d.event_search.events("app", ids),
+            "events, without documents": lambda d: d.event_search.newest("app", Search(), PAGE, documents=False),
+            "actions, newest": lambda d: d.event_search.newest_actions("app", Search(), PAGE, most=most),
+            "actions, a model": lambda d: d.event_search.newest_actions("app", none, PAGE, most=most),
+            "states of events": lambda d: d.event_search.states_of("app", ids),
             "caused by events": lambda d: d.event_search.caused_by("app", ids, 100),
             "notifications of events": lambda d: d.event_search.notifications_of("app", ids, 100),
         }

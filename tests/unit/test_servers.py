@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import programs
 from tests.kit.servers import DIALECTS, CannotStart, Offer, Selection, Servers, Slot, mysql_root, slots_of
 
 
@@ -38,11 +39,32 @@ def test_dialects_are_given_as_a_list() -> None:
     assert selection == Selection(only=frozenset({"sqlite"}), required=frozenset({"postgres", "sqlite"}))
 
 
-@pytest.mark.parametrize("variable", ["OUTBOXIO_TEST_ONLY", "OUTBOXIO_TEST_REQUIRE"])
-def test_a_dialect_that_nobody_knows_is_refused(variable: str) -> None:
-    there_are = "there are mariadb, mysql, postgres, sqlite"
-    with pytest.raises(pytest.UsageError, match=f"{variable}: no dialect oracle; {there_are}"):
+@pytest.mark.parametrize(
+    ("variable", "known"),
+    [
+        ("OUTBOXIO_TEST_ONLY", "mariadb, mysql, postgres, sqlite$"),
+        ("OUTBOXIO_TEST_REQUIRE", "mariadb, mysql, .*postgres, promtool, sqlite$"),
+    ],
+)
+def test_an_unknown_name_is_refused(variable: str, known: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"{variable} does not know oracle; known are .*{known}"):
         Selection.from_environ({variable: "sqlite,oracle"})
+
+
+def test_a_missing_program_is_a_skip_and_reported_and_a_failure_where_it_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_FURTHER_PLACES", ())
+    nothing = {"PATH": str(tmp_path)}
+    found = programs.Programs(nothing)
+    with pytest.raises(pytest.skip.Exception, match="promtool: the program is missing: apt-get install"):
+        found.need("promtool")
+    assert [line.partition(", ")[0] for line in found.report()] == ["promtool: NOT TESTED"]
+    required = programs.Programs({**nothing, "OUTBOXIO_TEST_REQUIRE": "sqlite, promtool"})
+    with pytest.raises(pytest.fail.Exception, match="OUTBOXIO_TEST_REQUIRE names promtool, but the program is missing"):
+        required.need("promtool")
+    (tmp_path / "promtool").touch(mode=0o755)
+    assert required.need("promtool") == str(tmp_path / "promtool")
 
 
 def test_a_dialect_left_out_has_no_slot() -> None:

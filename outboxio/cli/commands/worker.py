@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 
 from msgspec import Struct
 from msgspec.structs import asdict, astuple
@@ -18,6 +15,7 @@ from outboxio import __version__
 from outboxio.cli.answer import Exit
 from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
+from outboxio.cli.signals import signalled
 from outboxio.handlers.handler import Handler
 from outboxio.health.listener import serve_health
 from outboxio.health.systemd import ServiceManager
@@ -27,8 +25,6 @@ from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
 from outboxio.storage.protocols import slots_of
 from outboxio.support.duration import format_duration
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Duties(Struct, frozen=True):
@@ -67,7 +63,7 @@ async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | No
     The health pages answer, and the watchdog of systemd is fed, from before the start until after the last handler.
     """
     manager = ServiceManager()
-    with _signalled() as stop:
+    with signalled() as stop:
         _introduce(outbox, duties, tell)
         began = time.monotonic()
         async with (
@@ -139,28 +135,6 @@ async def _names_with_due_rows(outbox: Outbox) -> list[str]:
             if await database.notifications.any_due(outbox.namespace, now, slots_of(counts, [name])):
                 names.add(name)
     return sorted(names)
-
-
-@contextmanager
-def _signalled() -> Generator[asyncio.Event]:
-    """An event that the first signal sets.
-
-    The signal handler is Python's and not the event loop's, so that a second signal ends the process even while a
-    handler of the application blocks the loop: that is when people signal twice (decision 25).
-    """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def caught(number: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        loop.call_soon_threadsafe(stop.set)
-
-    before = {number: signal.signal(number, caught) for number in _SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- in words ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Commands that run handlers: ``worker``, ``demo``."""
+"""Commands that run for a while: ``worker``, ``dashboard``, ``demo``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from outboxio.cli.answer import Exit, answer
+from outboxio.cli.commands import dashboard as dashboard_command
 from outboxio.cli.commands import worker as worker_command
 from outboxio.cli.commands.completion import Shell, print_script
 from outboxio.cli.commands.demo import demo as tell_demo
 from outboxio.cli.lines.numbers import whole
 from outboxio.cli.logs import LogFormat, set_up
-from outboxio.cli.options import Options, command
+from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, named, opened
 
 PANEL = "Running"
@@ -46,6 +47,27 @@ class HealthPages(Options, frozen=True):
     @property
     def address(self) -> worker_command.Address | None:
         return None if self.health_port is None else worker_command.Address(self.health_host, self.health_port)
+
+
+class ServedAt(Options, frozen=True):
+    """Where the dashboard listens, and for whom."""
+
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on. An address of the network needs --auth-env.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="The port; 0 for a free port.")] = 8900
+    auth_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The environment variable with the password that browsers send.", show_default=False
+        ),
+    ] = None
+    user: Annotated[str, typer.Option(metavar="USER", help="With --auth-env: the user of the password.")] = "ops"
+    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that changes rows.")] = False
+
+    @property
+    def serving(self) -> dashboard_command.Serving:
+        return dashboard_command.Serving(self.host, self.port, self.auth_env, self.user, self.read_only)
 
 
 class Work(Options, frozen=True):
@@ -108,6 +130,7 @@ class Log(Options, frozen=True):
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     command(app, example="worker app.main:outbox --log-level debug", rich_help_panel=PANEL)(worker)
+    command(app, example="dashboard app.main:outbox --port 8900", rich_help_panel=PANEL)(dashboard)
     command(app, example="demo --database postgresql://localhost/postgres", rich_help_panel=PANEL)(demo)
     command(app, example="completion bash >> ~/.bashrc", rich_help_panel=PANEL)(completion)
 
@@ -151,6 +174,20 @@ def worker(
             return await worker_command.work(outbox, duties, tell, pages.address)
 
     answer(work, verbose=log.verbose)
+
+
+def dashboard(served: ServedAt, common: Common, target: Target = None) -> None:
+    """Serve the dashboard for a browser, until SIGINT or SIGTERM comes.
+
+    The pages show the database: the handlers need not run here, and a database URL is enough.
+    """
+
+    async def work() -> Exit:
+        dashboard_command.refuse_open(served.serving)
+        async with opened(common.of_namespace(target)) as outbox:
+            return await dashboard_command.serve(outbox, served.serving, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def demo(

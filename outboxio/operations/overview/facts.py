@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from msgspec import Struct
 
 from outboxio.handlers.options import ALERT_AGE
+from outboxio.operations.overview.values import StuckRunStatus
 from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
 
 
@@ -81,6 +82,7 @@ class Report(Struct, frozen=True):
     loop_lag: float | None = None
     clock_offset: float | None = None
     handlers: Mapping[str, HandlerReport] = {}
+    stuck: tuple[StuckRunStatus, ...] = ()
 
 
 class InstanceFacts(Struct, frozen=True, kw_only=True):

@@ -222,6 +222,7 @@ def _instance(shards: Sequence[str], reports: Sequence[InstanceFacts]) -> Instan
         stuck=sum(handler.stuck for handler in handlers),
         handlers=_union(tuple(one.report.handlers) for one in reports),
         shards=tuple(shards),
+        stuck_runs=tuple(run for one in reports for run in one.report.stuck),
     )
 
 

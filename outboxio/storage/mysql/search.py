@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.handlers.options import MOST_PARTITIONS
-from outboxio.model.notification import NotificationRecord, record_of
+from outboxio.model.notification import DOCUMENTS, NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
 from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, fetch
@@ -70,9 +70,12 @@ FROM (SELECT CAST(n.event_id AS CHAR) COLLATE utf8mb4_bin AS event_id, n.handler
 """
 
 # Column by column, as in notifications.py.
+_OF_IDS = f"FROM {BY_ID} WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})"
 RECORDS = f"""
-SELECT {", ".join(f"n.{column}" for column in RECORD_COLUMNS)} FROM {BY_ID}
-WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}})
+SELECT {", ".join(f"n.{column}" for column in RECORD_COLUMNS)} {_OF_IDS}
+"""
+WITHOUT_DOCUMENTS = f"""
+SELECT {", ".join("NULL" if column in DOCUMENTS else f"n.{column}" for column in RECORD_COLUMNS)} {_OF_IDS}
 """
 ERRORS = f"""
 SELECT n.id, n.event_id, n.handler_name, n.updated_date, {{told}} FROM {BY_ID}
@@ -149,8 +152,8 @@ class MysqlSearch(WalkedSearch):
         [(read, number, matches)] = await self._admin.use(partial(fetch, sql=statement, args=matching.args))
         return _chunk((read, number, None, matches))
 
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        rows = await self._of_ids(RECORDS, namespace, ids)
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        rows = await self._of_ids(RECORDS if documents else WITHOUT_DOCUMENTS, namespace, ids)
         return [record_of(dict(zip(RECORD_COLUMNS, row, strict=True)), self._shard) for row in rows]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_EVENT, BY_LINE
-from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.flavour import Server, Statement, by_flavour, for_flavours
 from outboxio.storage.mysql.matching import Conditions
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
 from outboxio.storage.mysql.values import as_json
@@ -141,20 +141,20 @@ SELECT COUNT(*), SUM(i.is_match AND {has_texts}) FROM (SELECT {matches} AS is_ma
 """
 
 
-def _count(condition: str, further: str = "") -> Statement:
-    return for_flavours(_COUNTED.replace("{condition}", condition).replace("{further}", further))
+def _counted(condition: str, further: str = "") -> str:
+    return _COUNTED.replace("{condition}", condition).replace("{further}", further)
 
 
+_DEAD_OF = f"{BY_DEAD} WHERE n.namespace = %(namespace)s AND"
 _COUNTS: dict[str, Statement] = {
-    DEAD: {
-        "mysql": _count(f"{BY_DEAD} WHERE n.namespace = %(namespace)s AND n.dead_handler")["mysql"],
-        "mariadb": _count(
-            f"{BY_DEAD} WHERE n.namespace = %(namespace)s AND n.state = w.part AND n.handler_name")["mariadb"],
-    },
-    WAITING: _count(
-        _UNFINISHED.removeprefix("FROM "), "AND n.partition_number = CAST(w.part AS SIGNED)"
+    DEAD: by_flavour(
+        mysql=_counted(f"{_DEAD_OF} n.dead_handler"),
+        mariadb=_counted(f"{_DEAD_OF} n.state = w.part AND n.handler_name"),
     ),
-    BLOCKED: _count(_IN_LINE.removeprefix("FROM ")),
+    WAITING: for_flavours(
+        _counted(_UNFINISHED.removeprefix("FROM "), "AND n.partition_number = CAST(w.part AS SIGNED)")
+    ),
+    BLOCKED: for_flavours(_counted(_IN_LINE.removeprefix("FROM "))),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
-from outboxio.storage.postgres.columns import OF_NOTIFICATION, RECORD_COLUMNS
+from outboxio.storage.postgres.columns import OF_NOTIFICATION, RECORD_COLUMNS, RECORD_COLUMNS_WITHOUT_DOCUMENTS
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.postgres.notifications import RETRY, SKIP, UNFINISHED_NAMES
@@ -135,9 +135,9 @@ FROM (SELECT n.event_id, n.handler_name, n.id, (n.namespace = $1 AND {matches}) 
   FROM eventlog.event_notifications n WHERE n.event_id = ANY ($2::text[]::uuid[])) n
 """
 
-RECORDS = f"""
-SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n WHERE n.namespace = $1 AND n.id = ANY ($2::text[]::uuid[])
-"""
+_OF_IDS = "FROM eventlog.event_notifications n WHERE n.namespace = $1 AND n.id = ANY ($2::text[]::uuid[])"
+RECORDS = f"SELECT {RECORD_COLUMNS} {_OF_IDS}"
+WITHOUT_DOCUMENTS = f"SELECT {RECORD_COLUMNS_WITHOUT_DOCUMENTS} {_OF_IDS}"
 ERRORS = f"""
 SELECT n.id, n.event_id, n.handler_name, n.updated_date, l.told ->> 'type', l.told ->> 'message'
 FROM eventlog.event_notifications n CROSS JOIN LATERAL {_LAST_ERROR}
@@ -213,8 +213,8 @@ class PostgresSearch(WalkedSearch):
         rows = await self._admin.fetch(READ_EVENTS.format(matches=matches), namespace, list(event_ids), *parameters)
         return _chunk.decode(rows[0][0])
 
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        rows = await self._admin.fetch(RECORDS, namespace, list(ids))
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        rows = await self._admin.fetch(RECORDS if documents else WITHOUT_DOCUMENTS, namespace, list(ids))
         return [record_of(dict(zip(OF_NOTIFICATION, row, strict=True)), self._shard) for row in rows]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:

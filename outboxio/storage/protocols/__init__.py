@@ -21,6 +21,14 @@ from outboxio.storage.protocols.cold import (
     SubscriptionRepository,
 )
 from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
+from outboxio.storage.protocols.events import (
+    ActionPlace,
+    EventSearchRepository,
+    EventSummary,
+    FoundAction,
+    FoundActions,
+    FoundEvents,
+)
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -35,10 +43,7 @@ from outboxio.storage.protocols.operating import (
     Counted,
     DeadFigures,
     DueFigures,
-    EventSearchRepository,
-    EventSummary,
     FoundErrors,
-    FoundEvents,
     FoundRows,
     HandlerMinute,
     InstanceReport,
@@ -81,6 +86,7 @@ from outboxio.storage.protocols.values import (
 __all__ = [
     "LONGEST_SILENCE",
     "SHARE_OF_HEARTBEAT",
+    "ActionPlace",
     "Announced",
     "BulkOrder",
     "ClusterLock",
@@ -99,6 +105,8 @@ __all__ = [
     "FanoutRequest",
     "FanoutResult",
     "FanoutStore",
+    "FoundAction",
+    "FoundActions",
     "FoundErrors",
     "FoundEvents",
     "FoundRows",

@@ -1,4 +1,4 @@
-"""The protocols behind what operators see and order: search, probes, operations, reports of processes.
+"""The protocols behind what operators see and order: search for notifications, probes, operations, reports.
 
 Every read is bounded: no statement reads all the rows that retention keeps.
 """
@@ -100,9 +100,19 @@ class SearchRepository(Protocol):
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int | None = None
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int | None = None,
+        documents: bool = True,
     ) -> FoundRows:
-        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        """Up to ``limit`` matches after a place. The place is from a page of the same search.
+
+        ``documents``: see ``EventSearchRepository``.
+        """
         ...
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
@@ -137,63 +147,6 @@ class SearchRepository(Protocol):
         ``matched``, ``done`` and ``refused``, and sets ``updated_date``.
         """
         ...
-
-
-class FoundEvents(Struct, frozen=True):
-    """A page of events."""
-
-    rows: Sequence[EventSummary]
-    next: UUID | None
-    """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
-
-
-class EventSearchRepository(Protocol):
-    """Events, what the events have caused, and the notifications of events."""
-
-    async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of these events, by event id and handler name."""
-        ...
-
-    async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
-        """The events with these ids, in the order of the sequence."""
-        ...
-
-    async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
-        """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
-        ...
-
-    async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
-    ) -> FoundEvents:
-        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
-
-        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
-        """
-        ...
-
-
-class EventSummary(Struct, frozen=True, kw_only=True):
-    """A row of ``events`` for an operator."""
-
-    id: UUID
-    sequence: int
-    event_type: str | None
-    model_type: str | None
-    model_id: str | None
-    action_id: UUID
-    action_name: str
-    action_params: msgspec.Raw
-    payload: msgspec.Raw | None
-    headers: msgspec.Raw | None
-    event_date: datetime
-    available_at: datetime | None
-    delivered: bool
-    topic: str | None
-    source: str | None
-    ordering_key: str | None
-    correlation_id: str | None
-    causation_id: UUID | None
-    hops: int
 
 
 class DueFigures(Struct, frozen=True):
@@ -320,8 +273,15 @@ class ReportRepository(Protocol):
         """Write the minutes of this process, in one statement. A row that exists is replaced."""
         ...
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        """The minutes after a moment, the processes added up."""
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        """The minutes of all handlers after a moment, the processes added up."""
+        ...
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        """The rows of a handler name for these minutes, the oldest first, the processes added up.
+
+        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
+        """
         ...
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None: ...

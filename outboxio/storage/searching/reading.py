@@ -11,8 +11,8 @@ from msgspec import Struct
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.searching.walks import STATES_OF, Chunk, Key, Match, Request, Stretch, place_at, rank_of, rest_of
 
-FEWEST_ROWS, MOST_ROWS = 400, 2000
-"""The rows of a first read that may have to pass over rows, and the rows of any read."""
+FEWEST_ROWS, FEWEST_ERRORS, MOST_ROWS = 400, 200, 2000
+"""The rows of a first read that may have to pass over rows, and by an error; and the rows of any read."""
 MOST_ENTRIES = 10_000
 """The entries of a question that an index alone answers."""
 GROWTH = 4

@@ -53,8 +53,8 @@ class WalkedSearch(Reader):
         self._walker = Walker(self)
 
     @abstractmethod
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order."""
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearchRepository`."""
 
     @abstractmethod
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
@@ -68,10 +68,18 @@ class WalkedSearch(Reader):
         """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int | None = None
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int | None = None,
+        documents: bool = True,
     ) -> FoundRows:
         found = await self._walker.find(namespace, search, limit, after, most)
-        records = {str(row.id): row for row in await self.records(namespace, found.ids)} if found.ids else {}
+        rows = await self.records(namespace, found.ids, documents=documents) if found.ids else []
+        records = {str(row.id): row for row in rows}
         return FoundRows([records[id] for id in found.ids if id in records], found.next)
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.merging import Merge
-from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
+from outboxio.storage.searching.reading import FEWEST_ERRORS, FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
 from outboxio.storage.searching.walks import (
     ALL,
     DEAD,
@@ -225,7 +225,8 @@ class _Walking:
     def _pace(self, walk: str, most: int) -> Pace:
         first = self._limit + 1
         if replace(self._reader.rest(walk, self._search), states=()) != Search():
-            first = max(first, FEWEST_ROWS)  # few rows may match; most rows of a walk are in the states of a search
+            # Few rows may match; most rows of a walk are in the states of a search.
+            first = max(first, FEWEST_ERRORS if self._search.error else FEWEST_ROWS)
         elif walk in MERGED:
             first *= 2  # the rows of a page are not spread evenly over the stretches
         return Pace(first, most)

@@ -29,9 +29,17 @@ ON CONFLICT (namespace, minute_date, handler_name, instance) DO UPDATE SET succe
 MINUTES = """
 SELECT json_group_array(json_array(handler_name, minute_date, succeeded, failed, dead, expired, skipped, duration_us,
   durations, lags))
-FROM (SELECT * FROM eventlog_handler_minutes
-  WHERE namespace = :namespace AND minute_date >= :since AND (:handler IS NULL OR handler_name = :handler)
+FROM (SELECT * FROM eventlog_handler_minutes WHERE namespace = :namespace AND minute_date >= :since
   ORDER BY minute_date, handler_name)
+"""
+
+# CROSS JOIN: each minute is a seek in the primary key.
+MINUTES_OF_HANDLER = """
+SELECT json_group_array(json_array(handler_name, minute_date, succeeded, failed, dead, expired, skipped, duration_us,
+  durations, lags))
+FROM (SELECT h.* FROM json_each(:minutes) AS m CROSS JOIN eventlog_handler_minutes AS h
+  ON h.namespace = :namespace AND h.minute_date = m.value AND h.handler_name = :handler
+  ORDER BY h.minute_date)
 """
 
 WRITE_REPORT = """
@@ -81,9 +89,15 @@ class SqliteReports:
             scope = {"namespace": namespace, "instance": instance, "minutes": rows_of(minutes)}
             await self._connections.write(WRITE_MINUTES, scope)
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        scope = {"namespace": namespace, "since": as_text(since), "handler": handler}
-        return summed(minute_of(*row) for row in _minutes.decode(await self._connections.inspect(MINUTES, scope)))
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        return await self._read_minutes(MINUTES, {"namespace": namespace, "since": as_text(since)})
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        scope = {"namespace": namespace, "handler": handler, "minutes": as_json(map(as_text, minutes))}
+        return await self._read_minutes(MINUTES_OF_HANDLER, scope)
+
+    async def _read_minutes(self, statement: str, scope: dict[str, str]) -> list[HandlerMinute]:
+        return summed(minute_of(*row) for row in _minutes.decode(await self._connections.inspect(statement, scope)))
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None:
         await self._connections.write(WRITE_REPORT, as_values(values_of_report(namespace, report)))

@@ -30,7 +30,7 @@ from outboxio.storage.searching.walks import (
     Stretch,
     given,
 )
-from outboxio.storage.sqlite.columns import RECORD, RECORD_OBJECT, names
+from outboxio.storage.sqlite.columns import RECORD_OBJECT, RECORD_OBJECT_WITHOUT_DOCUMENTS
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED
@@ -132,10 +132,9 @@ FROM (SELECT event_id, handler_name, id, namespace = :namespace AND {{matches}} 
   WHERE event_id IN (SELECT value FROM json_each(:ids)))
 """
 
-RECORDS = f"""
-SELECT json_group_array({RECORD_OBJECT}) FROM (SELECT {names(RECORD)} FROM {BY_ID}
-  WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)))
-"""
+_OF_IDS = f"FROM {BY_ID} WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids))"
+RECORDS = f"SELECT json_group_array({RECORD_OBJECT}) {_OF_IDS}"
+WITHOUT_DOCUMENTS = f"SELECT json_group_array({RECORD_OBJECT_WITHOUT_DOCUMENTS}) {_OF_IDS}"
 ERRORS = f"""
 SELECT json_group_array(json_array(id, event_id, handler_name, updated_date, {_TYPE}, {_MESSAGE})) FROM {BY_ID}
 WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND {_LAST_ERROR.format(text="TRUE")}
@@ -204,12 +203,13 @@ class SqliteSearch(WalkedSearch):
         scope = {**parameters_of(namespace, search), "ids": as_json(event_ids)}
         return _chunk.decode(await self._connections.inspect(READ_EVENTS.format(matches=matching(search)), scope))
 
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        found = await self._connections.inspect(RECORDS, {"namespace": namespace, "ids": as_json(ids)})
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        statement = RECORDS if documents else WITHOUT_DOCUMENTS
+        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [record_of(row, self._shard) for row in _rows.decode(found)]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
-        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)})
+        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [LastError(*row) for row in _errors.decode(found)]
 
     async def change(self, piece: Change) -> tuple[int, int] | None:
