@@ -66,8 +66,10 @@ from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.group import Group, Groups
+from outboxio.model.operating.history import HandlerHistory, HistoryPoint
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.operating.page import BoundedCount, Page
+from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
 from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
@@ -81,6 +83,7 @@ from outboxio.operations.overview.values import (
     Overview,
     OverviewFigures,
     ShardStatus,
+    StuckRunStatus,
 )
 from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
 from outboxio.operations.retention import Removed
@@ -114,6 +117,7 @@ __all__ = [
     "Delivery",
     "DrainTimeout",
     "Drained",
+    "EmittedEvent",
     "Event",
     "EventEnvelope",
     "EventHandler",
@@ -123,10 +127,12 @@ __all__ = [
     "Group",
     "Groups",
     "HandlerFailed",
+    "HandlerHistory",
     "HandlerPartitions",
     "HandlerStatus",
     "Handlers",
     "Health",
+    "HistoryPoint",
     "Inbox",
     "InstanceStatus",
     "InterruptedRun",
@@ -177,8 +183,10 @@ __all__ = [
     "ShutdownError",
     "StaleRecord",
     "State",
+    "StoredAction",
     "StoredEvent",
     "Stranded",
+    "StuckRunStatus",
     "TooManyHops",
     "Transaction",
     "TransactionClosed",

@@ -51,6 +51,14 @@ def test_the_wheel_holds_every_sql_file_of_the_checkout(wheel: Path, dialect: st
     assert scripts <= names_in(wheel)
 
 
+def test_the_wheel_holds_the_templates_and_files_of_the_dashboard(wheel: Path) -> None:
+    folders = [PROJECT / "outboxio" / "dashboard" / name for name in ("templates", "static")]
+    files = {each.relative_to(PROJECT).as_posix() for folder in folders for each in folder.iterdir()}
+
+    assert {"outboxio/dashboard/templates/base.html", "outboxio/dashboard/static/outboxio.css"} <= files
+    assert files <= names_in(wheel)
+
+
 def test_the_wheel_says_that_it_is_typed(wheel: Path) -> None:
     assert "outboxio/py.typed" in names_in(wheel)
 

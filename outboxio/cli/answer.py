@@ -37,7 +37,7 @@ def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = Fal
     """Run a command, and exit with the code. An error is a single line; with ``verbose``, a traceback too."""
     try:
         code: int = asyncio.run(work())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # an interrupted question is an Abort
         code = 130  # 128 + SIGINT, as in a shell
     except Exception as error:
         if verbose:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Annotated
 from uuid import UUID
 
 import typer
 
 from outboxio.cli.options import Options
-from outboxio.errors import SettingsError
+from outboxio.cli.target import TargetError
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
-from outboxio.support.duration import parse_duration
-
-_MOMENT = "a date (2026-01-31, 2026-01-31T02:41), or how long ago (90s, 2h, 3d)"
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
+from outboxio.support.text import briefly
 
 
 class Choice(Options, frozen=True):
@@ -82,24 +81,31 @@ class Choice(Options, frozen=True):
 
 
 def moment(text: str, option: str) -> datetime:
-    """A moment as naive UTC: a date, or a duration before now. Raises a usage error that names the option."""
-    try:
-        given = datetime.fromisoformat(text)
-    except ValueError:
-        return datetime.now(UTC).replace(tzinfo=None) - _ago(text, option)
-    return given.astimezone(UTC).replace(tzinfo=None) if given.tzinfo is not None else given
+    """A moment as naive UTC: a date, or a duration before now. Raises :class:`TargetError` for any other text."""
+    given = parse_moment(text)
+    if given is None:
+        raise TargetError(f"{option} {briefly(text)}: expected {EXPECTED_MOMENT}")
+    return given
 
 
 def given_id(text: str) -> UUID:
-    """The id of an event or a notification. Raises a usage error for any other text."""
+    """The id of an event, a notification or an order. Raises :class:`TargetError` for any other text."""
     try:
         return UUID(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no id of a notification or an event; expected a UUID") from None
+        raise TargetError(
+            f"{briefly(text)} is no id; expected a UUID, as outboxio list, events and operations show it"
+        ) from None
 
 
-def _ago(text: str, option: str) -> timedelta:
-    try:
-        return parse_duration(text.removesuffix(" ago"))
-    except SettingsError:
-        raise typer.BadParameter(f"{option} {text!r}: expected {_MOMENT}") from None
+def words_of(filter: Filter) -> list[str]:
+    """The options that choose the notifications of a filter."""
+    words = [word for state in filter.states for word in ("--state", str(state))]
+    for option, value in {
+        "--handler": filter.handler, "--type": filter.event_type, "--key": filter.ordering_key,
+        "--model": filter.model_id, "--action": filter.action, "--correlation": filter.correlation_id,
+        "--error": filter.error, "--since": filter.since, "--until": filter.until,
+    }.items():  # fmt: skip
+        if value is not None:
+            words += [option, value.isoformat() if isinstance(value, datetime) else str(value)]
+    return words

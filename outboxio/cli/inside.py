@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from uuid import UUID
 
 from outboxio.cli.asking import actor
+from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
+from outboxio.model.operating.stored_event import StoredEvent
 from outboxio.operations.admin import Admin
+from outboxio.operations.asking.events import stored
+from outboxio.operations.orders import GivenTypes, given_handler
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -32,6 +37,18 @@ def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
 
 
+def run_only(outbox: Outbox, names: Sequence[str]) -> None:
+    """Run no handlers but these. Raises :class:`UnknownHandler` for a name or alias that no handler has."""
+    for name in names:
+        if outbox._handlers.find(name) is None:
+            raise UnknownHandler(name, outbox.namespace, outbox._handlers.names)
+    outbox._handlers.run_only(names)
+
+
+def handlers_to_run(outbox: Outbox) -> Sequence[Handler]:
+    return outbox._handlers.to_run
+
+
 def types_of(outbox: Outbox) -> Mapping[str, type]:
     """The event classes that the outbox knows, by the stored name."""
     known = {cls for handler in handlers(outbox) for cls in handler.accepts()}
@@ -39,9 +56,34 @@ def types_of(outbox: Outbox) -> Mapping[str, type]:
     return {type_name(cls): cls for cls in known}
 
 
+async def refuse_unknown_handler(
+    outbox: Outbox, handler: str, *, types: Sequence[str] = (), among_rows: bool = False
+) -> None:
+    """Raise the error with which an order refuses a misspelt handler or event type. For dry runs.
+
+    ``among_rows``: a name that only finished notifications have is known, too.
+    """
+    admin, name, given = outbox.admin, given_handler(handler), GivenTypes(types)
+    databases = admin._shards.databases(None)
+    await admin._known.refuse_unknown(name, databases, among_rows=among_rows)
+    await admin._known.refuse_unknown_types(given, name, databases)
+
+
 def admin_of(outbox: Outbox) -> Admin:
     """The orders of the command line: recorded with the user of this machine."""
     return outbox.admin.by(actor(), origin="cli")
+
+
+async def event_of(outbox: Outbox, id: UUID) -> StoredEvent | None:
+    """The stored event with this id."""
+    admin = outbox.admin
+    found = await admin._find(admin._shards.databases(None), id)
+    return None if found is None else stored(*found, admin._redact)
+
+
+async def now_of(outbox: Outbox) -> datetime:
+    """The present moment by the clocks of the databases; of several, the earliest."""
+    return min([await one.now() for one in outbox.admin._shards.chosen(None)])
 
 
 async def is_live(outbox: Outbox) -> bool:

@@ -14,7 +14,9 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import typer
 from msgspec import Struct
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from outboxio.cli.pasting import remember
 from outboxio.cli.target import Named, TargetError, named, refuse_without_namespace
 
 Target = Annotated[
@@ -61,6 +63,8 @@ class Common(Options, frozen=True):
         """The outbox of the command line, with at most ``most`` further words. Needs no namespace."""
         words = [words] if isinstance(words, str) else words or []
         found = named(words, self.database, self.namespace)
+        is_typed = self.database is None and bool(words) and found.target == words[0]
+        remember(found.target if is_typed else None, self.database, self.namespace)
         if len(found.words) > most:
             raise TargetError(f"{found.words[most]!r} is one word too many")
         return found
@@ -72,11 +76,41 @@ class Common(Options, frozen=True):
         return found
 
 
+class Command(TyperCommand):
+    """A command with a usage line of plain words, and without types of switches and arguments in the help."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            if isinstance(parameter, TyperOption) and parameter.is_flag:
+                parameter.metavar = ""
+            elif isinstance(parameter, TyperArgument):
+                vars(parameter)["display_type_rich"] = _no_type
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option: Any = super().get_help_option(ctx)
+        if option is not None:
+            option.metavar = ""
+        return option
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        words = [
+            str(parameter.metavar) if parameter.required or "[" in str(parameter.metavar) else f"[{parameter.metavar}]"
+            for parameter in self.params
+            if isinstance(parameter, TyperArgument)
+        ]
+        return ["[OPTIONS]", *words]
+
+
+def _no_type(ctx: Any) -> None:
+    """The type of an argument: none, because the help describes the argument."""
+
+
 def command(app: typer.Typer, name: str | None = None, *, example: str, **options: Any) -> Callable[[Any], Any]:
     """Register a command. Each parameter whose type is a group of options becomes the options of the group."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, epilog=f"Example: [cyan]outboxio {example}[/]", **options)(spread(function))
+        app.command(name, cls=Command, epilog=f"Example: [cyan]outboxio {example}[/]", **options)(spread(function))
         return function
 
     return register

@@ -1,19 +1,18 @@
-"""Values as people read them: tables, ages, documents; and rows as machines read them, one JSON object on each line."""
+"""Values as people read them: states, ages, documents; and rows as machines read them, one JSON object on each line."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import line
 from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.page import BoundedCount
 
 COLOURS: Mapping[str, str] = {
     State.DEAD: "bold red",
@@ -25,15 +24,6 @@ COLOURS: Mapping[str, str] = {
 }
 
 _SECOND, _MINUTE, _HOUR, _DAY = 1, 60, 3600, 86400
-
-
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table with these columns; the columns ``right`` are of numbers."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in right else "left"
-        made.add_column(column, justify=justify, overflow="fold", no_wrap=column == "id")
-    return made
 
 
 def state_of(state: str) -> Text:
@@ -50,16 +40,24 @@ def ago(moment: datetime | None, now: datetime | None = None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration in its largest unit: ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
+    """A duration in its largest unit: ``40 ms``, ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
     for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
         if seconds >= 2 * unit or (unit == _DAY and seconds >= unit):
             return f"{seconds / unit:.0f} {name}"
+    if seconds < 0.1 * _SECOND:
+        return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.0f} s" if seconds >= 10 * _SECOND else f"{seconds:.1f} s"
 
 
 def moment(given: datetime | None) -> str:
     """A moment (naive UTC) to the second."""
     return "" if given is None else f"{given:%Y-%m-%d %H:%M:%S}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with a noun: ``1 row``, ``10,000+ rows``."""
+    told = str(number) if isinstance(number, BoundedCount) else f"{number:,}"
+    return f"{told} {noun}{'s' * (told != '1')}"
 
 
 def last_error(record: NotificationRecord) -> str:

@@ -120,7 +120,7 @@ class WorkerPool:
         """Take runs until the worker is sent home, or until a run must be the worker's last."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        scheduler, watchdog, invoker = self._scheduler, self._watchdog, self._invoker
+        scheduler, watchdog, invoker, settler = self._scheduler, self._watchdog, self._invoker, self._settler
         self._hired.discard(task)
         now = loop.time()
         while True:
@@ -132,28 +132,37 @@ class WorkerPool:
                 continue
             if scheduler.runnable and not self._called:
                 self.call()
-            run.task = task
+            run.task, queue, due = task, run.queue, run.notification
+            spec, settled_now = queue.spec, self._settled_now
             if isinstance(run, BatchRun):
                 await self._run_batch(run, task)
                 now = loop.time()
-            elif run.queue.spec.is_too_old(run.notification, self._settled_now):
-                self._finished(run, self._expire(run))
+            elif settled_now > due.retention_us + spec.retention_us:  # HandlerSpec.is_too_old, without a call
+                self._leave(run)
+                settler.add(self._expire(run))
                 now = loop.time()
                 continue
             else:
                 # A transactional run waits for a connection first, and that wait is not the handler's time.
-                run.started = 0.0 if run.queue.spec.needs_transaction else now
-                lag = self._settled_now - run.notification.next_retry_us
+                run.started = 0.0 if spec.needs_transaction else now
+                lag = settled_now - due.next_retry_us
                 if watchdog.timer is None:
                     watchdog.watch()
                 outcome = await invoker.call(run, task)
                 now = loop.time()
-                if outcome is not None and run.phase is not STUCK:
-                    if run.started:
-                        run.queue.statistics.ended(outcome, lag, now - run.started)
+                if run.phase is STUCK:
+                    watchdog.came_back(run)
+                    return
+                self._leave(run)
+                if outcome is not None:
+                    if began := run.started:
+                        queue.statistics.ended(outcome, lag, now - began)
                     else:
-                        run.queue.statistics.count(outcome)
-                self._finished(run, outcome)
+                        queue.statistics.count(outcome)
+                if outcome is None or run.is_settled:
+                    settler.end(run, outcome)
+                else:
+                    settler.add(outcome)
             if run.phase > OVERDUE or not run.is_clean:
                 return
 
@@ -194,16 +203,6 @@ class WorkerPool:
                 self._called -= 1
 
     # --- a run ---------------------------------------------------------------------------------
-
-    def _finished(self, run: Run, outcome: Outcome | None) -> None:
-        """A run is over: free the worker, and let the settler have the outcome."""
-        if run.phase is STUCK:
-            return self._watchdog.came_back(run)
-        self._leave(run)
-        if outcome is None or run.is_settled:
-            self._settler.end(run, outcome)
-        else:
-            self._settler.add(outcome)
 
     async def _run_batch(self, batch: BatchRun, task: asyncio.Task[None]) -> None:
         """Call a handler for many rows. The settler has each outcome as soon as the row is judged."""

@@ -153,6 +153,7 @@ class HandlerRegistry:
         self._types = types
         self._by_name: dict[str, Handler] = {}
         self._handlers: list[Handler] = []
+        self._only: frozenset[str] | None = None
 
     def __iter__(self) -> Iterator[Handler]:
         return iter(self._handlers)
@@ -193,6 +194,20 @@ class HandlerRegistry:
     def names(self) -> list[str]:
         """All names and aliases."""
         return sorted(self._by_name)
+
+    def run_only(self, names: Iterable[str]) -> None:
+        """Run no handlers in this process but these. All handlers are announced, so that no event misses a handler."""
+        self._only = frozenset(self.name_of(name) for name in names)
+
+    @property
+    def to_run(self) -> list[Handler]:
+        """The handlers that this process runs."""
+        return [handler for handler in self._handlers if self._only is None or handler.name in self._only]
+
+    @property
+    def names_to_run(self) -> list[str]:
+        """The names and aliases of the handlers that this process runs."""
+        return sorted(name for handler in self.to_run for name in handler.names)
 
     def subscriptions(self) -> list[Subscription]:
         """The subscriptions of all handlers: for each handler, an entry per event type name or topic."""

@@ -13,7 +13,8 @@ from msgspec import Struct
 from outboxio.errors import DatabaseUnavailable, SchemaError, SchemaNewer
 from outboxio.health.values import Fit, Status
 from outboxio.runtime.shard import ShardRuntime
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, log_text, type_name
+from outboxio.support.text import without_passwords
 
 logger = log_of(__name__)
 
@@ -49,6 +50,8 @@ class Figures(Struct, frozen=True, kw_only=True):
     lag: float | None = None
     oldest_due: Mapping[str, float] = {}
     unroutable: int | None = None
+    missing: str | None = None
+    """Why there are no figures although the database was asked."""
 
 
 class FigureSource(Protocol):
@@ -100,23 +103,26 @@ class Questions:
         answers = await asyncio.gather(*(self._ask_shard(name, patience) for name in self._shards))
         shards = dict(zip(self._shards, answers, strict=True))
         left = began + patience - time.monotonic()
-        figures = await self._figures(left) if any(answer.answered for answer in answers) else Figures()
+        figures = Figures(missing=f"no shard has answered within {patience:g} s")
+        if any(answer.answered for answer in answers):
+            figures = await self._figures(left, patience)
         return Answers(shards=shards, figures=figures)
 
-    async def _figures(self, patience: float) -> Figures:
+    async def _figures(self, left: float, patience: float) -> Figures:
+        """The figures, within the seconds ``left`` of ``patience``."""
         if self._source is None:
             return Figures()
+        limit = asyncio.timeout(left)
         try:
-            async with asyncio.timeout(patience):
+            async with limit:
                 figures = await self._source.figures()
-        except TimeoutError:
-            logger.debug("the figures of health() were not read within %.1f s", patience)
-            return Figures()
         except Exception as error:
+            if limit.expired():
+                return Figures(missing=f"the overview was not read within {patience:g} s")
             level = logging.DEBUG if self._is_told else logging.WARNING
-            logger.log(level, "the figures of health() could not be read: %s", error)
+            logger.log(level, "the figures of health() could not be read: %s", error, error_type=type_name(error))
             self._is_told = True
-            return Figures()
+            return Figures(missing=f"the overview could not be read: {without_passwords(log_text(error))}")
         self._is_told = False
         return figures
 

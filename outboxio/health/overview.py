@@ -28,4 +28,5 @@ class OverviewSource:
             lag=overview.figures.oldest_undelivered,
             oldest_due={one.handler_name: one.oldest_due for one in overview.handlers if one.oldest_due is not None},
             unroutable=overview.figures.unroutable,
+            missing=next((f"{error} (shard {one.shard!r})" for one in overview.shards if (error := one.error)), None),
         )

@@ -37,8 +37,8 @@ def judge(memory: Memory, answers: Answers, now: Moment) -> Health:
     deaths = [*memory.ended, *(text for shard in memory.shards.values() for text in shard.dead)]
     works = any(_is_ready(shard, answer, now.loop) for shard, answer in known.values())
     reasons = [_Reason("down", text) for text in deaths]
-    reasons += _of_shards(shards)
-    reasons += _of_figures(answers.figures, memory)
+    wrong = list(_of_shards(shards))
+    reasons += [*wrong, *_of_figures(answers.figures, memory, tells_missing=not wrong)]
     reasons += _of_memory(memory, now, tells_stuck=all(told.rule != "stuck_runs" for told in answers.figures.findings))
     reasons.sort(key=lambda reason: -SEVERITY[reason.level])
     status: Status = reasons[0].level if reasons else "ok"
@@ -101,8 +101,13 @@ def _wrong_with(name: str, shard: ShardHealth) -> str | None:
     return f"shard {name!r} cannot be reached" if shard.reachable is False else None
 
 
-def _of_figures(figures: Figures, memory: Memory) -> Iterator[_Reason]:
-    """The faults of the tables. A process in ``running()`` knows better than the tables if a process is there."""
+def _of_figures(figures: Figures, memory: Memory, *, tells_missing: bool) -> Iterator[_Reason]:
+    """The faults of the tables. A process in ``running()`` knows better than the tables if a process is there.
+
+    ``tells_missing``: False if a reason about a shard says already why the tables could not be read.
+    """
+    if figures.missing is not None and tells_missing:
+        yield _Reason("degraded", f"faults in the tables are not known, because {figures.missing}")
     for told in figures.findings:
         if not (told.rule == "no_instance" and memory.phase == "running"):
             yield _Reason(told.level, told.text)

@@ -26,11 +26,12 @@ from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import is_newer
 from outboxio.invocation.traced_invoker import handler_invoker
+from outboxio.model.emitter import tell_written
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Context, Notification, State
-from outboxio.model.outcome import NO_LEASE, Outcome
+from outboxio.model.outcome import NO_LEASE, Emitted, Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
 from outboxio.runs.run import Run
@@ -199,11 +200,14 @@ class InlineRunner:
         owed += [self._owed(message, self._handler(name), error) for name, error in failed.items()]
         sending = self._context.emitter.telemetry.chosen.sending(self._context.shard, action, [event])
 
-        async def write(session: Session) -> None:
+        async def write(session: Session) -> Emitted | None:
             ours = [o for o in owed if await self._write_row(session, message, o.handler_name, now)]
-            if ours:
-                await session.insert_events(sending.marked(action.completed(now)), [event])
-                await session.insert_notifications(event.id, ours, now)
+            if not ours:
+                return None
+            written = sending.marked(action.completed(now)), [event]
+            await session.insert_events(*written)
+            await session.insert_notifications(event.id, ours, now)
+            return written
 
         with sending:
             await self._transact(message, write)
@@ -252,25 +256,34 @@ class InlineRunner:
     async def _write_done(self, message: Message, handler: Handler, outcome: Outcome) -> None:
         """Write that a handler has handled the message, together with the emitted events."""
 
-        async def write(session: Session) -> None:
-            if await self._write_row(session, message, handler.name, self._clock()) and outcome.emitted:
-                action, events = outcome.emitted
-                await session.insert_events(action, events)
+        async def write(session: Session) -> Emitted | None:
+            is_new = await self._write_row(session, message, handler.name, self._clock())
+            if not is_new or outcome.emitted is None:
+                return None
+            await session.insert_events(*outcome.emitted)
+            return outcome.emitted
 
         await self._transact(message, write)
 
-    async def _transact(self, message: Message, write: Callable[[Session], Awaitable[None]]) -> None:
+    async def _transact(self, message: Message, write: Callable[[Session], Awaitable[Emitted | None]]) -> None:
+        """Make a transaction of ``write``, which returns the events that it has written."""
         async with self._database.session() as session:
             await session.begin()
             try:
-                await write(session)
+                written = await write(session)
             except BaseException:
                 await to_the_end(roll_back(session))
                 raise
             try:
-                await to_the_end(session.commit())
+                await to_the_end(self._commit(session, written))
             except CommitLost as error:
                 raise CommitUnknown(message.action.action_name, message.action.action_id) from error
+
+    async def _commit(self, session: Session, written: Emitted | None) -> None:
+        await session.commit()
+        if written is not None:
+            self._context.emitter.count(written[1])
+            tell_written(*written)
 
     async def claim(self, session: Session, message: Message, handler_name: str) -> bool:
         """Write the handler's row in the handler's transaction; True if the row is new."""
@@ -297,7 +310,7 @@ class InlineRunner:
                 HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead),
                 self._statistics.of(handler.name),
             )
-            queue.statistics.consuming = queue.running
+            queue.statistics.follow_consumer(queue)
         return queue
 
     def _handler(self, name: str) -> Handler:

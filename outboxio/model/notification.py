@@ -245,6 +245,9 @@ class NotificationRecord(Struct, frozen=True, kw_only=True):
     shard: str
 
 
+DOCUMENTS = frozenset({"action_params", "payload", "headers"})
+"""The columns of an event, and of its notifications, that may be large."""
+
 _DOCUMENTS: Mapping[str, Any] = {"action_params": {}, "payload": None, "headers": None, "errors": []}
 _DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper document overflows the stack
 
@@ -252,7 +255,8 @@ _DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper docume
 def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
     """The record of a row with documents in JSON text. A document that cannot be shown is replaced by the reason."""
     record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
-    return msgspec.structs.replace(record, **{column: shown_document(column, row[column]) for column in _DOCUMENTS})
+    stored = {column: row[column] for column in _DOCUMENTS if row[column] is not None}
+    return msgspec.structs.replace(record, **{column: shown_document(column, stored[column]) for column in stored})
 
 
 def shown_document(column: str, text: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -83,6 +84,30 @@ def redacted_document(document: Any, redact: Redact) -> Any:
     except (msgspec.DecodeError, UnicodeError):
         decoded = None
     return cast(Any, decoded) if isinstance(decoded, dict) else {"redacted": text}
+
+
+def redacted_text(text: str, redact: Redact) -> str:
+    """A JSON document as text, redacted. Numbers keep all of their digits.
+
+    Without ``redact`` the text stays as it is. ``redact`` is given the document without spaces, like all documents.
+    """
+    return text if redact is keep_all else redact(_without_spaces(text))
+
+
+def _without_spaces(text: str) -> str:
+    """The document as msgspec writes documents, with numbers as they are. Text that is no JSON is unchanged."""
+    try:
+        decoded = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+    except (ValueError, RecursionError):
+        return text
+    try:
+        return msgspec.json.encode(decoded).decode()
+    except (UnicodeError, RecursionError):  # a lone surrogate, which msgspec does not write
+        return text
+
+
+def _number(digits: str) -> msgspec.Raw:
+    return msgspec.Raw(digits.encode())
 
 
 def _entry(entry: Mapping[str, Any], redact: Redact) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Draining: work until no notification is due, in this process or in the process that holds the locks.
 
 A drain does rounds of fan-out and dispatch until a pass finds no rows. Beside ``running()`` the loops go on meanwhile.
-Without ``running()`` the drain makes a shard run of its own, and three loops of that run go on beside the rounds,
-because a handler may take long: the loops that prove the locks, announce the handlers, and write outcomes (decision
-27).
+Without ``running()`` the drain makes a shard run of its own, and four loops of that run go on beside the rounds,
+because a handler may take long: the loops that prove the locks, announce the handlers, write outcomes (decision 27),
+and write the runs of each minute.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def _drain_alone(run: ShardRun) -> None:
     await run.locks.run_once()
     problem: Exception | None = None
     async with asyncio.TaskGroup() as group:
-        helpers = [run.loops.locks, run.loops.announce, run.loops.settle]
+        helpers = [run.loops.locks, run.loops.announce, run.loops.settle, run.loops.reports]
         for loop in helpers:
             group.create_task(loop.run(), name=f"outboxio {loop.name}")
         try:

@@ -84,7 +84,7 @@ class ShardRun:
             purged=shard.statistics.purged_from,
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
-        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout)
+        self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
             shard.takeover(self._holds_fanout), self._reporting, self.announce, fans_out=self._holds_fanout,
@@ -115,7 +115,7 @@ class ShardRun:
             control=self, tell=shard.gave_back, unowned=self._unowned,
         )  # fmt: skip
         if self._roles.handling and (database.partitions is None or not environment.may_share):
-            membership.heed(environment.handlers.names, {})  # the locks are taken before the first announcement
+            membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
         return membership
 
     @property
@@ -288,7 +288,7 @@ class ShardRun:
         try:
             await self.dispatcher.stop(0)
         finally:
-            await self._release_locks()
+            await asyncio.gather(self._release_locks(), self._reporting.leave())
             await self._release_connections()
             await self.shard.flush_wakes()
 
@@ -327,7 +327,7 @@ class ShardRun:
             counts = {count.handler_name: count for count in orders.partitions}
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
-            self.membership.heed(self.shard.environment.handlers.names, counts)
+            self.membership.heed(self.shard.environment.handlers.names_to_run, counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ from outboxio.sharing import balance
 from outboxio.sharing.balance import SlotGroup
 from outboxio.sharing.giving import Giving
 from outboxio.sharing.seen_cluster import SeenCluster
-from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
+from outboxio.storage.protocols import Instance, PartitionCount, SeenLease, active_partitions, slots_of
 
 #: The seconds in which a process that took more than its quota gives nothing away, while the members are the same.
 REST_AFTER_SURPLUS = 20.0
@@ -99,7 +99,7 @@ class PartitionShare:
 
     def heed(self, names: Collection[str], counts: Mapping[str, PartitionCount], now: float) -> None:
         """Take in the stored handler names of this process, and the numbers of partitions of the cluster."""
-        active = {name: counts[name].active if name in counts else 1 for name in names}
+        active = {name: active_partitions(counts, name) for name in names}
         numbers = {name: counts[name].number if name in counts else 1 for name in names}
         if numbers != self._numbers:
             self._numbers, self._groups = numbers, None
@@ -109,7 +109,7 @@ class PartitionShare:
             for partition in range(self._active.get(name, number), number):
                 self._cluster.expect(Slot(name, partition), now + NEWS_DELAY)
         self._active, self._groups = active, None
-        self._slots = tuple(Slot(name, partition) for name, number in active.items() for partition in range(number))
+        self._slots = tuple(slots_of(counts, active))
 
     @property
     def slots(self) -> Sequence[Slot]:

@@ -46,7 +46,7 @@ class HandlerStatistics:
     """The runs of a handler in this process, on a shard, since the outbox was made."""
 
     __slots__ = (
-        "_queue", "alert_age", "consuming", "dead", "error_types", "expired", "failed", "failures", "lag", "skipped",
+        "_consumer", "_queue", "alert_age", "dead", "error_types", "expired", "failed", "failures", "lag", "skipped",
         "stuck", "succeeded", "successes",
     )  # fmt: skip
 
@@ -69,19 +69,23 @@ class HandlerStatistics:
         """The classes of errors that have a histogram: at most 10, further classes are ``other``."""
         self.stuck = 0
         """Stuck runs that still go on."""
-        self.consuming: Sized = ()
-        """The runs of ``inbox.consume`` that go on."""
         self.alert_age: float | None = None
         """The age, in seconds, of a due notification from which the handler counts as behind."""
         self._queue: Callable[[], Queue | None] = _no_queue
+        self._consumer: Callable[[], Queue | None] = _no_queue
 
     def follow(self, queue: Queue) -> None:
-        """The queue of a shard run that begins. The statistics do not keep the queue alive."""
+        """The queue of a shard run that begins. The statistics keep no queue alive."""
         self._queue = weakref.ref(queue)
 
-    def forget_queue(self) -> None:
-        """The shard run has ended."""
-        self._queue = _no_queue
+    def follow_consumer(self, queue: Queue) -> None:
+        """The queue in which ``inbox.consume`` runs the handler."""
+        self._consumer = weakref.ref(queue)
+
+    def begin_anew(self) -> None:
+        """A new event loop takes over: the runs of the former event loop do not go on."""
+        self.stuck = 0
+        self._queue = self._consumer = _no_queue
 
     @property
     def queue(self) -> Queue | None:
@@ -89,10 +93,15 @@ class HandlerStatistics:
         return self._queue()
 
     @property
+    def limit(self) -> int | None:
+        """Runs at the same time in this process, at most; ``None`` if the handler is not run here."""
+        queue = self.queue
+        return None if queue is None else queue.limit
+
+    @property
     def in_flight(self) -> int:
         """The number of runs that go on, without stuck runs."""
-        queue = self.queue
-        return len(self.consuming) + (0 if queue is None else len(queue.running))
+        return sum(0 if queue is None else len(queue.running) for queue in (self._queue(), self._consumer()))
 
     # --- runs ----------------------------------------------------------------------------------
 

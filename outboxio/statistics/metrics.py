@@ -1,22 +1,26 @@
-"""Metrics: the names, units and labels under which the statistics leave the process.
+"""Metrics: the names, units and labels under which the statistics leave the process, and how each value is read.
 
-One table serves Prometheus and OpenTelemetry. :func:`measure` reads the present values from memory, from any thread.
+:data:`METRICS` is a table, which serves Prometheus and OpenTelemetry. :func:`measure` reads the present values from
+memory, from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Literal
 
 from msgspec import Struct
 
 from outboxio.statistics.buckets import Histogram
 from outboxio.statistics.figures import Figures
-from outboxio.statistics.handlers import OUTCOMES, HandlerStatistics
-from outboxio.statistics.shard import ShardStatistics
+from outboxio.statistics.handlers import OUTCOMES
+from outboxio.statistics.shard import Live, ShardStatistics
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
+Values = Iterable[tuple[Labels, "float | Histogram"]]
+"""The values of a metric on a shard, each with the values of the metric's own labels."""
 
 
 class Metric(Struct, frozen=True):
@@ -29,6 +33,7 @@ class Metric(Struct, frozen=True):
     """``s``, or the counted thing in braces, as OpenTelemetry wants."""
     labels: Labels
     help: str
+    read: Callable[[ShardStatistics], Values]
 
     @property
     def prometheus_name(self) -> str:
@@ -50,208 +55,187 @@ class Sample(Struct, frozen=True):
     value: float | Histogram
 
 
-def _metric(name: str, kind: Kind, unit: str, labels: str, help: str) -> Metric:
-    return Metric(name, kind, unit, tuple(labels.split()), help)
+def measure(namespace: str, shards: Mapping[str, ShardStatistics]) -> Iterator[Sample]:
+    """The present values of an outbox. Only metrics with a value are there."""
+    for metric in METRICS:
+        for shard, statistics in shards.items():
+            for labels, value in metric.read(statistics):
+                yield Sample(metric, (namespace, shard, *labels), value)
 
 
+# --- how each value is read -----------------------------------------------------------------------
+
+Read = Callable[[ShardStatistics], Values]
+
+
+def _field(field: str) -> Read:
+    get = attrgetter(field)
+    return lambda shard: [((), get(shard))]
+
+
+def _counts(field: str) -> Read:
+    """A value for each key of a mapping."""
+    get = attrgetter(field)
+    return lambda shard: [(key if isinstance(key, tuple) else (key,), value) for key, value in list(get(shard).items())]
+
+
+def _of_handlers(field: str) -> Read:
+    """A value for each handler that has the value."""
+    get = attrgetter(field)
+    return lambda shard: [
+        ((name,), value) for name, handler in list(shard.handlers.items()) if (value := get(handler)) is not None
+    ]
+
+
+def _of_run(read: Callable[[Live, ShardStatistics], Values]) -> Read:
+    """Values of the shard run that goes on."""
+    return lambda shard: () if (live := shard.live) is None else read(live, shard)
+
+
+def _of_tables(read: Callable[[Figures], Values]) -> Read:
+    """Values of the figures of the tables."""
+    return _of_run(lambda live, shard: () if (figures := shard.figures) is None else read(figures))
+
+
+def _durations(shard: ShardStatistics) -> Values:
+    for name, handler in list(shard.handlers.items()):
+        yield (name, "succeeded", ""), handler.successes
+        for (outcome, error_type), histogram in list(handler.failures.items()):
+            yield (name, outcome, error_type), histogram
+
+
+def _consumed(shard: ShardStatistics) -> Values:
+    for name, handler in list(shard.handlers.items()):
+        for outcome in OUTCOMES:
+            yield (name, outcome), getattr(handler, outcome)
+
+
+def _paused(live: Live, shard: ShardStatistics) -> Values:
+    paused = live.paused
+    return [((name,), int(name in paused)) for name in list(shard.handlers)]
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _metric(name: str, kind: Kind, unit: str, labels: str, read: Read, help: str) -> Metric:
+    return Metric(name, kind, unit, tuple(labels.split()), help, read)
+
+
+def _handler_gauge(name: str, unit: str, field: str, help: str) -> Metric:
+    return _metric(name, "gauge", unit, "handler", _of_handlers(field), help)
+
+
+def _figure(name: str, unit: str, field: str, help: str) -> Metric:
+    get = attrgetter(field)
+    return _metric(name, "gauge", unit, "", _of_tables(lambda figures: [((), get(figures))]), help)
+
+
+def _handler_figure(name: str, unit: str, field: str, help: str) -> Metric:
+    get = attrgetter(field)
+    read = _of_tables(lambda figures: [((handler,), get(one)) for handler, one in figures.handlers.items()])
+    return _metric(name, "gauge", unit, "handler", read, help)
+
+
+# fmt: off
 PROCESS_DURATION = _metric(
-    "messaging.process.duration", "histogram", "s", "handler outcome error_type",
-    "Duration of the runs of a handler. A batch is a single run.",
-)  # fmt: skip
+    "messaging.process.duration", "histogram", "s", "handler outcome error_type", _durations,
+    "Duration of the runs of a handler. A batch is a single run.")
 SENT = _metric(
-    "messaging.client.sent.messages", "counter", "{message}", "event_type", "Events that this process has written."
-)
+    "messaging.client.sent.messages", "counter", "{message}", "event_type", _counts("sent"),
+    "Events that this process has written.")
 CONSUMED = _metric(
-    "messaging.client.consumed.messages", "counter", "{message}", "handler outcome",
-    "Notifications by the outcome of a run, or of their end without a run. A failed notification is retried.",
-)  # fmt: skip
+    "messaging.client.consumed.messages", "counter", "{message}", "handler outcome", _consumed,
+    "Notifications by the outcome of a run, or of their end without a run. A failed notification is retried.")
 OPERATION_DURATION = _metric(
     "messaging.client.operation.duration", "histogram", "s", "operation",
-    "Duration of writing: send is the insert of events with its COMMIT, settle the write of equal outcomes.",
-)  # fmt: skip
+    lambda shard: [(("send",), shard.sends), (("settle",), shard.settles)],
+    "Duration of writing: send is the insert of events with its COMMIT, settle the write of equal outcomes.")
 LAG = _metric(
-    "outboxio.delivery.lag", "histogram", "s", "handler",
-    "Time from the moment at which a notification was due to the start of its run.",
-)  # fmt: skip
+    "outboxio.delivery.lag", "histogram", "s", "handler", _of_handlers("lag"),
+    "Time from the moment at which a notification was due to the start of its run.")
 FANOUT_LAG = _metric(
-    "outboxio.fanout.lag", "histogram", "s", "",
-    "Time from a commit of this process to the end of the fan-out round that follows, once for each round.",
-)  # fmt: skip
-FANNED_OUT = _metric("outboxio.fanout.events", "counter", "{event}", "", "Events that this process has fanned out.")
-DUE = _metric("outboxio.notifications.due", "gauge", "{notification}", "handler", "Notifications that are due now.")
-RETRYING = _metric(
-    "outboxio.notifications.retrying", "gauge", "{notification}", "handler",
-    "Notifications that are due later: they wait for a retry, or for their moment.",
-)  # fmt: skip
-DEAD = _metric(
-    "outboxio.notifications.dead", "gauge", "{notification}", "handler",
-    "DEAD and EXPIRED notifications that retention still keeps.",
-)  # fmt: skip
-DEAD_RECENTLY = _metric(
-    "outboxio.notifications.dead_recently", "gauge", "{notification}", "handler",
-    "DEAD and EXPIRED notifications that ended within the last hour.",
-)  # fmt: skip
-BLOCKED = _metric(
-    "outboxio.notifications.blocked", "gauge", "{notification}", "handler",
-    "Notifications that wait behind others of their ordering key.",
-)  # fmt: skip
-DUE_AGE = _metric(
-    "outboxio.due.age", "gauge", "s", "handler", "Time for which the oldest due notification has been due."
-)
-KEYS_PARKED = _metric(
-    "outboxio.keys.parked", "gauge", "{key}", "handler", "Ordering keys that wait for the decision of an operator."
-)
-UNDELIVERED = _metric(
-    "outboxio.events.undelivered",
-    "gauge",
-    "{event}",
-    "",
-    "Events that wait for fan-out, of types that a handler wants.",
-)
-UNWANTED = _metric(
-    "outboxio.events.unwanted", "gauge", "{event}", "", "Events that wait, of types that no handler wants."
-)
-UNDELIVERED_AGE = _metric(
-    "outboxio.undelivered.age", "gauge", "s", "", "Time for which the oldest of these events has waited."
-)
-UNROUTABLE = _metric(
-    "outboxio.unroutable", "gauge", "{notification}", "",
-    "Notifications for handlers that no process announces any more, and resting notifications.",
-)  # fmt: skip
-ACTIVE = _metric("outboxio.runs.active", "gauge", "{run}", "handler", "Runs that go on in this process.")
-STUCK = _metric("outboxio.runs.stuck", "gauge", "{run}", "handler", "Runs that ignore their cancellation.")
-LIMIT = _metric("outboxio.runs.limit", "gauge", "{run}", "handler", "Runs at the same time in this process, at most.")
-ALERT_AGE = _metric(
-    "outboxio.alert.age", "gauge", "s", "handler",
-    "Age of the oldest due notification from which the handler counts as behind.",
-)  # fmt: skip
-PAUSED = _metric("outboxio.paused", "gauge", "{handler}", "handler", "1 if an operator has paused the handler.")
-REFUSED = _metric(
-    "outboxio.outcomes.refused", "counter", "{outcome}", "",
-    "Outcomes that were not written, because another process holds the handler, or the row is settled.",
-)  # fmt: skip
-LOOP_FAILURES = _metric("outboxio.loop.failures", "counter", "{round}", "loop", "Rounds of a loop that failed.")
-LOCK_CHANGES = _metric(
-    "outboxio.lock.changes", "counter", "{change}", "lock", "How often this process has taken or lost a cluster lock."
-)
-LOCK_HELD = _metric(
-    "outboxio.lock.held", "gauge", "{lock}", "lock",
-    "Cluster locks that this process holds: fanout, or dispatch/ and the handler, one for each partition.",
-)  # fmt: skip
-RUNNING = _metric(
-    "outboxio.running", "gauge", "{process}", "role", "1 while this process is in running() with this role."
-)
-LOOP_LAG = _metric(
-    "outboxio.loop.lag", "gauge", "s", "",
-    "Longest time in the last 15 s that the event loop needed to answer; one value for all shards of a process.",
-)  # fmt: skip
-STANDSTILLS = _metric(
-    "outboxio.loop.standstills", "counter", "{standstill}", "",
-    "How often the event loop stood still for about a second or longer.",
-)  # fmt: skip
-POOL_USED = _metric(
-    "outboxio.pool.used", "gauge", "{connection}", "", "Connections of the pool that actions and handlers have in use."
-)
-PURGED = _metric("outboxio.purge.rows", "counter", "{row}", "kind", "Rows that retention has removed, by table.")
-ACTIONS = _metric(
-    "outboxio.actions", "counter", "{action}", "action outcome",
-    "Transactions of actions: committed, refused (rolled back), or unknown (the connection was lost during COMMIT).",
-)  # fmt: skip
+    "outboxio.fanout.lag", "histogram", "s", "", _field("fanout_lag"),
+    "Time from a commit of this process to the end of the fan-out round that follows, once for each round.")
 
-METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
-"""All metrics, in the order in which they are exported."""
-
-FIGURES = (
-    DUE,
-    RETRYING,
-    DEAD,
-    DEAD_RECENTLY,
-    BLOCKED,
-    DUE_AGE,
-    KEYS_PARKED,
-    UNDELIVERED,
-    UNDELIVERED_AGE,
-    UNWANTED,
-    UNROUTABLE,
+FIGURES: tuple[Metric, ...] = (
+    _handler_figure("outboxio.notifications.due", "{notification}", "due", "Notifications that are due now."),
+    _handler_figure(
+        "outboxio.notifications.retrying", "{notification}", "retrying",
+        "Notifications that are due later: they wait for a retry, or for their moment."),
+    _handler_figure(
+        "outboxio.notifications.dead", "{notification}", "dead",
+        "DEAD and EXPIRED notifications that retention still keeps."),
+    _handler_figure(
+        "outboxio.notifications.dead_recently", "{notification}", "dead_recently",
+        "DEAD and EXPIRED notifications that ended within the last hour."),
+    _handler_figure(
+        "outboxio.notifications.blocked", "{notification}", "blocked",
+        "Notifications that wait behind others of their ordering key."),
+    _handler_figure(
+        "outboxio.due.age", "s", "due_age", "Time for which the oldest due notification has been due."),
+    _handler_figure(
+        "outboxio.keys.parked", "{key}", "parked_keys", "Ordering keys that wait for the decision of an operator."),
+    _figure(
+        "outboxio.events.undelivered", "{event}", "undelivered",
+        "Events that wait for fan-out, of types that a handler wants."),
+    _figure(
+        "outboxio.undelivered.age", "s", "undelivered_age",
+        "Time for which the oldest of these events has waited."),
+    _figure("outboxio.events.unwanted", "{event}", "unwanted", "Events that wait, of types that no handler wants."),
+    _figure(
+        "outboxio.unroutable", "{notification}", "unroutable",
+        "Notifications for handlers that no process announces any more, and resting notifications."),
 )
 """The metrics of the tables, which only the holder of the fan-out lock exports."""
 
-
-def measure(namespace: str, shards: Mapping[str, ShardStatistics]) -> Iterator[Sample]:
-    """The present values of an outbox. Only metrics with a value are there."""
-    for shard, statistics in shards.items():
-        for metric, labels, value in _of_shard(statistics):
-            yield Sample(metric, (namespace, shard, *labels), value)
-
-
-_Value = tuple[Metric, Labels, "float | Histogram"]
-
-
-def _of_shard(shard: ShardStatistics) -> Iterator[_Value]:
-    for name, handler in list(shard.handlers.items()):
-        yield from _of_handler(name, handler)
-    yield from _counted(SENT, shard.sent)
-    yield OPERATION_DURATION, ("send",), shard.sends
-    yield OPERATION_DURATION, ("settle",), shard.settles
-    yield FANOUT_LAG, (), shard.fanout_lag
-    yield FANNED_OUT, (), shard.fanned_out
-    yield REFUSED, (), shard.refused
-    yield STANDSTILLS, (), shard.standstills
-    yield from _counted(LOOP_FAILURES, shard.loop_failures)
-    yield from _counted(LOCK_CHANGES, shard.lock_changes)
-    yield from _counted(LOCK_HELD, shard.locks_held)
-    yield from _counted(PURGED, shard.purged)
-    for (action, outcome), number in list(shard.actions.items()):
-        yield ACTIONS, (action, outcome), number
-    yield from _of_run(shard)
-
-
-def _of_handler(name: str, handler: HandlerStatistics) -> Iterator[_Value]:
-    yield PROCESS_DURATION, (name, "succeeded", ""), handler.successes
-    for (outcome, error_type), histogram in list(handler.failures.items()):
-        yield PROCESS_DURATION, (name, outcome, error_type), histogram
-    for outcome in OUTCOMES:
-        yield CONSUMED, (name, outcome), getattr(handler, outcome)
-    yield LAG, (name,), handler.lag
-    yield ACTIVE, (name,), handler.in_flight
-    yield STUCK, (name,), handler.stuck
-    if (queue := handler.queue) is not None:
-        yield LIMIT, (name,), queue.limit
-    if handler.alert_age is not None:
-        yield ALERT_AGE, (name,), handler.alert_age
-
-
-def _of_run(shard: ShardStatistics) -> Iterator[_Value]:
-    live = shard.live
-    if live is None:
-        return
-    for role in live.roles:
-        yield RUNNING, (role,), 1
-    paused = live.paused
-    for name in list(shard.handlers):
-        yield PAUSED, (name,), int(name in paused)
-    yield LOOP_LAG, (), live.loop_lag
-    yield POOL_USED, (), live.connections_in_use
-    if (figures := shard.figures) is not None:
-        yield from _of_tables(figures)
-
-
-def _of_tables(figures: Figures) -> Iterable[_Value]:
-    for name, handler in figures.handlers.items():
-        label = (name,)
-        yield DUE, label, handler.due
-        yield RETRYING, label, handler.retrying
-        yield DEAD, label, handler.dead
-        yield DEAD_RECENTLY, label, handler.dead_recently
-        yield BLOCKED, label, handler.blocked
-        yield DUE_AGE, label, handler.due_age
-        yield KEYS_PARKED, label, handler.parked_keys
-    yield UNDELIVERED, (), figures.undelivered
-    yield UNDELIVERED_AGE, (), figures.undelivered_age
-    yield UNWANTED, (), figures.unwanted
-    yield UNROUTABLE, (), figures.unroutable
-
-
-def _counted(metric: Metric, counts: Mapping[str, int]) -> Iterator[_Value]:
-    for label, number in list(counts.items()):
-        yield metric, (label,), number
+METRICS: tuple[Metric, ...] = (
+    PROCESS_DURATION, SENT, CONSUMED, OPERATION_DURATION, LAG, FANOUT_LAG,
+    _metric(
+        "outboxio.fanout.events", "counter", "{event}", "", _field("fanned_out"),
+        "Events that this process has fanned out."),
+    *FIGURES,
+    _handler_gauge("outboxio.runs.active", "{run}", "in_flight", "Runs that go on in this process."),
+    _handler_gauge("outboxio.runs.stuck", "{run}", "stuck", "Runs that ignore their cancellation."),
+    _handler_gauge("outboxio.runs.limit", "{run}", "limit", "Runs at the same time in this process, at most."),
+    _handler_gauge(
+        "outboxio.alert.age", "s", "alert_age",
+        "Age of the oldest due notification from which the handler counts as behind."),
+    _metric(
+        "outboxio.paused", "gauge", "{handler}", "handler", _of_run(_paused),
+        "1 if an operator has paused the handler."),
+    _metric(
+        "outboxio.outcomes.refused", "counter", "{outcome}", "", _field("refused"),
+        "Outcomes that were not written, because another process holds the handler, or the row is settled."),
+    _metric(
+        "outboxio.loop.failures", "counter", "{round}", "loop", _counts("loop_failures"),
+        "Rounds of a loop that failed."),
+    _metric(
+        "outboxio.lock.changes", "counter", "{change}", "lock", _counts("lock_changes"),
+        "How often this process has taken or lost a cluster lock."),
+    _metric(
+        "outboxio.lock.held", "gauge", "{lock}", "lock", _counts("locks_held"),
+        "Cluster locks that this process holds: fanout, or dispatch/ and the handler, one for each partition."),
+    _metric(
+        "outboxio.running", "gauge", "{process}", "role",
+        _of_run(lambda live, shard: [((role,), 1) for role in live.roles]),
+        "1 while this process is in running() with this role."),
+    _metric(
+        "outboxio.loop.lag", "gauge", "s", "", _of_run(lambda live, shard: [((), live.loop_lag)]),
+        "Longest time in the last 15 s that the event loop needed to answer; one value for all shards of a process."),
+    _metric(
+        "outboxio.loop.standstills", "counter", "{standstill}", "", _field("standstills"),
+        "How often the event loop stood still for about a second or longer."),
+    _metric(
+        "outboxio.pool.used", "gauge", "{connection}", "", _of_run(lambda live, shard: [((), live.connections_in_use)]),
+        "Connections of the pool that actions and handlers have in use."),
+    _metric(
+        "outboxio.purge.rows", "counter", "{row}", "kind", _counts("purged"),
+        "Rows that retention has removed, by table."),
+    _metric(
+        "outboxio.actions", "counter", "{action}", "action outcome", _counts("actions"),
+        "Transactions of actions: committed, refused (rolled back), or unknown (the connection was lost during COMMIT)."
+    ),
+)
+"""All metrics, in the order in which they are exported."""
+# fmt: on

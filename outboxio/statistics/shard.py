@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 from outboxio.model.lock_name import LockName
@@ -46,6 +48,7 @@ class ShardStatistics:
 
     __slots__ = (
         "_counters",
+        "_live",
         "_refused",
         "_standstills",
         "actions",
@@ -54,7 +57,6 @@ class ShardStatistics:
         "figures",
         "figures_wanted",
         "handlers",
-        "live",
         "lock_changes",
         "locks_held",
         "loop_failures",
@@ -98,14 +100,27 @@ class ShardStatistics:
         """The time in which the events of an action were written and committed."""
         self.settles = Histogram(DURATIONS)
         """The time in which equal outcomes were written."""
-        self.live: Live | None = None
-        """The shard run that goes on; ``None`` outside of ``running()``."""
         self.figures: Figures | None = None
         """The numbers of the tables; ``None`` in a process that does not fan out."""
         self.figures_wanted = False
         """True if metrics want the numbers of the tables."""
         self._counters = Counters()
         self._refused = self._standstills = 0
+        self._live: Live | None = None
+
+    @property
+    def live(self) -> Live | None:
+        """The shard run that goes on; ``None`` outside of ``running()``."""
+        return self._live
+
+    @contextmanager
+    def showing(self, live: Live) -> Generator[None]:
+        """Show a shard run in metrics while the block lasts."""
+        self._live = live
+        try:
+            yield
+        finally:
+            self._live = self.figures = None
 
     def follow(self, counters: Counters) -> None:
         """The counters of a shard run that begins. The counters of the former shard run are kept as numbers."""
@@ -125,8 +140,7 @@ class ShardStatistics:
     def begin_anew(self) -> None:
         """A new event loop takes over: the runs of the former event loop do not go on."""
         for handler in self.handlers.values():
-            handler.stuck, handler.consuming = 0, ()
-            handler.forget_queue()
+            handler.begin_anew()
 
     def of(self, handler_name: str) -> HandlerStatistics:
         """The statistics of a handler."""
@@ -134,6 +148,10 @@ class ShardStatistics:
         if found is None:
             found = self.handlers[handler_name] = self.new_handler(handler_name)
         return found
+
+    def expect_handler(self, name: str, alert_age: timedelta) -> None:
+        """A handler that a shard run is to run. Metrics show the handler before its first run."""
+        self.of(name).alert_age = alert_age.total_seconds()
 
     def expect_loop(self, name: str) -> None:
         """A loop of a shard run, which has not failed yet."""

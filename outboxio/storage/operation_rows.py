@@ -40,3 +40,36 @@ def place_of(reached: str | None) -> Place | None:
 def request_of(operation: Operation) -> str:
     """The JSON text for the column ``request``."""
     return msgspec.json.encode(operation.request).decode()
+
+
+def key_of(namespace: str, id: UUID) -> dict[str, Any]:
+    """The values by which a statement with names finds an operation."""
+    return {"namespace": namespace, "id": str(id)}
+
+
+def end_of(namespace: str, operation: Operation, worker: str) -> dict[str, Any]:
+    """The values that the end of an operation writes, by the names of the columns."""
+    return {
+        **key_of(namespace, operation.id),
+        "worker": worker,
+        "state": operation.state.value,
+        "matched": operation.matched,
+        "done": operation.done,
+        "refused": operation.refused,
+        "updated_date": operation.updated_date,
+        "finished_date": operation.finished_date,
+        "error": operation.error,
+    }
+
+
+def values_of(namespace: str, operation: Operation, worker: str) -> dict[str, Any]:
+    """The values of the whole row, by the names of the columns."""
+    return {
+        **end_of(namespace, operation, worker),
+        "kind": operation.kind,
+        "request": request_of(operation),
+        "actor": operation.actor,
+        "origin": operation.origin,
+        "reason": operation.reason,
+        "created_date": operation.created_date,
+    }

@@ -236,6 +236,14 @@ def reading(dialect: str) -> dict[str, list[str]]:
     return {table: ["SELECT"] for table in tables_of(dialect)}
 
 
+def ordering(dialect: str) -> Rights:
+    """The least rights of an operator who gives orders. ``docs/security.md`` lists the rights of all orders."""
+    needed = reading(dialect)
+    needed["event_notifications"] += ["UPDATE"]
+    needed["operations"] += ["INSERT", "UPDATE"]
+    return needed
+
+
 def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
     """The least rights of the loops. ``docs/security.md`` lists all rights that the loops may need later."""
     needed = reading(dialect)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from uuid import UUID, uuid4
 
 import msgspec
 import pytest
 
-from outboxio import Outbox
+from outboxio import Filter, Outbox
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import EventSearchRepository
+from outboxio.storage.protocols.events import EventSearchRepository
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert
@@ -81,6 +81,75 @@ async def test_each_matching_event_is_in_one_page_newest_first(repository: Event
         assert found == expected, search
 
 
+async def test_each_action_is_in_one_page_by_its_newest_matching_event(
+    repository: EventSearchRepository, look: Look
+) -> None:
+    chance = random.Random(5)
+    actions = [UUID(int=number) for number in range(1, 30)]
+    large = UUID(int=99)  # with more events than a list shows, between those of all other actions
+    events = [
+        EventRow(
+            namespace="app" if number % 9 else "another", event_type=chance.choice(("A", "B")),
+            action_id=large if chance.random() < 0.4 else chance.choice(actions[number // 8 : number // 8 + 4]),
+            action_name="Deposit", event_date=at(number),
+        )
+        for number in range(200)
+    ]  # fmt: skip
+    await insert(look, events)
+    cases = (Search(), Search(event_types=("A",)), Search(action_id=large), Search(action_id=actions[9]))
+    for search in (*cases, Search(since=at(40), until=at(90)), Search(model_id="none")):
+        matching = sorted((event for event in events if matches(search, event)), key=lambda e: e.id, reverse=True)
+        expected = list(dict.fromkeys(event.action_id for event in matching))
+        for limit, most in ((1, 1000), (4, 1000), (4, 15), (100, 1000)):
+            after, found = None, []
+            while True:
+                page = await repository.newest_actions("app", search, limit, after, most=most)
+                assert len(page.rows) <= limit
+                found += page.rows
+                if page.next is None:
+                    break
+                after = page.next
+            assert [row.action_id for row in found] == expected, (search, limit, most)
+            for row in found:
+                of_action = [event for event in events if event.namespace == "app" and event.action_id == row.action_id]
+                assert row.is_complete is (len(of_action) <= 20)
+                assert len(row.events) == min(20, len(of_action))
+                assert {event.id for event in row.events} <= {event.id for event in of_action}
+                assert all((event.payload, event.headers) == (None, None) for event in row.events)
+
+
+async def test_large_documents_are_left_out_on_demand(repository: EventSearchRepository, look: Look) -> None:
+    cause = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')
+    child = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}', causation_id=cause.id)
+    await insert(look, [cause, child])
+    await insert(look, [Row(event_id=cause.id, payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')])
+
+    found = [
+        *(await repository.newest("app", Search(), 10, documents=False)).rows,
+        *await repository.events("app", [cause.id], documents=False),
+        *await repository.caused_by("app", [cause.id], 10, documents=False),
+    ]
+    assert [(event.payload, bytes(event.action_params), event.headers) for event in found] == [
+        (None, b"null", None)
+    ] * 4
+    [record] = await repository.notifications_of("app", [cause.id], 10)
+    assert (record.payload, record.action_params, record.headers) == (None, {}, None)
+
+
+async def test_the_states_of_events_are_counted(repository: EventSearchRepository, look: Look) -> None:
+    first, second, without = uuid4(), uuid4(), uuid4()
+    states = ((first, "DEAD"), (first, "SUCCEEDED"), (first, "SUCCEEDED"), (second, "BLOCKED"))
+    await insert(
+        look, [Row(event_id=event, handler_name=f"h{i}", state=state) for i, (event, state) in enumerate(states)]
+    )
+    await insert(look, [Row(event_id=second, handler_name="other", namespace="another")])
+
+    assert await repository.states_of("app", [first, second, without]) == {
+        first: {"DEAD": 1, "SUCCEEDED": 2}, second: {"BLOCKED": 1},
+    }  # fmt: skip
+    assert await repository.states_of("app", []) == {}
+
+
 async def test_a_summary_has_the_columns_of_the_event(repository: EventSearchRepository, look: Look) -> None:
     cause = uuid4()
     event = EventRow(
@@ -130,3 +199,46 @@ async def test_the_notifications_of_events_come_by_event_and_handler(
     assert [row.id for row in found] == [row.id for row in expected]
     assert len(await repository.notifications_of("app", events, 3)) == 3
     assert await repository.notifications_of("app", [], 100) == []
+
+
+async def test_operators_see_events_actions_and_exact_documents(
+    make_outbox: Callable[..., Awaitable[Outbox]], look: Look
+) -> None:
+    outbox = await make_outbox(redact=lambda text: text.replace("4111", "****"))
+    payload = '{"card": "4111", "big": 12345678901234567890, "total": 10.5}'
+    cause = EventRow(payload=payload, action_id=ACTIONS[0], action_params='{"card": "4111"}', model_id="7")
+    caused = EventRow(causation_id=cause.id, action_id=ACTIONS[1], payload=payload)
+    idle = EventRow(action_id=ACTIONS[2], action_name="Look", event_type=None, payload=None, headers=None)
+    await insert(look, [cause, caused, idle])
+    rows = [Row(event_id=cause.id, handler_name=name, state=state, payload=payload)
+            for name, state in (("a", "DEAD"), ("b", "SUCCEEDED"))]  # fmt: skip
+    await insert(look, rows)
+    admin = outbox.admin
+
+    documents = await admin.documents(cause.id)
+    assert {name: msgspec.json.decode(text) for name, text in documents.items()} == {
+        "payload": {"card": "****", "big": 12345678901234567890, "total": 10.5},
+        "action_params": {"card": "****"}, "headers": {},
+    }  # fmt: skip
+    assert (await admin.documents(idle.id)).keys() == {"action_params"}
+    assert await admin.documents(uuid4()) == {}
+    whole, part = await admin.event(cause.id), await admin.event(cause.id, documents=False)
+    assert whole is not None
+    assert part is not None
+    assert (whole.payload, part.payload, part.action_params) == (msgspec.json.decode(documents["payload"]), None, {})
+    assert await admin.event(uuid4()) is None
+    assert await admin.states([cause.id, caused.id]) == {cause.id: {"DEAD": 1, "SUCCEEDED": 1}}
+    assert [record.payload for record in await admin.inspect(cause.id, documents=False)] == [None, None]
+    tree = await admin.tree(caused.id, documents=False)
+    assert tree is not None
+    assert [(node.event.id, node.event.payload, node.worst) for node in tree.root] == [
+        (cause.id, None, State.DEAD), (caused.id, None, None),
+    ]  # fmt: skip
+
+    first = await admin.actions(limit=2)
+    found = [*first, *await admin.actions(limit=2, after=first.next)]
+    assert [(action.name, action.is_empty, action.worst) for action in found] == [
+        ("Look", True, None), ("Deposit", False, None), ("Deposit", False, State.DEAD),
+    ]  # fmt: skip
+    assert (found[1].causation_id, found[2].events[0].model_id) == (cause.id, "7")
+    assert [action.id for action in await admin.actions(Filter(model_id="7"))] == [ACTIONS[0]]

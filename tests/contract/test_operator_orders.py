@@ -27,6 +27,7 @@ from outboxio import (
 )
 from outboxio.model.operating.filter import Search
 from outboxio.operations.ordering import bulk
+from outboxio.storage.protocols import BulkOrder
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import database_of
@@ -397,7 +398,8 @@ async def test_what_a_dead_process_has_left_is_carried_on_and_a_single_order_fai
     assert left is not None
     search = database_of(outbox).search
     until = clock.now() + timedelta(microseconds=1)
-    piece = await search.retry_piece("app", began.id, "the dead", search_in(left.operation), None, PIECE, until)
+    order = BulkOrder("retry", began.id, "the dead", search_in(left.operation))
+    piece = await search.change_piece("app", order, None, PIECE, until)
     assert (piece.done, piece.is_ours) == (PIECE, True)
     pause = replace(began, id=uuid4(), kind="pause", request={"handler": "mail"})
     await repository.insert("app", pause, "the dead")
@@ -409,7 +411,7 @@ async def test_what_a_dead_process_has_left_is_carried_on_and_a_single_order_fai
     assert numbers(await ended(outbox, began)) == ("DONE", PIECE + 1, PIECE + 1, 0)
     interrupted = await ended(outbox, pause)
     assert (interrupted.state, "look at the notifications" in str(interrupted.error)) == (OperationState.FAILED, True)
-    again = await search.retry_piece("app", began.id, "the dead", search_in(left.operation), None, PIECE, until)
+    again = await search.change_piece("app", order, None, PIECE, until)
     assert not again.is_ours, "a process that wakes up changes nothing"
 
 

@@ -355,6 +355,8 @@ async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
             await reported(outbox, clock)
             said = [one.sentence for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
             assert said == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
+            [[stuck]] = [one.stuck_runs for one in (await fresh_overview(outbox)).instances]
+            assert (stuck.handler, "in wait" in stuck.at or "in stubborn" in stuck.at) == ("mail", True)
             free.set()
             await eventually(lambda: outbox.statistics["default"].handlers["mail"].stuck == 0)
             await reported(outbox, clock)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from outboxio import Batch, ConfigurationError, HandlerPartitions, Outbox, UnknownHandler
@@ -20,9 +21,10 @@ from outboxio.operations.partitions.owners import in_ranges
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.sharing.membership import Membership
-from outboxio.storage.protocols import Instance
+from outboxio.storage.protocols import Instance, InstanceReport
 from outboxio.support.clock import ShardClock
 from outboxio.testing import MovableClock
+from outboxio.version import __version__
 from tests.kit.app import Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import clock_of, database_of, owner_of, run_of, shard_of
 from tests.kit.storage import NOW, Store
@@ -100,13 +102,35 @@ async def test_the_processes_are_listed_with_the_partitions_that_each_owns(outbo
         [instance] = await outbox.admin.instances()
 
         assert (instance.instance, instance.shard, instance.fans_out) == (owner_of(outbox), "default", True)
+        assert (instance.version, instance.is_alive) == (__version__, True)
+        assert instance.last_seen_date is not None
         assert instance.partitions == {"rating": (0,), "score": (0,)}
         assert "owns fan-out, 'rating' 0, 'score' 0" in str(instance)
 
 
 async def _owned(outbox: Outbox, names: set[str]) -> bool:
     found = await outbox.admin.instances()
-    return bool(found) and found[0].partitions.keys() == names and found[0].fans_out
+    return bool(found) and found[0].partitions.keys() == names and found[0].fans_out and bool(found[0].version)
+
+
+async def test_a_process_that_holds_nothing_is_listed_by_its_report_until_three_reports_are_missing(
+    outbox: Outbox,
+) -> None:
+    database, now = database_of(outbox), clock_of(outbox)()
+    for name, age in (("host:1:ab", 0), ("host:2:ab", 30)):
+        seen = now - timedelta(seconds=age)
+        report = InstanceReport(
+            instance=name, version="0.1", started_date=seen, last_seen_date=seen, delay_seconds=10,
+            report=msgspec.Raw(b"{}"),
+        )  # fmt: skip
+        await database.reports.write_report("app", report)
+
+    alive, silent = await outbox.admin.instances()
+
+    assert (alive.instance, alive.version, alive.is_alive, alive.partitions) == ("host:1:ab", "0.1", True, {})
+    assert (silent.instance, silent.version, silent.is_alive) == ("host:2:ab", "0.1", False)
+    assert silent.last_seen_date == now - timedelta(seconds=30)
+    assert str(silent).endswith("UTC, silent since")
 
 
 async def test_a_process_that_owns_no_partition_is_listed_with_its_last_sign_of_life(server: Outbox) -> None:

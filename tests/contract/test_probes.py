@@ -165,7 +165,7 @@ async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: 
 
 
 async def test_parked_keys_are_found_among_many_keys(probes: ProbeRepository, look: Look) -> None:
-    await insert(look, [row for number in range(300) for row in line(f"{number:03}", "PENDING", "PENDING")])
+    await insert(look, [row for number in range(300) for row in line(f"{number:03}", "PENDING", "BLOCKED")])
     await insert(look, [row for number in range(300, 600) for row in line(f"{number:03}", "DEAD")])
     wanted = [f"{number:03}" for number in range(600, 720)]
     await insert(look, [row for key in wanted for row in line(key, "DEAD", "BLOCKED")])

@@ -55,7 +55,7 @@ async def test_a_minute_that_is_written_again_is_replaced(reports: ReportReposit
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=1), minute("other")])
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=7, failed=0)])
 
-    assert await reports.minutes("app", NOON, "h") == [minute(succeeded=7, failed=0)]
+    assert await reports.minutes_of("app", "h", [NOON]) == [minute(succeeded=7, failed=0)]
 
 
 async def test_the_minutes_of_several_processes_are_added_up(reports: ReportRepository) -> None:
@@ -72,7 +72,10 @@ async def test_minutes_are_selected_by_moment_handler_and_namespace(reports: Rep
     await reports.write_minutes("other", "i", [minute("a")])
 
     assert await reports.minutes("app", NOON + MINUTE) == [minute("a", NOON + MINUTE)]
-    assert await reports.minutes("app", NOON, "b") == [minute("b")]
+    assert await reports.minutes_of("app", "b", [NOON, NOON + MINUTE]) == [minute("b")]
+    assert await reports.minutes_of("app", "a", [NOON + MINUTE, NOON]) == [minute("a"), minute("a", NOON + MINUTE)]
+    assert await reports.minutes_of("app", "a", [NOON + MINUTE]) == [minute("a", NOON + MINUTE)]
+    assert await reports.minutes_of("app", "a", []) == []
     assert len(await reports.minutes("other", NOON)) == 1
     assert await reports.minutes("none", NOON) == []
 

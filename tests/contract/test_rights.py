@@ -159,3 +159,15 @@ async def test_an_operator_looks_and_puts_right_and_adds_no_events(open_as: Open
     assert await operator.admin.instances() == []
     assert await operator.admin.unsubscribe("first") == 1
     await refused([lambda: operator.executor.execute(Emit((3,))), operator.admin.purge])
+
+
+async def test_a_user_who_may_not_order_is_told_so_before_the_first_order(open_as: Open, rows: Look) -> None:
+    operator, producer = open_as("app_operator"), open_as("app_producer")
+
+    assert await operator.admin.orders_refused() == {}
+    assert "lacks" in (await producer.admin.orders_refused())["default"]
+    await rows.fetch(f"REVOKE UPDATE ON {rows.table('event_notifications')} FROM app_operator")
+
+    told = (await operator.admin.orders_refused())["default"]
+    assert "UPDATE on eventlog.event_notifications" in told
+    assert "app_operator" in told

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from uuid import UUID
 
 import pytest
+from msgspec.structs import replace
 
 from outboxio import Outbox
 from outboxio.model.notification import FIRST_REST, NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.protocols.operating import Counted, SearchRepository
+from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.walker import MOST_EVENTS
 from tests.kit.app import Look
 from tests.kit.inside import database_of
@@ -33,7 +36,7 @@ ERRORS = [
     json.dumps([{"type": "valueerror", "message": "NO 17"}]),
     "[]", "[{}]", "[7]", '"text"', "{}", "null", "[[1]]", '{"type": "ValueError", "message": "no 17"}',
     '[{"type": "ValueError"}]', '[{"type": 7, "message": "no 17"}]', '[{"type": "ValueError", "message": null}]',
-    '[{"type": "ValueError", "message": "no 17"}, null]',
+    '[{"type": "ValueError", "message": "no 17"}, null]', '[{"type": "Value\\u0045rror", "message": "no 17"}]',
 ]  # fmt: skip
 TEXTS: list[tuple[str, ...]] = [
     ("ValueError",), ("ValueError: no",), ("no", "17"), ("17", "no"), ("100%",), ("5_s",), ("*[?]",), ("|",), ("\\",),
@@ -133,7 +136,9 @@ async def rows(repository: SearchRepository, look: Look) -> list[Row]:
     return rows
 
 
-async def paged(repository: SearchRepository, search: Search, limit: int, most: int) -> list[list[NotificationRecord]]:
+async def paged(
+    repository: SearchRepository, search: Search, limit: int, most: int | None
+) -> list[list[NotificationRecord]]:
     pages: list[list[NotificationRecord]] = []
     place: Place | None = None
     while True:
@@ -218,6 +223,54 @@ async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchReposito
     few = await repository.count("app", Search(error=("nothing",)), 1000, reads=10)
     assert few == Counted(0, False)
     assert await repository.count("app", Search(correlation_id="request-1"), 2) == Counted(2, False)
+
+
+async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    dead, since = (State.DEAD, State.EXPIRED), at(18)
+    ended = [row for row in rows if row.namespace == "app" and row.state in dead]
+    by_name = Counter(row.handler_name for row in ended)
+    recent = Counter(row.handler_name for row in ended if row.updated_date >= since)
+    enough = max(recent.values()) + 1
+    assert max(by_name.values()) > enough, "the rows before the date would be too many"
+
+    counted = await repository.count("app", Search(states=dead, since=since), 1000, reads=enough * len(by_name))
+
+    assert counted == Counted(recent.total(), True)
+
+
+async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(
+    repository: SearchRepository, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an index alone can tell has a higher bound."""
+    monkeypatch.setattr(type(repository), "bounds", Bounds(rows=6, errors=3))
+    ended = Search(states=(State.DEAD, State.EXPIRED))
+    number = sum(matches(ended, row) for row in rows)
+
+    assert await repository.count("app", ended, 1000) == Counted(number, True)
+    assert len((await repository.find("app", ended, 1000)).rows) == number
+    for search in (replace(ended, model_id="1"), replace(ended, error=("no",)), Search(model_id="1")):
+        expected = sorted(str(row.id) for row in rows if matches(search, row))
+        assert len(expected) > 3
+        assert not (await repository.count("app", search, 1000)).is_complete
+        assert await repository.count("app", search, 1000, reads=MANY) == Counted(len(expected), True)
+        pages = await paged(repository, search, 1000, None)
+        assert len(pages) > 2
+        assert sorted(str(row.id) for page in pages for row in page) == expected
+
+
+async def test_a_page_after_a_row_that_is_later_than_until_begins_at_until(
+    repository: SearchRepository, rows: list[Row]
+) -> None:
+    search = Search(states=(State.DEAD, State.EXPIRED), until=at(10))
+    expected = [row.id for row in await all_of(repository, search)]
+    latest = (await all_of(repository, replace(search, until=None)))[0]
+    assert latest.updated_date > at(10)
+
+    page = await repository.find("app", search, 1000, await repository.place_of("app", search, latest.id))
+
+    assert [row.id for row in page.rows] == expected
 
 
 async def test_the_last_errors_of_the_newest_matches_are_found(repository: SearchRepository, rows: list[Row]) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from outboxio import Outbox
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.protocols.operating import Piece
+from outboxio.storage.protocols.operating import BulkOrder, Piece
 from outboxio.storage.searching.repository import Change
 from outboxio.storage.searching.walks import END
 from tests.kit.app import Look
@@ -53,9 +53,8 @@ class Operating:
     async def piece(
         self, kind: Kind, search: Search, after: Place | None = None, limit: int = 1000, worker: str = "me"
     ) -> Piece:
-        order = self.database.search.retry_piece if kind == "retry" else self.database.search.skip_piece
-        piece: Piece = await order("app", OPERATION, worker, search, after, limit, NOW)
-        return piece
+        order = BulkOrder(kind, OPERATION, worker, search)
+        return await self.database.search.change_piece("app", order, after, limit, NOW)
 
     async def all_pieces(self, kind: Kind, search: Search, limit: int) -> list[Piece]:
         pieces: list[Piece] = []
@@ -206,7 +205,7 @@ async def test_a_row_that_has_changed_since_it_was_found_is_left(operating: Oper
 
     found = [str(row.id) for row in rows]
     changed = await operating.database.search.change(
-        Change("retry", "app", OPERATION, "me", DEAD, found, Place("dead", "ledger", ("1", "2", "0")), NOW)
+        Change("app", BulkOrder("retry", OPERATION, "me", DEAD), found, Place("dead", "ledger", ("1", "2", "0")), NOW)
     )
 
     assert changed == (1, 1)

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import pytest
 
-from outboxio import Batch, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
+from outboxio import Batch, Delivery, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
 from outboxio.statistics.handlers import MOST_ERROR_TYPES, OUTCOMES, HandlerStatistics
 from outboxio.statistics.shard import MOST_ACTIONS, ShardStatistics
-from outboxio.testing import MovableClock, memory_outbox
+from outboxio.testing import MovableClock, memory_outbox, watch_events
 from tests.kit.app import Emit, MoneyDeposited, WalletOpened, eventually
 from tests.kit.probes import doing
 from tests.kit.spies import breaks, watch
@@ -345,6 +345,22 @@ async def test_written_events_and_executed_actions_count_by_name(outbox: Outbox)
     assert [number for (_, outcome), number in statistics.actions.items() if outcome == "refused"] == [1]
     assert statistics.sends.number == 2
     assert statistics.settles.number >= 1
+
+
+@pytest.mark.parametrize("delivery", [Delivery.AT_LEAST_ONCE, Delivery.TRANSACTIONAL])
+async def test_events_that_consume_writes_count_as_written(outbox: Outbox, delivery: Delivery) -> None:
+    @outbox.handler(MoneyDeposited, name="chains", delivery=delivery)
+    async def chains(envelope: Envelope) -> None:
+        envelope.emit(WalletOpened(uuid4()))
+
+    outbox.handler(MoneyDeposited, name="fails")(raising(ValueError()))
+    consume = partial(outbox.inbox.consume, source="bank", external_id="1", event=deposit(1), on_error="store")
+    with watch_events() as seen:
+        await consume()
+        await consume()
+
+    assert shard_of(outbox).sent == {"WalletOpened": 1, "MoneyDeposited": 1}
+    assert sorted(event.event_type for event in seen) == ["MoneyDeposited", "WalletOpened"]
 
 
 async def test_locks_that_are_taken_and_given_back_count(outbox: Outbox) -> None:

@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 
 from outboxio import Outbox
+from outboxio.model.notification import State
+from outboxio.model.operating.filter import Search
+from outboxio.storage.postgres.search import WALKS
+from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.searching.walks import DEAD, LAST_ID
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.meters import meter
@@ -83,6 +88,40 @@ async def test_questions_read_no_more_rows_where_retention_keeps_more(database_u
     }  # fmt: skip
     assert more == {}
     assert max(small.values()) < (60 * MOST if not look.is_file else 4_000_000)
+
+
+#: For each row, with the rows of a derived table. A row that is judged takes 60 steps of SQLite and more.
+MOST_READ_FOR_A_COUNT = {"postgres": 1.3, "mysql": 2.3, "mariadb": 2.3, "sqlite": 40}
+
+
+async def test_a_count_that_an_index_can_tell_reads_entries_of_the_index_only(database_url: str, look: Look) -> None:
+    async with Outbox(database_url, namespace="app") as outbox:
+        await outbox.migrate()
+        filling = Filling(look)
+        await filling.fill(SMALL)
+        await Beliefs(look).analyse()
+        database = database_of(outbox)
+        search = Search(states=(State.DEAD, State.EXPIRED))
+
+        counted, reads = await meter(database, look)(lambda: database.search.count("app", search, 1000))
+
+        assert counted == Counted(1000, False)
+        assert reads <= MOST_READ_FOR_A_COUNT[look.dialect] * 1000 + 200
+        if look.driver == "asyncpg":
+            reading = WALKS[DEAD, 0].reading("TRUE", only_counts=True)
+            await look.fetch("VACUUM {event_notifications}")
+            plan = await look.fetch(f"EXPLAIN {inlined(reading)}")
+            read = [row["QUERY PLAN"] for row in plan if "event_notifications_dead" in row["QUERY PLAN"]]
+            assert read
+            assert all("Index Only Scan" in line for line in read)
+
+
+def inlined(statement: str) -> str:
+    """A statement for a single stretch, with values instead of parameters."""
+    values = ("NULL::timestamp", "'{1000}'", f"'{{{LAST_ID}}}'", "'{infinity}'", "'{0}'", "'{h05}'", "'app'")
+    for number, value in zip(range(7, 0, -1), values, strict=True):
+        statement = statement.replace(f"${number}", value)
+    return statement
 
 
 async def test_a_piece_reads_what_it_changes(database_url: str, look: Look) -> None:

@@ -150,6 +150,7 @@ async def test_operators_may_look_at_such_a_server(postgres_url: str, be_read_on
         assert (await outbox.admin.counts())["undelivered"] == 1
         with pytest.raises(DatabaseUnavailable, match=DOES_NOT_WRITE):
             await outbox.admin.pause("first")
+        assert "default_transaction_read_only is on" in (await outbox.admin.orders_refused())["default"]
     await be_read_only(False)
 
 
@@ -264,10 +265,12 @@ async def test_while_a_server_does_not_write_everything_says_so_and_afterwards_g
                     await outbox.executor.execute(Emit((2,)))
                 with pytest.raises(DatabaseUnavailable, match=DOES_NOT_WRITE):
                     await outbox.admin.pause("first")
+                assert "read-only" in (await outbox.admin.orders_refused())["default"]
                 # The session with the locks was well. But a different process may reach a server that writes.
                 await eventually(lambda: not run_of(outbox).fans_out)
 
                 await be_read_only(False)
+                assert await outbox.admin.orders_refused() == {}
                 await outbox.executor.execute(Emit((3,)))
                 await journal.calls(2)
                 await eventually(lambda: is_handled(outbox, 2))

@@ -43,7 +43,10 @@ class Plans:
             self._heed(json.loads(text)["Plan"])
 
     def _heed(self, node: dict[str, Any]) -> None:
-        if node.get("Relation Name") in ("events", "event_notifications") and "Scan" in node["Node Type"]:
+        if (
+            node.get("Relation Name") in ("events", "event_notifications", "handler_minutes")
+            and "Scan" in node["Node Type"]
+        ):
             passed_over = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
             self.rows += round((node["Actual Rows"] + passed_over) * node["Actual Loops"])
             if not node["Node Type"].startswith("Index"):

@@ -10,6 +10,8 @@ from uuid import UUID
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Place, Search
+from outboxio.operations.asking.questions import MOST_COUNTED, MOST_GROUPED
+from outboxio.storage.protocols import BulkOrder
 from tests.kit.watched import BEGINNING, HANDLERS, NOW, OPERATION, ORDERED, PARTITIONS, SHARED
 
 Question = Callable[[Any], Awaitable[Any]]
@@ -24,8 +26,8 @@ ROW = UUID("01910000-0000-7000-8000-00000000000b")
 class Questions:
     """What overview, lists, groups, probes and orders ask."""
 
-    def __init__(self, total: int, *, most: int = 10_000, counted: int = 1000) -> None:
-        """``most``: the rows that a search may read. ``counted``: the bound of probes."""
+    def __init__(self, total: int, *, most: int | None = None, counted: int = 1000) -> None:
+        """``most``: the rows that a search may read, ``None``: the default. ``counted``: the bound of probes."""
         self._total = total
         self._most = most
         self._counted = counted
@@ -75,7 +77,7 @@ class Questions:
         def page(search: Search, after: Place | None) -> Question:
             return lambda d: d.search.find("app", search, PAGE, after, most=self._most)
 
-        dead, newest = Search(states=DEAD), self._most // 5
+        dead, newest = Search(states=DEAD), (self._most or 10 * MOST_GROUPED) // 10
         return {
             **{name: page(search, after) for name, (search, after) in cases.items()},
             "groups": lambda d: d.search.last_errors("app", dead, newest, most=self._most),
@@ -93,7 +95,7 @@ class Questions:
         }
 
         def count(search: Search) -> Question:
-            return lambda d: d.search.count("app", search, self._most, reads=self._most)
+            return lambda d: d.search.count("app", search, self._most or MOST_COUNTED, reads=self._most)
 
         handler = Search(states=DEAD, names=("h05",))
         return {
@@ -102,12 +104,16 @@ class Questions:
         }
 
     def events(self) -> dict[str, Question]:
-        none, most = Search(model_id="none"), self._most
+        none, most = Search(model_id="none"), self._most or 10_000
         ids = [UUID(f"01900000-0000-7000-8000-{number:012x}") for number in range(0, 100, 10)]
         return {
             "events, newest": lambda d: d.event_search.newest("app", Search(), PAGE),
             "events, a model": lambda d: d.event_search.newest("app", none, PAGE, most=most),
             "events by id": lambda d: d.event_search.events("app", ids),
+            "events, without documents": lambda d: d.event_search.newest("app", Search(), PAGE, documents=False),
+            "actions, newest": lambda d: d.event_search.newest_actions("app", Search(), PAGE, most=most),
+            "actions, a model": lambda d: d.event_search.newest_actions("app", none, PAGE, most=most),
+            "states of events": lambda d: d.event_search.states_of("app", ids),
             "caused by events": lambda d: d.event_search.caused_by("app", ids, 100),
             "notifications of events": lambda d: d.event_search.notifications_of("app", ids, 100),
         }
@@ -115,7 +121,7 @@ class Questions:
     def piece(self) -> Question:
         """A piece of a bulk order, which changes rows."""
         search = Search(states=DEAD, until=NOW)
-        return lambda d: d.search.retry_piece("app", OPERATION, "me", search, None, 500, NOW)
+        return lambda d: d.search.change_piece("app", BulkOrder("retry", OPERATION, "me", search), None, 500, NOW)
 
     def _ago(self, seconds: int) -> datetime:
         return BEGINNING + timedelta(seconds=self._total - seconds)

@@ -64,6 +64,7 @@ def commands(id: str) -> Iterator[list[str]]:
         ["retry", id, "--dry-run"],
         ["skip", "--state", "DEAD", "--dry-run"],
         ["retry", id],
+        ["unpause", "receipt", "--dry-run"],
         ["unpause", "receipt"],
     )
     yield from (["purge", "--yes"], ["list", "--state", "NONE"])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -14,12 +15,16 @@ import pytest
 from outboxio import EventEnvelope, Health, Outbox, Settings, health_app
 from outboxio.health import figures, reader, verdict
 from outboxio.health.figures import Figures, Told
+from outboxio.health.overview import OverviewSource
 from outboxio.loops import standstill
+from outboxio.operations.overview.facts import Facts, ShardFacts
+from outboxio.operations.overview.summary import overview_of
 from outboxio.testing import memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually
 from tests.kit.inside import database_of, run_of
 
 Envelope = EventEnvelope[MoneyDeposited]
+NOON = datetime(2030, 1, 1, 12)
 
 
 class Asked:
@@ -122,6 +127,36 @@ async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(mon
         assert asked.number == 2
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("late", "the overview was not read within 0.1 s"),
+        ("raises", "the overview could not be read: RuntimeError('no right: postgresql://***@db/shop')"),
+        ("lacks a shard", "refused (shard 'default')"),
+        ("no shard answers", "no shard has answered within 0.1 s"),
+    ],
+)
+async def test_health_without_the_figures_of_the_tables_is_never_ok(
+    fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def overview() -> Any:
+        if fault == "late":
+            await asyncio.sleep(60)
+        if fault == "raises":
+            raise RuntimeError("no right: postgresql://shop:secret@db/shop")
+        return overview_of(Facts(namespace="app", shards=[ShardFacts(name="default", now=NOON, error="refused")]))
+
+    async with memory_outbox() as outbox, outbox.running():
+        if fault == "no shard answers":
+            Asked(outbox, monkeypatch).late = 60.0
+        else:
+            monkeypatch.setattr(outbox._health._questions, "_source", OverviewSource(overview))
+        health = await outbox._health.read(0.1)
+
+    assert (health.status, health.ready) == ("degraded", True)
+    assert health.reasons == (f"faults in the tables are not known, because {reason}",)
+
+
 async def test_the_figures_of_the_tables_join_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told("handler_behind", "degraded", "ship is behind")
 
@@ -150,7 +185,7 @@ async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
         monkeypatch.setattr(outbox._health._questions, "_source", Source())
         healths = [await outbox.health() for _ in range(3)]
 
-    assert {(health.status, health.lag, health.unroutable) for health in healths} == {("ok", None, None)}
+    assert {(health.status, health.lag, health.unroutable) for health in healths} == {("degraded", None, None)}
     told = [record for record in caplog.records if record.levelname == "WARNING"]
     assert ["no overview" in record.getMessage() for record in told] == [True]
 

@@ -141,6 +141,17 @@ def test_a_process_that_runs_is_not_told_that_no_process_works() -> None:
     assert health_of(figures=figures, phase="stopped").status == "down"
 
 
+def test_health_without_figures_is_degraded_and_says_so_unless_a_shard_is_the_reason() -> None:
+    figures = Figures(missing="the overview was not read within 1 s")
+
+    health = health_of(figures=figures)
+
+    assert (health.status, health.ready) == ("degraded", True)
+    assert health.reasons == ("faults in the tables are not known, because the overview was not read within 1 s",)
+    gone = health_of(ShardMemory(runs=True, fit="fits", answered=NOW - REACHED_WITHIN - 1), figures=figures)
+    assert gone.reasons == ("shard 'first' cannot be reached",)
+
+
 def test_stuck_runs_are_told_once() -> None:
     stuck = ShardMemory(runs=True, fit="fits", answered=NOW, stuck=1)
     figures = Figures(findings=[Told("stuck_runs", "degraded", "1 run of `ship` is stuck.")])

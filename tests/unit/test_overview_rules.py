@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from outboxio.operations.overview.facts import (
@@ -18,11 +19,12 @@ from outboxio.operations.overview.facts import (
     Report,
     ShardFacts,
 )
+from outboxio.operations.overview.readings import instance_facts, lock_facts
 from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.operations.overview.summary import overview_of
 from outboxio.operations.overview.values import MOST, Overview
 from outboxio.operations.overview.wording import counted, listed, spoken
-from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
+from outboxio.storage.protocols import HandlerMinute, Holder, InstanceReport, ParkedKey, Waiting
 
 NOW = datetime(2030, 1, 1, 12, 30, 15)
 WORKER = "host-a:7:c0ffee"
@@ -225,6 +227,29 @@ def test_of_several_shards_the_sentence_names_the_shard_and_one_shard_is_not_all
         "`ledger` is behind: oldest due 60 min, 1 waiting (shard `one`).",
     ]
     assert overview(shard(name="one", error="refused"), shard(name="two", error="refused")).level == "down"
+
+
+def test_a_shard_without_a_process_is_the_fault_of_a_part_while_another_shard_works() -> None:
+    alone = shard(name="two", instances=[])
+    found = overview(shard(name="one"), alone)
+    assert (found.level, [(one.rule, one.level) for one in found.findings]) == (
+        "degraded",
+        [("no_instance", "degraded")],
+    )
+    nowhere = overview(shard(name="one", instances=[]), alone)
+    assert (nowhere.level, {one.level for one in nowhere.findings}) == ("down", {"down"})
+
+
+@pytest.mark.parametrize(("delay", "silent"), [(10, 30), (60, 180), (0, 3)])
+def test_a_process_is_alive_until_three_reports_are_missing_for_every_question(delay: int, silent: int) -> None:
+    for seconds, is_alive in ((silent - 1, True), (silent, False)):
+        report = InstanceReport(
+            instance=WORKER, version="1", started_date=ago(hours=1), last_seen_date=ago(seconds=seconds),
+            delay_seconds=delay, report=msgspec.Raw(b"{}"),
+        )  # fmt: skip
+        found = instance_facts(report, NOW)
+        lock = lock_facts(0, Holder(WORKER, ago(hours=1), has_given_back=False), [found], NOW, is_announced=True)
+        assert (report.is_alive(NOW), found.is_alive, lock.is_held) == (is_alive, is_alive, is_alive)
 
 
 def test_a_handler_on_two_shards_is_a_single_line_with_the_sum() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.text import Text
-
 from outboxio.cli.answer import Exit, line, say, say_aside, say_json
 from outboxio.cli.inside import admin_of
-from outboxio.cli.shown import ago, moment, state_of, table
+from outboxio.cli.pasting import command
+from outboxio.cli.rows import Column, Rows
+from outboxio.cli.shown import ago, moment, state_of
 from outboxio.outbox import Outbox
 
 
@@ -17,7 +17,7 @@ async def paused(outbox: Outbox, *, as_json: bool) -> Exit:
         say_json(names)
     elif names:
         for name in names:
-            say(line((name, "bold"), f"  outboxio unpause {name} ends the pause"))
+            say(line((name, "bold"), " is paused; to end the pause:  ", command("unpause", name)))
     else:
         say(line(("ok", "green"), "  no handler is paused"))
     return Exit.FINE
@@ -32,17 +32,17 @@ async def operations(outbox: Outbox, limit: int, after: str | None, *, as_json: 
     if not page:
         say(line(("no operator has given an order yet", "dim")))
         return Exit.FINE
-    shown = table("id", "order", "state", "done", "by", "when (UTC)", "reason", right=["done"])
+    shown = Rows("id", "order", "state", Column("done", right=True), "by", "when (UTC)")
     for one in page:
         number = f"{one.done:,} of {one.matched:,}"
-        reason = one.reason or (one.error or "")
-        shown.add_row(
-            Text(str(one.id)), line(one.kind), state_of(one.state), number, line(f"{one.actor} ({one.origin})"),
-            moment(one.created_date), line(reason),
+        told = ": ".join(filter(None, (one.reason, one.error)))
+        shown.add(
+            str(one.id), line(one.kind), state_of(one.state), number, line(f"{one.actor} ({one.origin})"),
+            moment(one.created_date), below=line((told, "dim")),
         )  # fmt: skip
     say(shown)
     if page.next is not None:
-        say_aside(line((f"older ones: --after {page.next}", "dim")))
+        say_aside(line((f"to see older ones, add: --after {page.next}", "dim")))
     return Exit.FINE
 
 
@@ -55,16 +55,20 @@ async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
     if not found:
         say(line(("ok", "green"), "  no key is parked"))
         return Exit.FINE
-    shown = table("handler", "key", "parked by", "since", "behind", right=["behind"])
+    shown = Rows("handler", "key", "parked by", "since", Column("behind", right=True))
     for key in found:
-        shown.add_row(
-            line((key.handler_name, "bold")), line(key.ordering_key), Text(str(key.notification_id)), ago(key.since),
+        shown.add(
+            line((key.handler_name, "bold")), line(key.ordering_key), str(key.notification_id), ago(key.since),
             f"{key.blocked:,}",
         )  # fmt: skip
     first = found[0]
-    say(shown, "", line(("to run the parking notification again, or to go on without it:", "dim")))
     say(
-        line(f"  outboxio retry {first.notification_id}"),
-        line(f"  outboxio resume {first.handler_name} {first.ordering_key}"),
+        shown,
+        "",
+        line(("to run the parking notification again, or to go on without that notification:", "dim")),
+    )
+    say(
+        line("  ", command("retry", str(first.notification_id))),
+        line("  ", command("resume", first.handler_name, first.ordering_key)),
     )
     return Exit.FINE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from typing import Any
 
 from msgspec import Struct
@@ -13,14 +12,11 @@ from rich.text import Text
 
 from outboxio.cli.answer import Exit, indented, line, say, say_json
 from outboxio.cli.inside import databases, handlers
-from outboxio.handlers.batch import Batch
+from outboxio.handlers.described import DEFAULT_OPTIONS, changed
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.options import HandlerOptions, checked_options
 from outboxio.model.event import Event, is_event_class, type_name, with_subclasses
-from outboxio.model.retry import RetryPolicy
 from outboxio.outbox import Outbox
 from outboxio.settings import Settings
-from outboxio.support.duration import format_duration
 
 
 class HandlerDescription(Struct, frozen=True):
@@ -66,7 +62,7 @@ def description_of(outbox: Outbox) -> OutboxDescription:
         outbox.namespace,
         {name: database.dialect for name, database in databases(outbox).items()},
         [_described(handler) for handler in sorted(registered, key=lambda handler: handler.name)],
-        _changed(outbox.settings, Settings()),
+        changed(outbox.settings, Settings()),
         sorted(map(type_name, defined - wanted)),
     )
 
@@ -78,27 +74,8 @@ def _described(handler: Handler) -> HandlerDescription:
         sorted(handler.aliases),
         sorted(map(type_name, handler.event_types)),
         handler.topic,
-        _changed(handler.options, _DEFAULTS),
+        changed(handler.options, DEFAULT_OPTIONS),
     )
-
-
-def _changed(given: Struct, defaults: Struct) -> dict[str, Any]:
-    """The fields that differ from the defaults, as text where JSON has no form."""
-    names = given.__struct_fields__
-    changed = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(defaults, name)}
-    return {name: _plain(value) for name, value in changed.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, timedelta):
-        return format_duration(value)
-    if isinstance(value, RetryPolicy | Batch):
-        return _changed(value, type(value)()) or type(value).__name__
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__name__))
-    return value
 
 
 def _tell(found: OutboxDescription) -> None:
@@ -133,6 +110,3 @@ def _grid(values: dict[str, Any]) -> Table:
     for name, value in values.items():
         table.add_row(line(name), line(str(value)))
     return table
-
-
-_DEFAULTS: HandlerOptions = checked_options("", "", {})

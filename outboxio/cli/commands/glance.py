@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import Exit, indented, line, say, say_error, say_json, terminal
-from outboxio.cli.inside import admin_of
-from outboxio.cli.shown import ago, moment, span, table
+from outboxio.cli.inside import admin_of, databases
+from outboxio.cli.pasting import with_outbox
+from outboxio.cli.rows import Column, Rows
+from outboxio.cli.shown import ago, moment, span
 from outboxio.cli.target import TargetError
 from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.operations.overview.values import HandlerStatus, InstanceStatus, Overview
@@ -31,7 +33,7 @@ async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
         for finding in overview.findings:
             say(
                 line(_MARKS[finding.level], f"  {finding.sentence}"),
-                line(("      to mend it  ", "dim"), finding.remedy),
+                line(("      to mend it  ", "dim"), with_outbox(finding.remedy)),
             )
     else:
         say(*_verdict(overview))
@@ -69,12 +71,13 @@ async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
     if as_json:
         say_json(found)
         return Exit.FINE
-    shown = table("lock", "holder", "taken (UTC)")
+    shown = Rows("lock", Column("holder", folds=True), "taken (UTC)")
     for lock in found:
         label = "fan-out" if lock.role == "fanout" else f"{lock.handler_name}/{lock.partition}"
         free = Text("no process", "bold yellow")
         holder = free if lock.owner is None else line(lock.owner, (" (silent)" * (lock.is_alive is False), "bold red"))
-        shown.add_row(line((label, "bold"), f" on {lock.shard}"), holder, moment(lock.since))
+        where = f" on {lock.shard}" if len(databases(outbox)) > 1 else ""
+        shown.add(line((label, "bold"), where), holder, moment(lock.since))
     say(shown)
     return Exit.FINE
 
@@ -95,8 +98,10 @@ def fails(overview: Overview, names: Sequence[str]) -> bool:
     )
 
 
-async def watch(outbox: Outbox, every: float) -> Exit:
+async def watch(outbox: Outbox, every: float, *, as_json: bool) -> Exit:
     """Show the overview, anew every few seconds, until a signal comes."""
+    if as_json:
+        raise TargetError("--watch is for people; for machines, ask outboxio status --json again and again")
     console = terminal()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
@@ -135,7 +140,7 @@ def _figures(overview: Overview) -> RenderableType:
         (f"{figures.due:,}", "due now", _age(figures.oldest_due)),
         (f"{figures.waiting:,}", "due later, or waiting for a retry", ""),
         (f"{figures.dead_hour:,}", "dead in the last hour", f"of {figures.dead:,}"),
-        (f"{figures.per_minute:,.0f}", "succeeded a minute", sparkline(figures.minutes)),
+        (f"{figures.per_minute:,.0f}", "succeeded a minute", sparkline(figures.minutes[-30:])),
     )
     for number, what, more in values:
         grid.add_row(Text(number, "bold", justify="right"), Text(what), Text(more, "dim"))
@@ -146,13 +151,19 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else f"the oldest for {span(seconds)}"
 
 
-def _handlers(found: Sequence[HandlerStatus]) -> Table:
-    right = ["due", "oldest", "later", "dead/h", "ok/min", "fail", "p95", "runs"]
-    made = table("", "handler", *right[:5], "last 20 min", *right[5:], "held by", right=right)
+def _handlers(found: Sequence[HandlerStatus]) -> Rows:
+    due, oldest, dead, ok, fail = (Column(name, right=True) for name in ("due", "oldest", "dead/h", "ok/min", "fail"))
+    later, p95, runs = (
+        Column("later", right=True, spare=1),
+        Column("p95", right=True, spare=2),
+        Column("runs", right=True, spare=3),
+    )
+    bars = Column("last 20 min", spare=4)
+    made = Rows(Column(""), "handler", due, oldest, later, dead, ok, bars, fail, p95, runs, "held by")
     for one in found:
         holders = sorted({holder for each in one.holders.values() for holder in each})
         held = Text("paused", "yellow") if one.paused_since is not None else line(_held(holders))
-        made.add_row(
+        made.add(
             line(_MARKS[one.level]), line((one.handler_name, "bold")), f"{one.due:,}",
             "" if one.oldest_due is None else span(one.oldest_due), f"{one.waiting:,}", f"{one.dead_hour:,}",
             f"{one.per_minute:,.0f}", sparkline(one.minutes[-20:]),
@@ -169,13 +180,13 @@ def _held(holders: Sequence[str]) -> str:
     return holders[0] if len(holders) == 1 else f"{len(holders)} processes"
 
 
-def _instances(found: Sequence[InstanceStatus]) -> Table:
-    right = ["loop lag", "runs", "stuck"]
-    made = table("process", "version", "does", "since", "seen", *right, right=right)
+def _instances(found: Sequence[InstanceStatus]) -> Rows:
+    numbers = (Column(name, right=True) for name in ("loop lag", "runs", "stuck"))
+    made = Rows("process", Column("version", spare=2), "does", Column("started", spare=1), "seen", *numbers)
     for one in found:
         seen = line((ago(one.last_seen_date), "default" if one.is_alive else "bold red"))
         lag = "" if one.loop_lag is None else span(one.loop_lag)
-        made.add_row(
+        made.add(
             line((one.instance, "bold")), line(one.version), line(", ".join(one.roles)), ago(one.started_date), seen,
             lag, str(one.in_flight), str(one.stuck),
         )  # fmt: skip

@@ -83,7 +83,7 @@ def _tell(word: str, told: Mapping[str, Any], question: Question, *, is_fine: bo
         say_json({**told, "reasons": reasons})
     else:
         colour = _COLOURS.get(word, "green" if is_fine else "bold red")
-        say(line((word, colour), f": {'; '.join(reasons)}" if reasons else ""))
+        say(line((word, colour), f": {'; '.join(reason.removesuffix('.') for reason in reasons)}" if reasons else ""))
     return Exit.FINE if is_fine and not late else Exit.NO
 
 

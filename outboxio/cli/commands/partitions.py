@@ -12,11 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outboxio.cli.answer import Exit, line, say, say_json
-from outboxio.cli.inside import clock_of, databases
+from outboxio.cli.commands.manner import Manner
+from outboxio.cli.inside import admin_of, clock_of, databases
 from outboxio.cli.target import TargetError
 from outboxio.model.lock_name import Slot
+from outboxio.operations.orders import given_partitions
 from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
 from outboxio.outbox import Outbox
+from outboxio.support.text import briefly
 
 _PATIENCE = 3.0  # seconds: a running process takes a new partition within a second or two
 
@@ -31,19 +34,21 @@ class Request(Struct, frozen=True):
 def request_of(words: Sequence[str]) -> Request:
     """The meaning of the words: ``[NAME [NUMBER]]``."""
     name, number = (*words, None, None)[:2]
-    if number is not None and not number.isdecimal():
-        raise TargetError(f"{number!r} is no number of partitions; expected a whole number from 1 to 64")
+    if number is not None and not (number.isdecimal() and len(number) < 10):
+        raise TargetError(f"{briefly(number)} is no number of partitions; expected a whole number from 1 to 64")
     return Request(name, None if number is None else int(number))
 
 
-async def partitions(outbox: Outbox, request: Request, *, as_json: bool) -> Exit:
+async def partitions(outbox: Outbox, request: Request, manner: Manner) -> Exit:
     """Show the partitions of a handler, or of all handlers; with a number, set the number first."""
     for database in databases(outbox).values():
         await database.schema.check()
-    name, number = request.handler, request.number
-    before = await outbox.admin.partitions(name) if number is not None else ()
-    found = await outbox.admin.partitions(name, number)
-    if as_json:
+    name, number, admin = request.handler, request.number, admin_of(outbox)
+    before = await admin.partitions(name) if number is not None else ()
+    if number is not None and manner.dry_run:
+        return _plan(outbox, before, given_partitions(number), manner)
+    found = await admin.partitions(name, number, reason=manner.reason)
+    if manner.as_json:
         say_json(found)
         return Exit.FINE
     for former, one in zip(before, found, strict=False):
@@ -53,6 +58,18 @@ async def partitions(outbox: Outbox, request: Request, *, as_json: bool) -> Exit
         found = await _when_taken(outbox, request)
     say(_table(outbox, found))
     return Exit.FINE
+
+
+def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: int, manner: Manner) -> Exit:
+    """Say what the order would change."""
+    changes = [
+        f"{one.handler_name}{_where(outbox, one)} from {one.number} to {number}"
+        for one in before
+        if one.number != number
+    ]
+    if not changes:
+        return manner.said(f"the number of partitions is {number} already")
+    return manner.said(f"partitions would set the number of partitions of {', '.join(changes)}")
 
 
 async def _when_taken(outbox: Outbox, request: Request) -> Sequence[HandlerPartitions]:

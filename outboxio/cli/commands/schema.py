@@ -40,13 +40,21 @@ def print_files(dialect: str) -> Exit:
     return Exit.FINE
 
 
-async def plan(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Name the files that ``migrate`` would apply, and the files that would wait. Nothing changes."""
+async def plan(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
+    """Name the files that ``migrate`` would apply. Nothing changes."""
     findings = [await _look_at(outbox, shard, database) for shard, database in databases(outbox).items()]
     for finding in findings:
         if finding.error is not None and not finding.missing:
             raise finding.error
-    planned = {finding.shard: [file.rpartition("/")[2] for file in finding.files] for finding in findings}
+    waiting = {
+        shard: await database.schema.pending() if contract else () for shard, database in databases(outbox).items()
+    }
+    planned = {
+        finding.shard: list(dict.fromkeys(
+            file.rpartition("/")[2] for file in (*finding.files, *waiting[finding.shard])
+        ))
+        for finding in findings
+    }  # fmt: skip
     if as_json:
         say_json({"would apply": planned})
         return Exit.FINE

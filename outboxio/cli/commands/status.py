@@ -63,7 +63,7 @@ class Report(Struct):
         return {name: sum(counts.get(name, 0) for counts in self.counts.values()) for name in names}
 
 
-async def status(outbox: Outbox, *, as_json: bool, fail_on: Sequence[str] = ()) -> Exit:
+async def status(outbox: Outbox, fail_on: Sequence[str] = (), *, as_json: bool) -> Exit:
     """The overview, and the exact counts of each shard. An unreachable shard does not hide the counts of the rest.
 
     ``fail_on``: rules and levels of findings for which the answer is no.

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import time
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 
 from msgspec import Struct
 from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit
-from outboxio.cli.inside import Tally, clock_of, databases, handlers, is_live
+from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
+from outboxio.cli.signals import signalled
 from outboxio.handlers.handler import Handler
 from outboxio.health.listener import serve_health
 from outboxio.health.systemd import ServiceManager
 from outboxio.model.event import type_name
-from outboxio.model.lock_name import Slot
+from outboxio.model.operating.filter import Filter
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
+from outboxio.storage.protocols import slots_of
 from outboxio.support.duration import format_duration
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Duties(Struct, frozen=True):
@@ -35,6 +32,8 @@ class Duties(Struct, frozen=True):
 
     fanout: bool = True
     handling: bool = True
+    only: Sequence[str] = ()
+    """The names of the only handlers to run; empty for all handlers."""
 
 
 class Address(Struct, frozen=True):
@@ -44,13 +43,27 @@ class Address(Struct, frozen=True):
     port: int
 
 
+def take_on(outbox: Outbox, duties: Duties) -> None:
+    """Restrict the outbox to the handlers that the duties name."""
+    if duties.only:
+        run_only(outbox, duties.only)
+
+
+async def validate(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:
+    """Check what a worker needs: the settings, the databases, the tables and the handlers. Then nothing runs."""
+    _introduce(outbox, duties, tell)
+    await outbox.check()
+    tell.say("valid: the databases answer, and every table, column and index is there")
+    return Exit.FINE
+
+
 async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | None = None) -> Exit:
     """Run until a signal comes, then leave gracefully. A second signal ends the process at once.
 
     The health pages answer, and the watchdog of systemd is fed, from before the start until after the last handler.
     """
     manager = ServiceManager()
-    with _signalled() as stop:
+    with signalled() as stop:
         _introduce(outbox, duties, tell)
         began = time.monotonic()
         async with (
@@ -78,27 +91,39 @@ async def _served(outbox: Outbox, pages: Address | None, tell: Teller) -> AsyncG
         yield
 
 
-async def drain(outbox: Outbox, timeout: str | None, tell: Teller) -> Exit:
+async def drain(outbox: Outbox, duties: Duties, timeout: str | None, tell: Teller) -> Exit:
     """Do the due work, once. The answer is no if due work is left, or a failed run waits for a retry.
 
     Notifications that wait for a later moment are no reason for a no: a call after that moment runs the handlers.
     """
-    _introduce(outbox, Duties(), tell)
+    _introduce(outbox, duties, tell)
     began = time.monotonic()
     _sum_up(await outbox.drain(timeout), time.monotonic() - began, tell)
-    counts = await outbox.admin.counts()
-    failed = counts["FAILED"] + counts["DYING"]
+    left = [await _left(outbox, name) for name in duties.only or (None,)]
+    failed, pending = sum(one["failed"] for one in left), sum(one["pending"] for one in left)
     if failed:
         tell.fail("not all is done: %d left that failed, waiting for a retry", failed, failed=failed)
     due = await _names_with_due_rows(outbox)
+    if duties.only:
+        due = [name for name in due if name in {each for one in handlers_to_run(outbox) for each in one.names}]
     if due:
         tell.fail(
             "not all is done: notifications of %s are due and left: an operator paused the handler, or this outbox has "
             "no handler of that name", ", ".join(map(repr, due)),
         )  # fmt: skip
-    elif counts["PENDING"]:
-        tell.say("left for a later moment, by a schedule or a delay: %d", counts["PENDING"], waiting=counts["PENDING"])
+    elif pending:
+        tell.say("left for a later moment, by a schedule or a delay: %d", pending, waiting=pending)
     return Exit.NO if failed or due else Exit.FINE
+
+
+async def _left(outbox: Outbox, handler: str | None) -> Mapping[str, int]:
+    """How many notifications of a handler, or of all handlers, wait after a drain."""
+    states = {"failed": ("FAILED", "DYING"), "pending": ("PENDING",)}
+    admin = admin_of(outbox)
+    if handler is None:
+        counts = await admin.counts()
+        return {name: sum(counts[state] for state in chosen) for name, chosen in states.items()}
+    return {name: await admin.count(Filter(states=chosen, handler=handler)) for name, chosen in states.items()}
 
 
 async def _names_with_due_rows(outbox: Outbox) -> list[str]:
@@ -107,33 +132,9 @@ async def _names_with_due_rows(outbox: Outbox) -> list[str]:
     for shard, database in databases(outbox).items():
         now, counts = clock_of(outbox, shard)(), await counts_of(database, outbox.namespace)
         for name in await database.notifications.unfinished_names(outbox.namespace):
-            active = counts[name].active if name in counts else 1
-            slots = [Slot(name, partition) for partition in range(active)]
-            if await database.notifications.any_due(outbox.namespace, now, slots):
+            if await database.notifications.any_due(outbox.namespace, now, slots_of(counts, [name])):
                 names.add(name)
     return sorted(names)
-
-
-@contextmanager
-def _signalled() -> Generator[asyncio.Event]:
-    """An event that the first signal sets.
-
-    The signal handler is Python's and not the event loop's, so that a second signal ends the process even while a
-    handler of the application blocks the loop: that is when people signal twice (decision 25).
-    """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def caught(number: int, frame: FrameType | None) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        loop.call_soon_threadsafe(stop.set)
-
-    before = {number: signal.signal(number, caught) for number in _SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- in words ------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def _handles(outbox: Outbox, duties: Duties) -> bool:
 def _equipment(outbox: Outbox, duties: Duties) -> list[tuple[str, str, str]]:
     """Kind, name and remark of each shard and handler of this worker."""
     shards = [("shard", shard, database.dialect) for shard, database in databases(outbox).items()]
-    mine = handlers(outbox) if _handles(outbox, duties) else ()
+    mine = handlers_to_run(outbox) if _handles(outbox, duties) else ()
     return shards + [("handler", handler.name, _subject(handler)) for handler in mine]
 
 

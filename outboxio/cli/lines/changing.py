@@ -9,7 +9,8 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id, moment
-from outboxio.cli.commands import orders
+from outboxio.cli.commands import emitting, handler_orders, orders
+from outboxio.cli.commands import manner as manners
 from outboxio.cli.commands import partitions as partitions_command
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
@@ -57,8 +58,8 @@ class Manner(Options, frozen=True):
         typer.Option(metavar="TEXT", help="Why: kept in the record of the order.", show_default=False),
     ] = None
 
-    def with_json(self, common: Common) -> orders.Manner:
-        return orders.Manner(self.yes, self.dry_run, self.reason, common.json)
+    def with_json(self, common: Common) -> manners.Manner:
+        return manners.Manner(self.yes, self.dry_run, self.reason, common.json)
 
 
 class Bulk(Options, frozen=True):
@@ -114,7 +115,11 @@ def resume(
 ) -> None:
     """Let a parked key go on without the dead letter that parks the key. To run the dead letter again, use retry."""
     how = manner.with_json(common)
-    _order(common, words, ["HANDLER", "KEY"], lambda outbox, given: orders.resume(outbox, given[0], given[1], how))
+
+    def order(outbox: Outbox, given: Sequence[str]) -> Order:
+        return handler_orders.resume(outbox, given[0], given[1], how)
+
+    _order(common, words, ["HANDLER", "KEY"], order)
 
 
 def replay(
@@ -126,8 +131,12 @@ def replay(
 ) -> None:
     """Make a handler run again for events that the handler has finished."""
     how = manner.with_json(common)
-    begin, end = moment(since, "--since"), None if until is None else moment(until, "--until")
-    _order(common, words, ["HANDLER"], lambda outbox, given: orders.replay(outbox, given[0], begin, end, how))
+
+    def order(outbox: Outbox, given: Sequence[str]) -> Order:
+        begin, end = moment(since, "--since"), None if until is None else moment(until, "--until")
+        return handler_orders.replay(outbox, given[0], begin, end, how)
+
+    _order(common, words, ["HANDLER"], order)
 
 
 def backfill(
@@ -141,22 +150,24 @@ def backfill(
     ] = None,
 ) -> None:
     """Give a handler the events that were fanned out before the handler existed."""
-    how, begin = manner.with_json(common), moment(since, "--since")
-    _order(
-        common, words, ["HANDLER"], lambda outbox, given: orders.backfill(outbox, given[0], begin, type or (), how)
-    )  # fmt: skip
+    how = manner.with_json(common)
+
+    def order(outbox: Outbox, given: Sequence[str]) -> Order:
+        return handler_orders.backfill(outbox, given[0], moment(since, "--since"), type or (), how)
+
+    _order(common, words, ["HANDLER"], order)
 
 
 def pause(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """Start no run of a handler, in any process, until unpause. Events wait, and none is lost."""
     how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: orders.pause(outbox, given[0], how))
+    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.pause(outbox, given[0], how))
 
 
 def unpause(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """End the pause of a handler."""
     how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: orders.unpause(outbox, given[0], how))
+    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.unpause(outbox, given[0], how))
 
 
 def purge(common: Common, manner: Manner, words: Target = None) -> None:
@@ -168,7 +179,7 @@ def purge(common: Common, manner: Manner, words: Target = None) -> None:
 def unsubscribe(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """Forget a handler that is gone for good. You have to type the name."""
     how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: orders.unsubscribe(outbox, given[0], how))
+    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.unsubscribe(outbox, given[0], how))
 
 
 def stop(
@@ -193,11 +204,16 @@ def emit(
 ) -> None:
     """Record an event by hand. The event is checked by the class of your code."""
     how = manner.with_json(common)
-    _order(common, words, ["TYPE", "JSON"], lambda outbox, given: orders.emit(outbox, given[0], given[1], action, how))
+
+    def order(outbox: Outbox, given: Sequence[str]) -> Order:
+        return emitting.emit(outbox, given[0], given[1], action, how)
+
+    _order(common, words, ["TYPE", "JSON"], order)
 
 
 def partitions(
     common: Common,
+    manner: Manner,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -217,6 +233,6 @@ def partitions(
         found = common.of_namespace(words, most=2)
         request = partitions_command.request_of(found.words)
         async with opened(found) as outbox:
-            return await partitions_command.partitions(outbox, request, as_json=common.json)
+            return await partitions_command.partitions(outbox, request, manner.with_json(common))
 
     answer(work, as_json=common.json, verbose=common.verbose)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id
-from outboxio.cli.commands import cluster, glance, notifications
+from outboxio.cli.commands import cluster, glance, notifications, showing, tailing
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
+from outboxio.cli.lines.numbers import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 
@@ -21,7 +23,9 @@ PANEL = "Looking"
 
 _AND_ID = "[TARGET] ID"
 
-Limit = Annotated[int, typer.Option(metavar="N", min=1, help="How many rows at most.")]
+Answered: TypeAlias = Coroutine[Any, Any, Exit]
+
+Limit = Annotated[int, typer.Option(metavar="N", parser=whole(1), help="How many rows at most.")]
 After = Annotated[
     str | None,
     typer.Option(metavar="TEXT", help="Go on after a page: the text that the page has printed.", show_default=False),
@@ -51,12 +55,24 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
 
 
+def _look(common: Common, target: str | None, command: Callable[..., Answered], *given: object) -> None:
+    """Open the outbox, and give the command the outbox, the words of the command line, and the manner of the answer."""
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await command(outbox, *given, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
+
+
 def status(
     common: Common,
     target: Target = None,
     watch: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0.5, help="Show the overview anew so often.", show_default=False),
+        typer.Option(
+            metavar="SECONDS", parser=seconds(0.5), help="Show the overview anew so often.", show_default=False
+        ),
     ] = None,
     fail_on: Annotated[
         str | None,
@@ -72,55 +88,30 @@ def status(
 
     First the faults, in sentences, then the handlers, the worst first, the processes, and the exact counts.
     """
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            if watch is not None:
-                return await glance.watch(outbox, watch)
-            rules = fail_on.split(",") if fail_on else []
-            return await status_command.status(outbox, as_json=common.json, fail_on=rules)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    if watch is not None:
+        _look(common, target, glance.watch, watch)
+    else:
+        _look(common, target, status_command.status, fail_on.split(",") if fail_on else [])
 
 
 def doctor(common: Common, target: Target = None) -> None:
     """Name each fault, and the command that mends the fault. Exits with 1 if there is a fault."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await glance.doctor(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, glance.doctor)
 
 
 def handlers(common: Common, target: Target = None) -> None:
     """Show the handlers, the worst first: backlog, dead letters, rates, and the process that holds each handler."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await glance.handlers(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, glance.handlers)
 
 
 def instances(common: Common, target: Target = None) -> None:
     """Show the processes that run: version, roles, lag of the event loop, runs, stuck runs."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await glance.instances(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, glance.instances)
 
 
 def locks(common: Common, target: Target = None) -> None:
     """Show which process holds which cluster lock."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await glance.locks(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, glance.locks)
 
 
 class Probe(Options, frozen=True):
@@ -130,8 +121,7 @@ class Probe(Options, frozen=True):
         int | None,
         typer.Option(
             metavar="PORT",
-            min=1,
-            max=65535,
+            parser=whole(1, 65535),
             show_default=False,
             help="Ask the worker with --health-port on this port. Your application is not imported.",
         ),
@@ -182,12 +172,7 @@ def list_notifications(
     common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None
 ) -> None:
     """List notifications, the newest first."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await notifications.list_notifications(outbox, choice, Paging(limit, after), as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, notifications.list_notifications, choice, Paging(limit, after))
 
 
 def dead(
@@ -200,14 +185,7 @@ def dead(
 
     Numbers, ids and quoted values in an error do not count.
     """
-
-    async def work() -> Exit:
-        if by not in ("error", "handler"):
-            raise TargetError(f"--by {by}: expected error or handler")
-        async with opened(common.of_namespace(target)) as outbox:
-            return await notifications.dead(outbox, choice, by, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, notifications.dead, choice, by)
 
 
 def show(
@@ -231,19 +209,14 @@ def show(
             raise TargetError("show needs the id of an event or of a notification")
         id = given_id(named.words[0])
         async with opened(named) as outbox:
-            return await notifications.show(outbox, id, tree=tree, payload=payload, as_json=common.json)
+            return await showing.show(outbox, id, showing.Parts(tree, payload), as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def events(common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None) -> None:
     """List events, the newest first. States, handlers and errors belong to notifications, and do not count."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await notifications.events(outbox, choice, Paging(limit, after), as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, notifications.events, choice, Paging(limit, after))
 
 
 def tail(
@@ -251,45 +224,29 @@ def tail(
     choice: Choice,
     target: Target = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until a signal comes.")] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+    every: Annotated[float, typer.Option(metavar="SECONDS", parser=seconds(0.1), help="How often to look.")] = 1.0,
 ) -> None:
-    """Show notifications as they change, the newest change last."""
+    """Show notifications as they change, the newest change last.
 
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await notifications.tail(outbox, choice, follow=follow, every=every, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    The first look shows up to 200 notifications, or all that have changed since --since.
+    A look of --follow reads all notifications that match but for the date; narrow a large table down with --state.
+    """
+    _look(common, target, tailing.tail, choice, tailing.Looks(follow, every))
 
 
 def keys(common: Common, target: Target = None) -> None:
     """List the parked keys of ordered handlers, with the commands that let a key go on."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await cluster.keys(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, cluster.keys)
 
 
 def paused(common: Common, target: Target = None) -> None:
     """List the paused handlers."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await cluster.paused(outbox, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, cluster.paused)
 
 
 def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:
     """List the orders of operators, the newest first: by whom, why, and how far the order is."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await cluster.operations(outbox, limit, after, as_json=common.json)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, cluster.operations, limit, after)
 
 
 def export(
@@ -302,9 +259,4 @@ def export(
     ] = None,
 ) -> None:
     """Write dead letters with payloads and errors, redacted, one JSON object on each line."""
-
-    async def work() -> Exit:
-        async with opened(common.of_namespace(target)) as outbox:
-            return await notifications.export(outbox, choice, output)
-
-    answer(work, as_json=common.json, verbose=common.verbose)
+    _look(common, target, notifications.export, choice, output)

@@ -53,7 +53,7 @@ def migrate(
             return schema.print_files(sql)
         if dry_run:
             async with opened(common.named(target)) as outbox:
-                return await schema.plan(outbox, as_json=common.json)
+                return await schema.plan(outbox, contract=contract, as_json=common.json)
         async with opened(common.named(target)) as outbox:
             return await schema.migrate(outbox, contract=contract, as_json=common.json)
 

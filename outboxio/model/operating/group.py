@@ -22,10 +22,24 @@ _VARYING = re.compile(
     | (?<![A-Za-z0-9_])(?:'[^'\n]*'|"[^"\n]*"|`[^`\n]*`)       # a quoted value, and no apostrophe
     | \b(?=[0-9a-fA-F]*[0-9])[0-9a-fA-F]{8,}\b                # a hash or an id
     | \d+
-    | \s*[\r\n]\s*                                            # so that a fingerprint is a single line
     """,
     re.VERBOSE,
 )
+#: The same for a message without a UUID, a hash and an id. A pattern that begins with a set of characters is fast.
+_VARYING_SHORT = re.compile(
+    r"""
+    [\d'"`](?:
+      (?<=\b0)[xX][0-9a-fA-F]+
+    | (?<=\d)\d*
+    | (?<=')(?<![A-Za-z0-9_]')[^'\n]*'
+    | (?<=")(?<![A-Za-z0-9_]")[^"\n]*"
+    | (?<=`)(?<![A-Za-z0-9_]`)[^`\n]*`
+    )
+    """,
+    re.VERBOSE,
+)
+_LONG = re.compile(r"[0-9a-fA-F][0-9a-fA-F]{7}")  # a part of each UUID, hash and id
+_LINES = re.compile(r"\s*[\r\n]\s*")  # so that a fingerprint is a single line
 _SEVERAL = re.compile(r"\*(?:[\s.,:+-]*\*)+")
 
 
@@ -40,7 +54,10 @@ def fingerprint(type: str, message: str) -> str:
         fingerprint("ConnectionError", "pdf:8080 refused attempt 3")  # "ConnectionError: pdf:* refused attempt *"
     """
     message = message.rstrip()
-    shared = _VARYING.sub("*", message[:_LONGEST])
+    shared = message[:_LONGEST]
+    shared = (_VARYING if _LONG.search(shared) else _VARYING_SHORT).sub("*", shared)
+    if "\n" in shared or "\r" in shared:
+        shared = _LINES.sub("*", shared)
     if len(message) > _LONGEST:  # the cut may have parted a value
         shared = shared.rsplit(maxsplit=1)[0] + "*" if " " in shared else shared + "*"
     return _SEVERAL.sub("*", f"{type}: {shared}").rstrip()
@@ -81,7 +98,7 @@ T = TypeVar("T")
 class Groups(list[T]):
     """The groups, the largest first, and how many notifications were looked at.
 
-    ``str`` says the scope: ``grouped over the newest 1,000 of 4,310``.
+    ``str`` says the scope: ``grouped over the newest 500 of 4,310``.
     """
 
     def __init__(self, groups: Iterable[T], looked_at: int, of: int) -> None:

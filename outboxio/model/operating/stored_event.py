@@ -16,6 +16,11 @@ WORST_FIRST = (
 )  # fmt: skip
 
 
+def worst_of(states: Mapping[str, int]) -> State | None:
+    """The worst state with a notification; ``None`` if there is none."""
+    return next((state for state in WORST_FIRST if states.get(state)), None)
+
+
 class StoredEvent(Struct, frozen=True, kw_only=True):
     """A row of ``events``. Documents are shown as ``Outbox(redact=...)`` returns them. Dates are naive UTC."""
 
@@ -55,7 +60,7 @@ class TreeNode(Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> State | None:
         """The worst state of the event's notifications; ``None`` without notifications."""
-        return next((state for state in WORST_FIRST if self.states.get(state)), None)
+        return worst_of(self.states)
 
     def __iter__(self) -> Iterator[TreeNode]:
         """This node, and all nodes below."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +22,7 @@ P = TypeVar("P")
 
 class _Written(Struct, frozen=True, array_like=True):
     of: str
-    places: msgspec.Raw
+    places: Mapping[str, Any]
 
 
 class Cursor(Struct, Generic[P], frozen=True):
@@ -34,7 +34,7 @@ class Cursor(Struct, Generic[P], frozen=True):
         """The text for :class:`~outboxio.model.operating.page.Page`; ``None`` if all shards were read to the end."""
         if not self.places:
             return None
-        written = _Written(_digest(filter), msgspec.Raw(msgspec.json.encode(self.places)))
+        written = _Written(_digest(filter), self.places)
         return base64.urlsafe_b64encode(msgspec.json.encode(written)).decode().rstrip("=")
 
 
@@ -43,7 +43,10 @@ def cursor_of(text: str, filter: Filter, kind: type[P]) -> Cursor[P]:
     try:
         decoded = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), b"-_", validate=True)
         written = msgspec.json.decode(decoded, type=_Written)
-        places = msgspec.json.decode(written.places, type=dict[str, kind | None])  # type: ignore[valid-type]
+        places = {
+            shard: None if place is None else msgspec.convert(place, type=kind)
+            for shard, place in written.places.items()
+        }
     except (ValueError, msgspec.MsgspecError):
         raise ConfigurationError(
             f"after is {briefly(text)}; expected the text in page.next, or the id of the last notification"

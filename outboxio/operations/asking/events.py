@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 import msgspec
 
-from outboxio.model.notification import shown_document
+from outboxio.model.notification import DOCUMENTS, shown_document
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import Page
 from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
-from outboxio.model.redaction import Redact, redacted_document
+from outboxio.model.redaction import Redact, redacted_document, redacted_text
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import given_filter, search_of
-from outboxio.operations.orders import given_id, given_limit
+from outboxio.operations.orders import given_id, given_ids, given_limit
 from outboxio.storage.protocols import Database, EventSummary, FoundEvents
 
 MOST_NODES = 200
 _HIGHEST = 1_000  # causes above an event that are followed
-_NOTIFICATIONS = 20  # of an event, for the states of a tree
 
 
 _Found = tuple[EventSummary, str]
@@ -37,12 +35,14 @@ class EventQuestions(AdminBase):
         limit: int = 100,
         after: str | None = None,
         *,
+        documents: bool = True,
         shard: str | None = None,
     ) -> Page[StoredEvent]:
         """The stored events that match, the newest first; at most ``limit``. ``page.next`` goes on.
 
-        The states, the handler and the error of a filter do not count: they belong to notifications. ``since`` and
-        ``until`` are compared with the date of the event.
+        ``documents=False`` leaves out payload, parameters and headers: large documents are not read then. The states,
+        the handler and the error of a filter do not count: they belong to notifications. ``since`` and ``until`` are
+        compared with the date of the event.
 
         Example::
 
@@ -58,7 +58,9 @@ class EventQuestions(AdminBase):
         for name, place in places.items():
             if name in databases:
                 search = await search_of(wanted, databases[name], self._known, self._types)
-                found[name] = await databases[name].event_search.newest(self._namespace, search, limit, place)
+                found[name] = await databases[name].event_search.newest(
+                    self._namespace, search, limit, place, documents=documents
+                )
         events = [stored(row, name, self._redact) for name, each in found.items() for row in each.rows]
         chosen = sorted(events, key=lambda event: event.id, reverse=True)[:limit]  # ids are in the order of time
         reached: dict[str, UUID | None] = {}
@@ -72,10 +74,11 @@ class EventQuestions(AdminBase):
             await self._known.refuse_unknown_type(wanted.event_type, list(databases.values()))
         return Page(chosen, Cursor(reached).text(wanted))
 
-    async def tree(self, event_id: UUID, *, shard: str | None = None) -> EventTree | None:
+    async def tree(self, event_id: UUID, *, documents: bool = True, shard: str | None = None) -> EventTree | None:
         """The chain of causation around an event, from the first event down; at most 200 events.
 
-        ``None`` if no event has this id, or if retention has removed the event.
+        ``documents=False`` leaves out payloads, parameters and headers. ``None`` if no event has this id, or if
+        retention has removed the event.
 
         Example::
 
@@ -85,37 +88,76 @@ class EventQuestions(AdminBase):
         """
         id, databases = given_id(event_id), self._shards.databases(shard)
         top = await self._top(databases, id)
-        return None if top is None else await self._tree(databases, id, *top)
+        return None if top is None else await self._tree(databases, id, *top, documents)
+
+    async def event(self, event_id: UUID, *, documents: bool = True, shard: str | None = None) -> StoredEvent | None:
+        """The event with this id; ``None`` for an unknown id. ``documents`` as for :meth:`events`.
+
+        Example::
+
+            event = await outbox.admin.event(event_id)
+        """
+        found = await self._find(self._shards.databases(shard), given_id(event_id), documents)
+        return None if found is None else stored(*found, self._redact)
+
+    async def states(self, event_ids: Sequence[UUID], *, shard: str | None = None) -> dict[UUID, dict[str, int]]:
+        """How many notifications of each event each state has. An event without notifications is left out.
+
+        Example::
+
+            states = await outbox.admin.states([event.id for event in await outbox.admin.events(limit=50)])
+        """
+        return await self._states(self._shards.databases(shard), given_ids(event_ids, "states"))
+
+    async def documents(self, event_id: UUID, *, shard: str | None = None) -> dict[str, str]:
+        """The documents of an event as JSON texts: ``payload``, ``action_params`` and ``headers``, if they exist.
+
+        The texts are those of the database, so that each number keeps all of its digits. With ``Outbox(redact=...)``,
+        a text is what ``redact`` returns for the document without spaces. Empty for an unknown id.
+
+        Example::
+
+            documents = await outbox.admin.documents(event_id)
+            print(documents["payload"])  # {"order": 12345678901234567890, "total": 10.90}
+        """
+        found = await self._find(self._shards.databases(shard), given_id(event_id))
+        raw = {} if found is None else {name: getattr(found[0], name) for name in sorted(DOCUMENTS)}
+        return {
+            name: redacted_text(bytes(text).decode(), self._redact) for name, text in raw.items() if text is not None
+        }
 
     # --- inside ----------------------------------------------------------------------------------
 
-    async def _find(self, databases: Sequence[Database], id: UUID) -> _Found | None:
+    async def _find(self, databases: Sequence[Database], id: UUID, documents: bool = True) -> _Found | None:
         """An event, and the name of its shard."""
         for database in databases:
-            for row in await database.event_search.events(self._namespace, [id]):
+            for row in await database.event_search.events(self._namespace, [id], documents=documents):
                 return row, database.name
         return None
 
     async def _top(self, databases: Sequence[Database], id: UUID) -> _Found | None:
-        """The first stored event of the chain above an event."""
-        top, seen = await self._find(databases, id), {id}
+        """The first stored event of the chain above an event, without documents."""
+        top, seen = await self._find(databases, id, documents=False), {id}
         while top is not None and (cause := top[0].causation_id) is not None and cause not in seen:
             seen.add(cause)
-            above = await self._find(databases, cause) if len(seen) < _HIGHEST else None
+            above = await self._find(databases, cause, documents=False) if len(seen) < _HIGHEST else None
             if above is None:
                 break
             top = above
         return top
 
-    async def _tree(self, databases: Sequence[Database], id: UUID, top: EventSummary, shard: str) -> EventTree:
-        found: dict[UUID, _Found] = {top.id: (top, shard)}
+    async def _tree(
+        self, databases: Sequence[Database], id: UUID, top: EventSummary, shard: str, documents: bool
+    ) -> EventTree:
+        first = await self._find(databases, top.id) if documents else None
+        found: dict[UUID, _Found] = {top.id: first or (top, shard)}
         children: dict[UUID, list[UUID]] = {}
         level, is_complete = [top.id], True
         while level and is_complete:
             fresh: list[UUID] = []
             for database in databases:
                 room = MOST_NODES - len(found)
-                rows = await database.event_search.caused_by(self._namespace, level, room + 1)
+                rows = await database.event_search.caused_by(self._namespace, level, room + 1, documents=documents)
                 is_complete = is_complete and len(rows) <= room
                 for row in rows[:room]:
                     if row.id not in found and row.causation_id is not None:
@@ -134,12 +176,10 @@ class EventQuestions(AdminBase):
             is_purged_above=top.causation_id is not None,
         )  # fmt: skip
 
-    async def _states(self, databases: Sequence[Database], events: list[UUID]) -> dict[UUID, Counter[str]]:
-        states: dict[UUID, Counter[str]] = {}
+    async def _states(self, databases: Sequence[Database], events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
+        states: dict[UUID, dict[str, int]] = {}
         for database in databases:
-            limit = len(events) * _NOTIFICATIONS
-            for record in await database.event_search.notifications_of(self._namespace, events, limit):
-                states.setdefault(record.event_id, Counter())[str(record.state)] += 1
+            states |= await database.event_search.states_of(self._namespace, events)
         return states
 
 

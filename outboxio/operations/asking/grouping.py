@@ -18,17 +18,16 @@ def grouped(errors: Mapping[str, Sequence[LastError]], filter: Filter, redact: R
     ``errors``: by shard. ``filter``: the filter that selected the notifications.
     """
     groups: dict[tuple[str, str], list[tuple[str, LastError]]] = {}
+    shown: dict[str, str] = {}  # by fingerprint: ``redact`` may be slow
     for shard, found in errors.items():
         for error in found:
-            groups.setdefault((error.handler_name, _shown(error, redact)), []).append((shard, error))
+            told = fingerprint(error.type, error.message)
+            if told not in shown:
+                # If ``redact`` changes the fingerprint, the message is not shown, and only the type counts.
+                shown[told] = told if redact(told) == told else f"{error.type}: *"
+            groups.setdefault((error.handler_name, shown[told]), []).append((shard, error))
     made = [_group(name, shown, members, filter, redact) for (name, shown), members in groups.items()]
     return sorted(made, key=lambda group: (-group.number, group.handler_name, group.fingerprint))
-
-
-def _shown(error: LastError, redact: Redact) -> str:
-    """The fingerprint. If ``redact`` changes the fingerprint, the message is not shown, and only the type counts."""
-    found = fingerprint(error.type, error.message)
-    return found if redact(found) == found else f"{error.type}: *"
 
 
 def _group(name: str, shown: str, members: Sequence[tuple[str, LastError]], filter: Filter, redact: Redact) -> Group:

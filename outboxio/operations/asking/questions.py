@@ -23,8 +23,9 @@ from outboxio.storage.protocols import Database, FoundRows, LastError
 from outboxio.support.text import briefly
 
 MOST_COUNTED = 10_000
-MOST_GROUPED = 1_000
+MOST_GROUPED = 500
 _EXPORTED_AT_ONCE = 500
+_MOST_OF_EVENT = 10_000  # notifications: a handler name has at most one
 
 
 class Questions(AdminBase):
@@ -55,6 +56,9 @@ class Questions(AdminBase):
     ) -> BoundedCount:
         """The number of notifications that match a filter, counted up to ``most`` on each shard.
 
+        The count ends earlier, and says so, where the indexes cannot tell which notifications match: after some
+        thousand notifications were read.
+
         Raises :class:`ConfigurationError` for a filter that no notification can match, :class:`UnknownHandler` and
         :class:`UnknownEventType` for an unknown name.
 
@@ -82,13 +86,15 @@ class Questions(AdminBase):
         state: State | str | None = None,
         handler: str | None = None,
         event_type: str | None = None,
+        documents: bool = True,
         shard: str | None = None,
     ) -> Page[NotificationRecord]:
         """The notifications that match, the newest first; at most ``limit``. ``page.next`` goes on.
 
         ``filter``: a :class:`Filter`, or the name of a state. ``state``, ``handler`` and ``event_type`` are short for a
         filter with a single field. ``after``: ``page.next`` of the page before, or, with a single shard, the id of the
-        last notification of that page.
+        last notification of that page. ``documents=False`` leaves out payload, parameters and headers: large documents
+        are not read then.
 
         The newest is what an operator asks for: of DEAD and EXPIRED notifications the last end of each handler, of
         waiting notifications the latest due date, and otherwise the newest event. A page can be shorter than ``limit``
@@ -107,7 +113,7 @@ class Questions(AdminBase):
         """
         wanted = chosen_filter(filter, state, handler, event_type)
         limit = given_limit(limit)
-        page = await self._page(wanted, limit, after, shard)
+        page = await self._page(wanted, limit, after, shard, documents=documents)
         if not page and page.next is None and after is None:
             await self._refuse_unknown_names(wanted, shard)
         return page
@@ -119,7 +125,7 @@ class Questions(AdminBase):
 
         Two errors belong together if they differ in numbers, ids and quoted values only. A filter without states means
         DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are grouped, and ``str``
-        says so: ``grouped over the newest 1,000 of 4,310``.
+        says so: ``grouped over the newest 500 of 4,310``.
 
         ``group.filter`` selects all notifications of the group. A group whose error is a part of the error of a second
         group selects both: ``retry(group.filter, dry_run=True)`` says the number.
@@ -146,8 +152,12 @@ class Questions(AdminBase):
         of = BoundedCount(max(of, looked_at), is_complete=is_complete)
         return Groups(grouped(errors, wanted, self._redact), looked_at, of)
 
-    async def inspect(self, id: UUID, *, shard: str | None = None) -> Sequence[NotificationRecord]:
+    async def inspect(
+        self, id: UUID, *, documents: bool = True, shard: str | None = None
+    ) -> Sequence[NotificationRecord]:
         """The notification with this id, or all notifications of the event with this id; empty for an unknown id.
+
+        ``documents=False`` leaves out payload, parameters and headers, and is for the id of an event.
 
         Example::
 
@@ -157,7 +167,10 @@ class Questions(AdminBase):
         records: list[NotificationRecord] = []
         chosen = [given_id(id)]
         for database in self._shards.databases(shard):
-            records += await database.notifications.select_by_id(self._namespace, chosen)
+            if documents:
+                records += await database.notifications.select_by_id(self._namespace, chosen)
+            else:
+                records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
         return self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date)))
 
     async def export(
@@ -211,14 +224,15 @@ class Questions(AdminBase):
     # --- inside ----------------------------------------------------------------------------------
 
     async def _page(
-        self, filter: Filter, limit: int, after: str | UUID | None, shard: str | None
+        self, filter: Filter, limit: int, after: str | UUID | None, shard: str | None, *, documents: bool
     ) -> Page[NotificationRecord]:
         databases = {database.name: database for database in self._shards.databases(shard)}
         searches = {name: await self._search(filter, database) for name, database in databases.items()}
         places = await self._places(filter, after, databases, searches)
         found: dict[str, FoundRows] = {}
         for name, place in places.items():
-            found[name] = await databases[name].search.find(self._namespace, searches[name], limit, place)
+            search = databases[name].search
+            found[name] = await search.find(self._namespace, searches[name], limit, place, documents=documents)
         chosen = merged([each.rows for each in found.values()], limit)
         reached: dict[str, Place | None] = {}
         for name, each in found.items():

@@ -53,6 +53,18 @@ class OperationQuestions(AdminBase):
         last = {"": _Before(*_place(chosen[-1]))} if has_more else {}
         return Page(chosen, Cursor(last).text(_ALL))
 
+    async def orders_refused(self, *, shard: str | None = None) -> dict[str, str]:
+        """Why orders cannot work, by shard: a server that only reads, or a missing right. Empty if orders work.
+
+        Raises :class:`DatabaseUnavailable` for a shard that cannot be reached.
+
+        Example::
+
+            {"default": "user app_reader of shard 'default' lacks UPDATE on eventlog.event_notifications ..."}
+        """
+        reasons = {database.name: await database.schema.orders_refused() for database in self._shards.databases(shard)}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
     async def operation(self, id: UUID | str, *, shard: str | None = None) -> Operation | None:
         """The order with this id, with its progress; ``None`` for an unknown id.
 

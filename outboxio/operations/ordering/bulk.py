@@ -7,6 +7,8 @@ twice.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec.structs import replace
 
@@ -15,7 +17,7 @@ from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.ordering.recorder import after_error, log_end
-from outboxio.storage.protocols import Database, Taken
+from outboxio.storage.protocols import BulkOrder, Database, Taken
 
 PIECE = 1000  # notifications
 
@@ -40,7 +42,9 @@ class BulkRun:
         self._worker = worker
         self._reached = taken.reached
         self._redact = redact
-        self._search = msgspec.convert(self.operation.request["search"], Search)
+        search = msgspec.convert(self.operation.request["search"], Search)
+        kind: Literal["retry", "skip"] = "retry" if self.operation.kind == "retry" else "skip"
+        self._order = BulkOrder(kind, self.operation.id, worker, search)
 
     @property
     def database(self) -> Database:
@@ -70,9 +74,8 @@ class BulkRun:
         self.operation = await self.database.operations.get(self._namespace, self.operation.id) or self.operation
 
     async def _step(self) -> None:
-        search, now = self.database.search, self._one.clock()
-        change = search.retry_piece if self.operation.kind == "retry" else search.skip_piece
-        piece = await change(self._namespace, self.operation.id, self._worker, self._search, self._reached, PIECE, now)
+        now = self._one.clock()
+        piece = await self.database.search.change_piece(self._namespace, self._order, self._reached, PIECE, now)
         if not piece.is_ours:
             await self._lose()
             return

@@ -26,8 +26,9 @@ from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, In
 from outboxio.operations.overview.readings import KnownHandlers, Readings, alert_ages, instance_facts, lock_facts
 from outboxio.operations.overview.rules import FAILING_RUNS, FAILING_SHARE, failures
 from outboxio.operations.overview.values import MOST
+from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Announced, PartitionCount
+from outboxio.storage.protocols import Announced
 from outboxio.support.clock import utc_now
 from outboxio.support.text import without_passwords
 
@@ -120,11 +121,7 @@ class Collector:
         for one in await self._database.subscriptions.announced(self._namespace):
             if one.last_seen_date > seen_since:
                 handlers.setdefault(one.handler_name, []).append(one)
-        counts: dict[str, PartitionCount] = {}
-        if self._database.partitions is not None:
-            orders = await self._database.subscriptions.orders(self._namespace)
-            counts = {count.handler_name: count for count in orders.partitions}
-        return KnownHandlers(handlers, counts)
+        return KnownHandlers(handlers, await counts_of(self._database, self._namespace))
 
     # --- processes and locks -----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from msgspec import Struct
 
 from outboxio.handlers.options import ALERT_AGE
+from outboxio.operations.overview.values import StuckRunStatus
 from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
 
 
@@ -19,7 +20,7 @@ class LockFacts(Struct, frozen=True, kw_only=True):
     """The process that took the lock last, unless the process gave the lock back."""
     since: datetime | None = None
     is_dead: bool = False
-    """True if the owner has been silent for more than 30 s, by its reports."""
+    """True if three reports of the owner are missing, or if the owner has no report and took the lock long ago."""
 
     @property
     def is_held(self) -> bool:
@@ -81,6 +82,7 @@ class Report(Struct, frozen=True):
     loop_lag: float | None = None
     clock_offset: float | None = None
     handlers: Mapping[str, HandlerReport] = {}
+    stuck: tuple[StuckRunStatus, ...] = ()
 
 
 class InstanceFacts(Struct, frozen=True, kw_only=True):

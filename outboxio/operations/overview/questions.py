@@ -124,8 +124,7 @@ class OverviewQuestions(AdminBase):
             locks = [LockName(self._namespace, "fanout"), *locks_of(self._namespace, names, counts)]
             holders = await database.subscriptions.holders(locks)
             reports = await database.reports.reports(self._namespace, now - HOUR)
-            alive = {each.instance: (now - each.last_seen_date).total_seconds() < 3 * each.delay_seconds
-                     for each in reports}  # fmt: skip
+            alive = {report.instance: report.is_alive(now) for report in reports}
             for lock in locks:
                 holder = holders.get(lock)
                 owner = None if holder is None or holder.has_given_back else holder.owner

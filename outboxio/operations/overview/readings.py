@@ -12,7 +12,7 @@ from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import ALERT_AGE
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.operations.overview.facts import HandlerFacts, InstanceFacts, LockFacts, Report
-from outboxio.operations.overview.rules import JUST_ANNOUNCED, UNHELD_FOR
+from outboxio.operations.overview.rules import JUST_ANNOUNCED
 from outboxio.operations.overview.values import MOST
 from outboxio.storage.protocols import (
     Announced,
@@ -25,10 +25,8 @@ from outboxio.storage.protocols import (
     ParkedKey,
     PartitionCount,
     Pause,
+    slots_of,
 )
-
-SILENT_REPORTS = 3
-"""A process is alive until so many reports are missing."""
 
 
 class KnownHandlers(Struct, frozen=True):
@@ -48,11 +46,7 @@ class KnownHandlers(Struct, frozen=True):
 
     def slots(self, names: Iterable[str]) -> list[Slot]:
         """The slots of stored names."""
-        return [
-            Slot(name, number)
-            for name in sorted(names)
-            for number in range(self.counts[name].active if name in self.counts else 1)
-        ]
+        return slots_of(self.counts, sorted(names))
 
 
 class Readings(Struct, frozen=True, kw_only=True):
@@ -117,7 +111,7 @@ def lock_facts(
         return LockFacts(partition=partition)
     reports = [one for one in instances if one.instance == holder.owner]
     if reports:
-        is_dead = not any(one.is_alive or now - one.last_seen <= UNHELD_FOR for one in reports)
+        is_dead = not any(one.is_alive for one in reports)
     else:
         is_dead = not is_announced and now - holder.since > JUST_ANNOUNCED
     return LockFacts(partition=partition, owner=holder.owner, since=holder.since, is_dead=is_dead)
@@ -125,13 +119,12 @@ def lock_facts(
 
 def instance_facts(one: InstanceReport, now: datetime) -> InstanceFacts:
     """A process, by its report."""
-    longest = SILENT_REPORTS * timedelta(seconds=max(1, one.delay_seconds))
     return InstanceFacts(
         instance=one.instance,
         version=one.version,
         started=one.started_date,
         last_seen=one.last_seen_date,
-        is_alive=now - one.last_seen_date < longest,
+        is_alive=one.is_alive(now),
         report=_report(one.report),
     )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import TypeVar
+from datetime import datetime, timedelta
 
 from msgspec.structs import replace
 
@@ -24,8 +23,6 @@ from outboxio.operations.overview.wording import spoken
 from outboxio.statistics.buckets import DURATIONS, LAGS, added, percentile
 from outboxio.storage.protocols import HandlerMinute
 
-T = TypeVar("T")
-
 MINUTES = 60
 SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
 
@@ -33,9 +30,11 @@ SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
 def overview_of(facts: Facts) -> Overview:
     """The overview of facts."""
     findings = _sorted([_placed(finding, facts) for shard in facts.shards for finding in findings_of(shard)])
+    level = _level(facts, findings)
+    if level != "down":  # other shards work: the fault of a shard is the fault of a part
+        findings = [replace(finding, level="degraded") for finding in findings]
     handlers = _handlers(facts, findings)
     figures = _figures(facts, handlers)
-    level = _level(facts, findings)
     return Overview(
         level=level,
         verdict=[finding.sentence for finding in findings] or [_all_is_well(handlers, figures)],
@@ -223,6 +222,7 @@ def _instance(shards: Sequence[str], reports: Sequence[InstanceFacts]) -> Instan
         stuck=sum(handler.stuck for handler in handlers),
         handlers=_union(tuple(one.report.handlers) for one in reports),
         shards=tuple(shards),
+        stuck_runs=tuple(run for one in reports for run in one.report.stuck),
     )
 
 
@@ -239,8 +239,8 @@ def _oldest(ages: Iterable[float | None]) -> float | None:
     return max((age for age in ages if age is not None), default=None)
 
 
-def _latest(moments: Iterable[T | None]) -> T | None:
-    return max((moment for moment in moments if moment is not None), default=None)  # type: ignore[type-var]
+def _latest(moments: Iterable[datetime | None]) -> datetime | None:
+    return max((moment for moment in moments if moment is not None), default=None)
 
 
 def _union(names: Iterable[Sequence[str]]) -> tuple[str, ...]:

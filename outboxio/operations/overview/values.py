@@ -76,6 +76,18 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     stuck: int
 
 
+class StuckRunStatus(Struct, frozen=True, kw_only=True):
+    """A run that ignores its cancellation, by the report of its process."""
+
+    handler: str
+    event_id: str | None = None
+    """``None`` if the event's id cannot be read."""
+    since: datetime
+    """The moment of the cancellation."""
+    at: str = ""
+    """The line of code at which the run waits."""
+
+
 class InstanceStatus(Struct, frozen=True, kw_only=True):
     """A process in ``running()``, by its own report."""
 
@@ -94,6 +106,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     stuck: int
     handlers: tuple[str, ...]
     shards: tuple[str, ...]
+    stuck_runs: tuple[StuckRunStatus, ...] = ()
 
 
 class ShardStatus(Struct, frozen=True, kw_only=True):

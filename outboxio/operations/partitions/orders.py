@@ -75,18 +75,18 @@ class PartitionOrders(AdminBase):
     async def instances(self, *, shard: str | None = None) -> Sequence[ClusterInstance]:
         """The processes of the cluster, each with the partitions that the process owns. One entry for each shard.
 
-        A process that has died is listed until a second process has taken its partitions; a process that died without a
-        partition is listed for a day.
+        A process that has died is listed until a second process has taken its partitions, and for an hour after its
+        last report; a process that shared handlers and died without a partition is listed for a day.
 
         Example::
 
             for instance in await outbox.admin.instances():
-                print(instance.instance, instance.last_seen_date, instance.partitions.get("score", ()))
+                print(instance.instance, instance.version, instance.last_seen_date, instance.is_alive)
         """
         found: list[ClusterInstance] = []
-        for database in self._shards.databases(shard):
-            names = await self._known.subscribed_names(database)
-            found += await find_instances(database, self._namespace, names)
+        for one in self._shards.chosen(shard):
+            names = await self._known.subscribed_names(one.database)
+            found += await find_instances(one.database, self._namespace, names, await one.now())
         return found
 
     async def _all_partitions(self, shard: str | None) -> Sequence[HandlerPartitions]:

@@ -1,4 +1,6 @@
-"""Who owns which partition: the answers for operators, from ``leases``, ``handler_partitions`` and ``instances``.
+"""Who owns which partition: the answers for operators, from ``leases``, ``handler_partitions`` and the processes.
+
+``instances`` has the processes that share handlers, and ``instance_reports`` all processes in ``running()``.
 
 Only a cluster lock proves an owner. ``leases`` has the process that took a lock last: a process that died stays the
 owner there until a takeover, which takes a quarter of a second.
@@ -13,7 +15,7 @@ from msgspec import Struct
 
 from outboxio.model.lock_name import LockName
 from outboxio.operations.partitions.upkeep import EVER
-from outboxio.storage.protocols import Database, Holder, PartitionCount
+from outboxio.storage.protocols import Database, Holder, PartitionCount, active_partitions, slots_of
 
 
 class PartitionOwner(Struct, frozen=True, kw_only=True):
@@ -58,8 +60,12 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
 class ClusterInstance(Struct, frozen=True, kw_only=True):
     """A process of the cluster, as a shard knows the process, with the partitions that the process owns.
 
-    ``last_seen_date`` (naive UTC) is the last sign of life in ``instances``. A process that shares no handler writes no
-    sign of life: the date is ``None``, and the process is listed while the process owns a lock.
+    - ``last_seen_date`` (naive UTC): the last sign of life. Every process in ``running()`` reports, and a process that
+      shares handlers also renews its row in ``instances``. ``None`` without a sign of life: the process drains, or has
+      begun a moment ago.
+    - ``version``: of outboxio; ``None`` without a report.
+    - ``is_alive``: False if three reports are missing; ``None`` without a report.
+    - ``partitions``: the owned partitions by stored handler name.
     """
 
     instance: str
@@ -67,13 +73,16 @@ class ClusterInstance(Struct, frozen=True, kw_only=True):
     last_seen_date: datetime | None
     fans_out: bool
     partitions: dict[str, tuple[int, ...]]
-    """The owned partitions by stored handler name."""
+    version: str | None = None
+    is_alive: bool | None = None
 
     def __str__(self) -> str:
         owned = [f"{name!r} {in_ranges(numbers)}" for name, numbers in self.partitions.items()]
         does = [*["fan-out"] * self.fans_out, *owned]
+        version = "" if self.version is None else f", version {self.version}"
         seen = "" if self.last_seen_date is None else f", seen at {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC"
-        return f"{self.instance} owns {', '.join(does) or 'no partition'}{seen}"
+        silent = ", silent since" if self.is_alive is False else ""
+        return f"{self.instance} owns {', '.join(does) or 'no partition'}{version}{seen}{silent}"
 
 
 async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
@@ -88,11 +97,13 @@ async def find_partitions(database: Database, namespace: str, names: Iterable[st
     counts = await counts_of(database, namespace)
     wanted = sorted(names)
     holders = await database.subscriptions.holders(locks_of(namespace, wanted, counts))
-    return [_partitions(database.name, namespace, name, counts.get(name), holders) for name in wanted]
+    return [_partitions(database.name, namespace, name, counts, holders) for name in wanted]
 
 
-async def find_instances(database: Database, namespace: str, names: Iterable[str]) -> list[ClusterInstance]:
-    """The processes in ``instances``, and the processes that own a lock. ``names``: all stored handler names."""
+async def find_instances(
+    database: Database, namespace: str, names: Iterable[str], now: datetime
+) -> list[ClusterInstance]:
+    """The processes with a sign of life, and the processes that own a lock. ``names``: all stored handler names."""
     fanout = LockName(namespace, "fanout")
     counts = await counts_of(database, namespace)
     holders = await database.subscriptions.holders([fanout, *locks_of(namespace, sorted({*names, *counts}), counts)])
@@ -100,10 +111,11 @@ async def find_instances(database: Database, namespace: str, names: Iterable[str
     for lock, holder in sorted(holders.items()):
         if not holder.has_given_back:
             owned.setdefault(holder.owner, []).append(lock)
-    seen: dict[str, datetime] = {}
+    reports = {report.instance: report for report in await database.reports.reports(namespace, EVER)}
+    seen = {report.instance: report.last_seen_date for report in reports.values()}
     if database.partitions is not None:
-        view = await database.partitions.view(namespace, EVER, [])
-        seen = {one.instance: one.last_seen_date for one in view.instances}
+        for one in (await database.partitions.view(namespace, EVER, [])).instances:
+            seen[one.instance] = max(one.last_seen_date, seen.get(one.instance, EVER))
     return [
         ClusterInstance(
             instance=instance,
@@ -111,6 +123,8 @@ async def find_instances(database: Database, namespace: str, names: Iterable[str
             last_seen_date=seen.get(instance),
             fans_out=fanout in owned.get(instance, ()),
             partitions=_by_name(lock for lock in owned.get(instance, ()) if lock != fanout),
+            version=None if (report := reports.get(instance)) is None else report.version,
+            is_alive=None if report is None else report.is_alive(now),
         )
         for instance in sorted({*seen, *owned})
     ]
@@ -129,17 +143,14 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 def locks_of(namespace: str, names: Sequence[str], counts: Mapping[str, PartitionCount]) -> list[LockName]:
     """The locks of all partitions of stored handler names."""
-    return [
-        LockName(namespace, "dispatch", name, partition)
-        for name in names
-        for partition in range(counts[name].active if name in counts else 1)
-    ]
+    return [LockName(namespace, "dispatch", *slot) for slot in slots_of(counts, names)]
 
 
 def _partitions(
-    shard: str, namespace: str, name: str, count: PartitionCount | None, holders: Mapping[LockName, Holder]
+    shard: str, namespace: str, name: str, counts: Mapping[str, PartitionCount], holders: Mapping[LockName, Holder]
 ) -> HandlerPartitions:
-    number, active, declared = (1, 1, 1) if count is None else (count.number, count.active, count.declared)
+    count, active = counts.get(name), active_partitions(counts, name)
+    number, declared = (1, 1) if count is None else (count.number, count.declared)
 
     def owner(partition: int) -> PartitionOwner:
         holder = holders.get(LockName(namespace, "dispatch", name, partition))

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.lock_name import Slot
+from outboxio.operations.partitions.owners import counts_of
 from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures
 from outboxio.statistics.shard import ShardStatistics
-from outboxio.storage.protocols import Announced, Database
+from outboxio.storage.protocols import Announced, Database, slots_of
 from outboxio.storage.protocols.operating import DueFigures
 from outboxio.support.clock import ShardClock
 
@@ -98,9 +99,7 @@ class FigureReader:
         return ours | {one.event_type for one in announced}
 
     async def _slots(self, stored: Iterable[str]) -> list[Slot]:
-        orders = await self._database.subscriptions.orders(self._namespace)
-        numbers = {count.handler_name: count.active for count in orders.partitions}
-        return [Slot(name, partition) for name in stored for partition in range(numbers.get(name, 1))]
+        return slots_of(await counts_of(self._database, self._namespace), stored)
 
     def _ordered(self, present: Mapping[str, str]) -> list[list[str]]:
         """The stored names of each handler that may have key queues. A handler of another process may be ordered."""

@@ -45,8 +45,9 @@ class Reporter:
         *,
         content: Callable[[], object],
         fans_out: Callable[[], bool],
+        drains: bool = False,
     ) -> None:
-        """``content``: the report, as an object that encodes to JSON."""
+        """``content``: the report, as an object that encodes to JSON. ``drains``: write the minutes only."""
         self.delay = REPORT_DELAY_OF_FILES if database.has_one_writer else REPORT_DELAY
         self._namespace = namespace
         self._instance = instance
@@ -57,6 +58,7 @@ class Reporter:
         self._minutes = minutes
         self._content = content
         self._fans_out = fans_out
+        self._drains = drains
         self._started: datetime | None = None
         self._reported = self._removed = datetime.min
         self._spread = random.uniform(0, SPREAD)
@@ -68,6 +70,8 @@ class Reporter:
             self._started = now
             self._minutes.begin(now)
         await self._write(self._minutes.over(now))
+        if self._drains:
+            return RoundResult(0, again_in=_until_next_minute(self._clock()))
         if abs(now - self._reported) >= timedelta(seconds=0.9 * self.delay):
             await self._report(self._started, now)
             self._reported = now
@@ -76,10 +80,16 @@ class Reporter:
         return RoundResult(0, again_in=_until_next_minute(self._clock()) + self._spread)
 
     async def leave(self) -> None:
-        """Write the runs of the present minute, and remove the report: the process is gone for operators."""
+        """Write the runs of the present minute, and remove the report: the process is gone for operators.
+
+        A drain has no report, and removes old rows instead: perhaps no process is ever in ``running()``.
+        """
         if self._started is None:
             return
-        await self._write(self._minutes.with_present(self._clock()))
+        rows = self._minutes.with_present(now := self._clock())
+        await self._write(rows)
+        if self._drains and rows:
+            await self._remove_old(now)
         if self._reported > datetime.min:
             await self._reports.remove_report(self._namespace, self._instance)
 

@@ -43,7 +43,7 @@ class LiveRun:
         """The content of this process's row in ``instance_reports``."""
         now, dispatcher, statistics = self._shard.clock(), self._run.dispatcher, self._shard.statistics
         handles = "handling" in self.roles
-        handlers = list(self._shard.environment.handlers) if handles else []
+        handlers = self._shard.environment.handlers.to_run if handles else []
         return {
             "roles": self.roles,
             "host": socket.gethostname(),
@@ -67,11 +67,10 @@ class LiveRun:
 
     def _handler(self, handler: Handler) -> dict[str, Any]:
         statistics = self._shard.statistics.of(handler.name)
-        queue = statistics.queue
         wanted = self._shard.environment.handlers.wanted_by(handler)
         return {
             "in_flight": statistics.in_flight,
-            "limit": 0 if queue is None else queue.limit,
+            "limit": statistics.limit or 0,
             "stuck": statistics.stuck,
             "alert_age": statistics.alert_age,
             "types": sorted(one.event_type for one in wanted if one.event_type),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from outboxio.model.lock_name import LockName
@@ -22,19 +21,18 @@ if TYPE_CHECKING:
 logger = log_of(__name__)
 
 LONGEST_FAREWELL = 5.0  # seconds
-ALERT_AGE = timedelta(seconds=60)
 
 
 class RunReporting:
-    """Made for each shard run; a drain uses none of the parts."""
+    """Made for each shard run. A drain writes the figures by minute only."""
 
-    def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool]) -> None:
+    def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool], drains: bool) -> None:
         shard = run.shard
         environment = shard.environment
         self.live = LiveRun(run, roles)
         self.reporter = Reporter(
             environment.namespace, environment.owner, __version__, shard.database, shard.clock, shard.minutes,
-            content=self.live.report, fans_out=fans_out,
+            content=self.live.report, fans_out=fans_out, drains=drains,
         )  # fmt: skip
         self.figures = FigureReader(
             environment.namespace, shard.database, environment.handlers, shard.clock, shard.statistics,
@@ -49,19 +47,13 @@ class RunReporting:
         """The locks and handlers of this process, which metrics show before anything has happened."""
         if roles.fanout:
             self._statistics.expect_lock(environment.fanout_lock)
-        for handler in environment.handlers if roles.handling else ():
+        for handler in environment.handlers.to_run if roles.handling else ():
             self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
-            alert_age: timedelta = getattr(handler.options, "alert_age", None) or ALERT_AGE
-            self._statistics.of(handler.name).alert_age = alert_age.total_seconds()
+            self._statistics.expect_handler(handler.name, handler.options.alert_age)
 
-    @contextmanager
-    def shown(self) -> Generator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """Show the shard run in metrics while the block lasts."""
-        self._statistics.live = self.live
-        try:
-            yield
-        finally:
-            self._statistics.live = self._statistics.figures = None
+        return self._statistics.showing(self.live)
 
     async def leave(self) -> None:
         """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""

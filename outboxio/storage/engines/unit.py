@@ -37,7 +37,7 @@ class Unit:
         self._session: AsyncSession | None = None
         self.is_broken = False
         """True if the connection must not go back to the pool."""
-        pooled: Any = connection.sync_connection.connection  # type: ignore[union-attr]
+        pooled: Any = connection.sync_connection.connection  # type: ignore[union-attr]  # None only before the connection is open
         self.driver: Any = pooled.driver_connection
         """The driver's connection."""
 

@@ -25,6 +25,7 @@ CHANGES_NOTHING = "UPDATE eventlog.leases SET term = term WHERE name = ''"
 
 _limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
+MOST_BRANCHES = 32  # of a UNION ALL of probes: the planning of each takes time
 MOST_DEADLOCKS = 5  # of a statement: the server chooses the victim, and a few deadlocks in a row are bad luck
 
 # With these settings our statements mean the same on every server, with any defaults:

@@ -44,10 +44,14 @@ class Flavour(Struct, frozen=True):
 #   set the column would have the character set of the selected database, and lose characters.
 # * {collate}: makes any further text comparable with our columns.
 # * {id}: the type of an id within JSON_TABLE; {id_of x}: such an id in the type of our id columns.
-# * {last_type}, {last_message}: the paths to the last error of a notification ``n``. On MariaDB a path is not constant:
-#   after an empty array, MariaDB finds nothing at a constant path from the end in the rest of the rows.
+# * {last_error}: the type and the message of the last error of a notification ``n``. On MariaDB a path is not constant:
+#   after an empty array, MariaDB finds nothing at a constant path from the end in the rest of the rows. And MariaDB
+#   stops at what a single path finds, but reads the whole document for two paths.
 # * {hashing}: in front of a statement with joins that may hash.
 # * {dead}: the DEAD and EXPIRED rows in the index event_notifications_dead; {dead_name}, {dead_date}: its columns.
+# * may_have: a condition of each document of errors with a word in the last error. On MariaDB a document is a text,
+#   where a word is found faster than the last error. The word is a part of the text, unless the document has an ASCII
+#   letter as an escape sequence.
 # * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
 MYSQL = Flavour(
     name="mysql",
@@ -63,10 +67,10 @@ MYSQL = Flavour(
         "collate": "COLLATE utf8mb4_0900_bin",
         "hashing": "",
         "unwaiting": "",
-        "last_type": "'$[last].type'",
-        "last_message": "'$[last].message'",
+        "last_error": "JSON_EXTRACT(n.errors, '$[last].type', '$[last].message')",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "{}",
+        "may_have": "TRUE",
         "dead": "TRUE",
         "dead_name": "n.dead_handler",
         "dead_date": "n.dead_date",
@@ -86,10 +90,11 @@ MARIADB = Flavour(
         "collate": "COLLATE utf8mb4_nopad_bin",
         "hashing": "SET STATEMENT join_cache_level = 4 FOR",
         "unwaiting": "SET STATEMENT innodb_lock_wait_timeout = 0 FOR",
-        "last_type": "IF(n.attempts < -1, '', '$[-1].type')",
-        "last_message": "IF(n.attempts < -1, '', '$[-1].message')",
+        "last_error": """CONCAT('[', JSON_EXTRACT(n.errors, IF(n.attempts < -1, '', '$[-1].type')), ',',
+    JSON_EXTRACT(n.errors, IF(n.attempts < -1, '', '$[-1].message')), ']')""",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
+        "may_have": "(LOCATE(BINARY %(word)s, BINARY n.errors) OR LOCATE(BINARY %(escaped)s, BINARY n.errors))",
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
         "dead_name": "n.handler_name",
         "dead_date": "n.updated_date",
@@ -112,12 +117,14 @@ def for_flavours(text: str) -> Statement:
     return {name: _spelled(text, flavour) for name, flavour in FLAVOURS.items()}
 
 
+def by_flavour(*, mysql: str, mariadb: str) -> Statement:
+    """The statement of each product, where the products need different statements."""
+    return {MYSQL.name: _spelled(mysql, MYSQL), MARIADB.name: _spelled(mariadb, MARIADB)}
+
+
 def _spelled(text: str, flavour: Flavour) -> str:
-    for word in (
-        *("text", "document", "collate", "last_type", "last_message", "hashing", "unwaiting", "id"),
-        *("dead", "dead_name", "dead_date"),
-    ):
-        text = text.replace(f"{{{word}}}", flavour.words[word])
+    for word, spelling in flavour.words.items():
+        text = text.replace(f"{{{word}}}", spelling)
     return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
 
 

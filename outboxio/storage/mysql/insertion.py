@@ -17,28 +17,40 @@ from outboxio.storage.mysql.values import Escape, as_moment, escape_of
 
 AROUND = 128  # bytes of a message that are not rows, at most: savepoints, COMMIT
 
+# Bytes of a statement with several rows, at most. The server has statement_timeout for each statement, and a packet may
+# be a thousand times as large.
+LARGEST_STATEMENT = 2**20
+_FIRST_WORDS = INSERT_EVENTS.encode()
+
 
 def insertions(
     action: ActionRecord, events: Sequence[EventRecord], escape: Escape, largest_packet: int
 ) -> Iterator[bytes]:
-    """The statements that write the rows of an action: a single statement, if all rows fit into a packet."""
+    """The statements that write the rows of an action: a single statement, unless the rows are many."""
     shared = _literals(escape, values_of_action(action))
-    statement = INSERT_EVENTS.encode()
-    begun, most = statement, largest_packet - AROUND
+    packet = largest_packet - AROUND
+    most = min(packet, LARGEST_STATEMENT)
+    rows: list[bytes] = []
+    size = len(_FIRST_WORDS)
     for event in events:
         own = (*values_of_event(event), action.headers_of(event))
         row = f"({_literals(escape, own)}, {shared}, FALSE)".encode()
-        if len(INSERT_EVENTS) + len(row) >= most:
+        if len(_FIRST_WORDS) + len(row) >= packet:
             raise InvalidEvent(
                 f"event {event.event_type or 'of ' + action.action_name}",
                 f"its row has {len(row)} bytes with the action's parameters; the server's max_allowed_packet is "
                 f"{largest_packet}: raise it, or store what is large elsewhere",
             )
-        if statement is not begun and len(statement) + len(row) + 2 >= most:
-            yield statement
-            statement = begun
-        statement = statement + row if statement is begun else statement + b",\n" + row
-    yield statement
+        if rows and size + len(row) + 2 >= most:
+            yield _statement(rows)
+            rows, size = [], len(_FIRST_WORDS)
+        rows.append(row)
+        size += len(row) + 2
+    yield _statement(rows)
+
+
+def _statement(rows: Sequence[bytes]) -> bytes:
+    return _FIRST_WORDS + b",\n".join(rows)
 
 
 def _literals(escape: Escape, values: Sequence[Any]) -> str:

@@ -39,7 +39,7 @@ async def jump(connection: Any, query: str, args: Mapping[str, Any]) -> list[str
         values += fresh
         if len(fresh) < jumps:
             return values
-        jumps, start = MOST_JUMPS, fresh[-1]
+        jumps, start = min(2 * jumps, MOST_JUMPS), fresh[-1]
 
 
 STEPS = 64  # in a message

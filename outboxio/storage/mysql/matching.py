@@ -11,12 +11,12 @@ from typing import Any
 
 from outboxio.model.operating.filter import Search
 from outboxio.storage.mysql.flavour import Server, for_flavours
-from outboxio.storage.searching.patterns import like
+from outboxio.storage.searching.patterns import like, longest_word
 
-# The last error: an array of the type and the message, read in a single pass over the document. NULL for errors that
-# are no array.
-TOLD = for_flavours("""IF(CONVERT(JSON_TYPE(n.errors) USING utf8mb4) COLLATE utf8mb4_bin = 'ARRAY',
-    JSON_EXTRACT(n.errors, {last_type}, {last_message}), NULL)""")
+# The last error: an array of the type and the message. NULL for errors that are no array.
+TOLD = for_flavours(
+    """IF(CONVERT(JSON_TYPE(n.errors) USING utf8mb4) COLLATE utf8mb4_bin = 'ARRAY', {last_error}, NULL)"""
+)
 
 
 def _is_text(place: int) -> str:
@@ -38,12 +38,14 @@ class Conditions:
     """The conditions of a search on a notification ``n``, and the arguments.
 
     No condition is of use for an index: the walk decides which rows are read. ``of_events``: the conditions on an event
-    ``n``, which has no state, no handler and no error.
+    ``n``, which has no state, no handler and no error. ``of_namespace``: False if an index holds the namespace.
     """
 
-    def __init__(self, server: Server, namespace: str, search: Search, *, of_events: bool = False) -> None:
+    def __init__(
+        self, server: Server, namespace: str, search: Search, *, of_events: bool = False, of_namespace: bool = True
+    ) -> None:
         self.args: dict[str, Any] = {"namespace": namespace, "since": search.since, "until": search.until}
-        parts = ["n.namespace = %(namespace)s"]
+        parts = ["n.namespace = %(namespace)s"] if of_namespace else []
         date = "event_date" if of_events else "updated_date"
         if search.states and not of_events:
             parts.append(f"n.state IN ({self.listed('state', map(str, search.states))})")
@@ -60,13 +62,18 @@ class Conditions:
             parts.append(f"n.{date} >= %(since)s")
         if search.until is not None:
             parts.append(f"n.{date} < %(until)s")
-        self.text = " AND ".join(parts)
+        self.text = " AND ".join(parts) or "TRUE"
         """The conditions on columns."""
-        self._told, self._has_texts = "NULL", "TRUE"
+        self.takes_all = not parts and not search.error
+        """True if there is no condition."""
+        self.told, self.has_texts = "NULL", "TRUE"
+        """What is read of the last error, and the condition on what is told, ``{told}``."""
         if search.error and not of_events:
             # The document is read only if all other conditions hold.
-            self._told, self._has_texts = f"IF({self.text}, {server.spell(TOLD)}, NULL)", HAS_TEXTS
+            conditions = " AND ".join([*parts, server.flavour.words["may_have"]])
+            self.told, self.has_texts = f"IF({conditions}, {server.spell(TOLD)}, NULL)", HAS_TEXTS
             self.args["error"] = like(search.error)
+            self.args |= {"word": longest_word(search.error), "escaped": "\\u00"}
 
     def put_into(self, statement: str, told: str = "") -> str:
         """A statement with the conditions.
@@ -74,9 +81,13 @@ class Conditions:
         ``{matches}`` stands for the conditions on columns, ``{told}`` for what is read of the last error, and
         ``{has_texts}`` for the condition on the last error. ``told``: the column of a derived table with ``{told}``.
         """
-        has_texts = self._has_texts.replace("{told}", told or self._told)
+        has_texts = self.has_texts.replace("{told}", told or self.told)
         statement = statement.replace("{matches}", self.text).replace("{has_texts}", has_texts)
-        return statement.replace("{told}", self._told)
+        return statement.replace("{told}", self.told)
+
+    def with_ids(self, statement: str, ids: Iterable[str]) -> str:
+        """A statement with the conditions and with ``{ids}``, which become arguments."""
+        return self.put_into(statement).replace("{ids}", self.listed("id", ids))
 
     def listed(self, prefix: str, values: Iterable[str]) -> str:
         """Placeholders for the inside of ``IN (...)``, whose values become arguments."""

@@ -155,6 +155,8 @@ SET n.partition_number = IF(n.state IN ('PENDING', 'FAILED', 'DYING'), n.partiti
   n.state = 'PENDING', n.attempts = 0, n.next_retry_at = %(now)s, n.retention_from = %(now)s, n.updated_date = %(now)s
 WHERE n.id IN ({{ids}})
 """
+NOT_SKIPPED = ("SUCCEEDED", "SKIPPED")
+"""The states that SKIP leaves; the rows are locked, and then chosen by state."""
 SKIP = f"UPDATE {BY_ID} SET n.state = 'SKIPPED', n.updated_date = %(now)s WHERE n.id IN ({{ids}})"
 LOCK = f"SELECT n.id, n.state FROM {BY_ID} WHERE n.namespace = %(namespace)s AND n.id IN ({{ids}}) FOR UPDATE"
 
@@ -296,7 +298,7 @@ class MysqlNotifications:
         return await self._change(RETRY, namespace, ids, now, unless=())
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
-        return await self._change(SKIP, namespace, ids, now, unless=("SUCCEEDED", "SKIPPED"))
+        return await self._change(SKIP, namespace, ids, now, unless=NOT_SKIPPED)
 
     async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
         scope = {"namespace": namespace, "names": as_json(names), "ordering_key": ordering_key, "now": now}

@@ -12,7 +12,7 @@ from outboxio.model.operating.operation import Operation
 from outboxio.storage.mysql.columns import BY_ID
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch, id_list
 from outboxio.storage.mysql.flavour import for_flavours
-from outboxio.storage.operation_rows import COLUMNS, EVER, operation_of, place_of, request_of
+from outboxio.storage.operation_rows import COLUMNS, EVER, end_of, key_of, operation_of, place_of, values_of
 from outboxio.storage.protocols import Taken
 
 _COLUMNS = ", ".join(COLUMNS)
@@ -51,7 +51,7 @@ WHERE namespace = %(namespace)s AND state = 'RUNNING' AND (worker = '' OR update
 ORDER BY updated_date LIMIT %(limit)s
 """)
 
-# An UPDATE counts the rows that change, and a second order to stop changes no row.
+# On a connection of a loop an UPDATE counts the rows that change, and a second order to stop changes no row.
 ORDER_STOP = for_flavours("""
 UPDATE eventlog.operations FORCE INDEX (PRIMARY) SET stop_ordered = TRUE
 WHERE id = %(id)s AND namespace = %(namespace)s AND state = 'RUNNING'
@@ -84,27 +84,19 @@ class MysqlOperations:
         self._shard = shard
 
     async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
-        row = {
-            "kind": operation.kind,
-            "request": request_of(operation),
-            "actor": operation.actor,
-            "origin": operation.origin,
-            "reason": operation.reason,
-            "created_date": operation.created_date,
-        }
-        await self._admin.execute(INSERT, {**_end_of(namespace, operation, worker), **row})
+        await self._admin.execute(INSERT, values_of(namespace, operation, worker))
 
     async def get(self, namespace: str, id: UUID) -> Operation | None:
-        rows = await self._admin.fetch(GET, _scope(namespace, id))
+        rows = await self._admin.fetch(GET, key_of(namespace, id))
         return operation_of(rows[0], self._shard) if rows else None
 
     async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
         date, id = before or EVER
-        rows = await self._admin.fetch(SELECT, {**_scope(namespace, id), "date": date, "limit": limit})
+        rows = await self._admin.fetch(SELECT, {**key_of(namespace, id), "date": date, "limit": limit})
         return [operation_of(row, self._shard) for row in rows]
 
     async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
-        scope = {**_scope(namespace, id), "worker": worker, "seen_before": seen_before, "now": now}
+        scope = {**key_of(namespace, id), "worker": worker, "seen_before": seen_before, "now": now}
 
         async def take(connection: Any) -> Taken | None:
             if not await execute(connection, TAKE, scope):
@@ -120,15 +112,15 @@ class MysqlOperations:
         return [UUID(row[0]) for row in await self._admin.fetch(STALE, scope)]
 
     async def order_stop(self, namespace: str, id: UUID) -> bool:
-        scope = _scope(namespace, id)
+        scope = key_of(namespace, id)
         return await self._admin.execute(ORDER_STOP, scope) > 0 or bool(await self._admin.fetch(IS_RUNNING, scope))
 
     async def is_to_stop(self, namespace: str, id: UUID) -> bool:
-        rows = await self._admin.fetch(IS_TO_STOP, _scope(namespace, id))
+        rows = await self._admin.fetch(IS_TO_STOP, key_of(namespace, id))
         return bool(rows and rows[0][0])
 
     async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
-        return await self._admin.execute(FINISH, _end_of(namespace, operation, worker)) > 0
+        return await self._admin.execute(FINISH, end_of(namespace, operation, worker)) > 0
 
     async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
         return await self._admin.execute(REMOVE_OLD, {"namespace": namespace, "before": before, "limit": limit})
@@ -139,22 +131,3 @@ class MysqlOperations:
         states = STATES.format(ids=id_list(sorted(ids)))
         rows = await self._admin.use(lambda connection: fetch(connection, states, {"namespace": namespace}))
         return {UUID(id): State(state) for id, state in rows}
-
-
-def _scope(namespace: str, id: UUID) -> dict[str, Any]:
-    return {"namespace": namespace, "id": str(id)}
-
-
-def _end_of(namespace: str, operation: Operation, worker: str) -> dict[str, Any]:
-    """The values that the end of an operation writes."""
-    return {
-        **_scope(namespace, operation.id),
-        "worker": worker,
-        "state": operation.state.value,
-        "matched": operation.matched,
-        "done": operation.done,
-        "refused": operation.refused,
-        "updated_date": operation.updated_date,
-        "finished_date": operation.finished_date,
-        "error": operation.error,
-    }

@@ -9,21 +9,20 @@ from itertools import chain
 from typing import Any
 from uuid import UUID
 
+import msgspec
+
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_REST
-from outboxio.storage.mysql.columns import BY_DUE, BY_LINE
-from outboxio.storage.mysql.connection import LoopConnection, fetch
+from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_LINE
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, fetch
 from outboxio.storage.mysql.fanout import BY_TYPE
-from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.flavour import Server, by_flavour, for_flavours
 from outboxio.storage.mysql.jumps import FROM_BEGINNING, STEPS, jump, jump_together
-from outboxio.storage.mysql.ordering import BLOCKED, ENDED
+from outboxio.storage.mysql.ordering import ACTIVE, BLOCKED, ENDED
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.searching.slots import numbers_of
-
-BY_DEAD = "eventlog.event_notifications n FORCE INDEX (event_notifications_dead)"
-MOST_BRANCHES = 32  # of a statement: the planning of each takes time
 
 # A probe of the index for each name or slot, in a single statement. Most names have nothing to count. The statements
 # that count have a branch for each name.
@@ -58,8 +57,11 @@ COUNT_BLOCKED = f"""(SELECT %s, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
     WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s LIMIT %s) c)"""
 
 
+_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
+
+
 # MySQL: the columns of the index are NULL for rows of other states. MariaDB: the state is a column of the index, so the
-# index has the rows of a handler in two places, and an order by date begins in both (decision 42).
+# index has the rows of a handler in two places, and each probe becomes two (decision 42).
 def _of_state(state: str, columns: str, condition: str, order: str) -> str:
     return f"""(SELECT {columns} FROM {BY_DEAD}
     WHERE n.namespace = %(namespace)s AND n.state = '{state}' AND {condition} ORDER BY {order} LIMIT 1)"""
@@ -74,24 +76,23 @@ def _newest_dead(state: str) -> str:
     return f"IFNULL({newest}, {_NEVER})"
 
 
-_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
-NEXT_DEAD_NAME: Statement = {
-    "mysql": f"""SELECT n.dead_handler FROM {BY_DEAD}
+NEXT_DEAD_NAME = by_flavour(
+    mysql=f"""SELECT n.dead_handler FROM {BY_DEAD}
   WHERE n.namespace = %(namespace)s AND n.dead_handler {{behind}} ORDER BY n.dead_handler LIMIT 1""",
-    "mariadb": f"""SELECT MIN(d.name)
+    mariadb=f"""SELECT MIN(d.name)
   FROM ({_next_dead_name("DEAD")} UNION ALL {_next_dead_name("EXPIRED")}) d""",
-}
-NEWEST_DEAD = {
-    "mysql": for_flavours(f"""
+)
+NEWEST_DEAD = by_flavour(
+    mysql=f"""
 SELECT w.name, (SELECT n.dead_date FROM {BY_DEAD} WHERE n.namespace = %(namespace)s AND n.dead_handler = w.name
   ORDER BY n.dead_handler DESC, n.dead_date DESC, n.id DESC LIMIT 1)
 {_OF_NAMES}
-""")["mysql"],
-    "mariadb": for_flavours(f"""
+""",
+    mariadb=f"""
 SELECT w.name, NULLIF(GREATEST({_newest_dead("DEAD")}, {_newest_dead("EXPIRED")}), {_NEVER})
 {_OF_NAMES}
-""")["mariadb"],
-}
+""",
+)
 _DEAD = f"FROM {BY_DEAD} WHERE n.namespace = %s AND {{dead}} AND {{dead_name}} = %s"
 COUNT_DEAD = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} LIMIT %s) c)")
 COUNT_RECENT = for_flavours(f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_DEAD} AND {{dead_date}} >= %s LIMIT %s) c)")
@@ -104,6 +105,17 @@ NEXT_WAITING = _NEXT_KEY.format(part=BLOCKED, name="%(blocked_name)s")
 NEXT_PARKING = _NEXT_KEY.format(part=ENDED, name="%(dead_name)s")
 MOST_STEPS = 1000
 MOST_BLOCKED = 1000
+
+# All keys of BLOCKED rows, if there are few. Each jump is planned anew, and takes longer than to read some rows.
+FEW_ROWS, FEW_KEYS = 2000, 200
+WAITING_KEYS = for_flavours(f"""
+SELECT SUM(k.number), JSON_ARRAYAGG(k.name) FROM (
+  SELECT r.ordering_key AS name, COUNT(*) AS number FROM (
+    SELECT n.ordering_key FROM {BY_LINE}
+    WHERE n.namespace = %(namespace)s AND n.line_part = {BLOCKED} AND n.handler_name = %(blocked_name)s
+      AND n.ordering_key IS NOT NULL LIMIT {FEW_ROWS + 1}) r
+  GROUP BY r.ordering_key) k
+""")
 
 _OF_KEY = "n.namespace = %(namespace)s AND n.line_part = {part} AND n.handler_name = {name} AND n.ordering_key = w.name"
 _BY_SEQUENCE = "ORDER BY n.handler_name, n.ordering_key, n.sequence LIMIT 1"
@@ -118,7 +130,7 @@ def _first(column: str, part: int, name: str) -> str:
 PARKING = for_flavours(f"""
 SELECT f.name, n.id, n.event_id, n.updated_date FROM (
   SELECT w.name, {_first("id", ENDED, "dead_name")} AS id, {_first("sequence", BLOCKED, "blocked_name")} AS blocked,
-    {_first("sequence", 1, "blocked_name")} AS active
+    {_first("sequence", ACTIVE, "blocked_name")} AS active
   {_OF_NAMES}) f STRAIGHT_JOIN eventlog.event_notifications n FORCE INDEX (PRIMARY) ON n.id = f.id
 WHERE n.sequence < f.blocked AND (f.active IS NULL OR f.active > f.blocked)
 """)
@@ -134,6 +146,8 @@ COUNT_UNDELIVERED = f"(SELECT %s, COUNT(*) FROM (SELECT 1 {_OF_TYPE} LIMIT %s) c
 FIRST_AVAILABLE = f"""(SELECT %s, (SELECT GREATEST(e.event_date, IFNULL(e.available_at, e.event_date))
   FROM (SELECT e.event_date, e.available_at, e.sequence {_OF_TYPE} ORDER BY e.sequence LIMIT %s) e
   WHERE e.available_at IS NULL OR e.available_at <= %s ORDER BY e.sequence LIMIT 1))"""
+
+_keys = msgspec.json.Decoder(list[str])
 
 
 class MysqlProbes:
@@ -184,6 +198,22 @@ class MysqlProbes:
 
     async def _parked(self, namespace: str, blocked: str, dead: str, most: int) -> list[ParkedKey]:
         args: dict[str, Any] = {"namespace": namespace, "blocked_name": blocked, "dead_name": dead}
+        few = await self._few_keys(args)
+        rows = await (self._jump_to_parking(args, most) if few is None else self._parking(args, few, most))
+        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows[:most]])
+        found = [(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows[:most]]
+        return [ParkedKey(*values) for values in found]
+
+    async def _parking(self, args: Mapping[str, Any], keys: Sequence[str], most: int) -> list[tuple[Any, ...]]:
+        """The first DEAD or EXPIRED row of each key that is parked; a little more than ``most`` keys or fewer."""
+        rows: list[tuple[Any, ...]] = []
+        for start in range(0, len(keys), STEPS):
+            if len(rows) < most:
+                rows += await self._admin.fetch(PARKING, {**args, "names": as_json(keys[start : start + STEPS])})
+        return rows
+
+    async def _jump_to_parking(self, args: Mapping[str, Any], most: int) -> list[tuple[Any, ...]]:
+        """The same for all keys in both parts of the index."""
         rows: list[tuple[Any, ...]] = []
         begin: tuple[str, str] | None = FROM_BEGINNING
         for _ in range(MOST_STEPS // STEPS + 1):
@@ -191,10 +221,14 @@ class MysqlProbes:
                 break
             jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, begin=begin)
             keys, begin = await self._admin.use(jumping)
-            rows += await self._admin.fetch(PARKING, {**args, "names": as_json(keys)}) if keys else []
-        behind = await self._count(COUNT_BEHIND, [(key, namespace, blocked, key) for key, *_ in rows[:most]])
-        found = [(dead, row[0], UUID(row[1]), UUID(row[2]), row[3], behind.get(row[0], 0)) for row in rows[:most]]
-        return [ParkedKey(*values) for values in found]
+            rows += await self._parking(args, keys, most)
+        return rows
+
+    async def _few_keys(self, args: Mapping[str, Any]) -> list[str] | None:
+        """The keys of all BLOCKED rows, in order; ``None`` for many rows or keys."""
+        [(number, found)] = await self._admin.fetch(WAITING_KEYS, args)
+        keys = _keys.decode(found) if found is not None and number <= FEW_ROWS else None
+        return sorted(keys) if keys is not None and len(keys) <= FEW_KEYS else None
 
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
         types = await self._admin.use(lambda connection: jump(connection, NEXT_TYPE, {"namespace": namespace}))

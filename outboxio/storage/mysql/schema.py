@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
 from outboxio.storage.catalog import MYSQL
@@ -21,6 +21,7 @@ from outboxio.storage.schema import (
     indexes_to_make,
     is_done,
     missing_parts,
+    ordering,
     pending_files,
     reading,
     refuse_foreign,
@@ -38,6 +39,9 @@ INDEX_TIMEOUT = 86_400.0  # an index of a large table can take hours
 
 # information_schema leaves out tables on which the user has no rights. A read of such a table is denied; a read of a
 # table that does not exist fails with a different error.
+IS_READ_ONLY = "SELECT @@GLOBAL.innodb_read_only OR @@GLOBAL.read_only"
+CHANGES_NOTHING = "UPDATE eventlog.event_notifications SET attempts = attempts WHERE id = ''"
+
 PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_of("mysql")}
 USER = "SELECT CURRENT_USER()"
 
@@ -64,6 +68,13 @@ class MysqlSchema:
         found = await self._look_anew(needed or reading(self._dialect), probes=True)
         refuse_newer(self._shard, self._dialect, found)
         refuse_incomplete(self._shard, self._dialect, found)
+
+    async def orders_refused(self) -> str | None:
+        try:
+            await self._look_anew(ordering(self._dialect))
+        except RightsMissing as error:
+            return str(error)
+        return cast("str | None", await self._admin.use(_why_read_only))
 
     @property
     def _dialect(self) -> str:
@@ -164,6 +175,18 @@ async def _run(connection: Any, statement: str, found: Found) -> None:
         await execute(connection, statement)
     else:
         await execute(connection, statement, timeout=INDEX_TIMEOUT)
+
+
+async def _why_read_only(connection: Any) -> str | None:
+    """The server's words if it refuses writes of this user. A server may be read only for most users."""
+    if (await fetch(connection, IS_READ_ONLY))[0][0]:
+        try:
+            await execute(connection, CHANGES_NOTHING)
+        except Exception as error:
+            if not errors.is_read_only(error):
+                raise
+            return str(error)
+    return None
 
 
 async def _is_denied(connection: Any, table: str) -> bool:

@@ -17,10 +17,7 @@ from outboxio.storage.searching.slots import numbers_of
 # PostgreSQL uses a partial index only for a query that repeats the condition of the index. The partition is in the
 # bounds and in the order, as in FIND_DUE (notifications.py).
 _UNFINISHED = "n.state IN ('PENDING', 'FAILED', 'DYING')"
-_IN_LINE = (
-    "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')"
-)
-_IN_KEY_QUEUE = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
+_IN_LINE = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
 _ENDED = "n.state IN ('DEAD', 'EXPIRED')"
 
 
@@ -52,6 +49,7 @@ SELECT w.handler_name, line.blocked, line.entries FROM unnest($2::text[]) AS w(h
   SELECT count(*) FILTER (WHERE state = 'BLOCKED') AS blocked, count(*) AS entries FROM (
     SELECT n.state FROM eventlog.event_notifications n
     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND {_IN_LINE}
+      AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
     ORDER BY n.ordering_key, n.sequence LIMIT $3) n) line
 """
 
@@ -89,7 +87,7 @@ def _next_parking(behind: str) -> str:
 
 
 def _next_waiting(behind: str) -> str:
-    return _next_key("blocked_name", _IN_KEY_QUEUE, behind)
+    return _next_key("blocked_name", _IN_LINE, behind)
 
 
 MOST_JUMPS = 1000
@@ -113,11 +111,11 @@ WITH RECURSIVE jump(place, blocked_name, dead_name, number, waiting, parking) AS
 SELECT jump.dead_name, jump.waiting, parking.id, parking.event_id, parking.updated_date, (
   SELECT count(*) FILTER (WHERE n.state = 'BLOCKED') FROM (
     SELECT n.state FROM eventlog.event_notifications n
-    WHERE n.namespace = $1 AND n.handler_name = jump.blocked_name AND n.ordering_key = jump.waiting AND {_IN_KEY_QUEUE}
+    WHERE n.namespace = $1 AND n.handler_name = jump.blocked_name AND n.ordering_key = jump.waiting AND {_IN_LINE}
     ORDER BY n.sequence LIMIT {MOST_BLOCKED}) n)
 FROM jump CROSS JOIN LATERAL (
   SELECT n.sequence, n.state FROM eventlog.event_notifications n
-  WHERE n.namespace = $1 AND n.handler_name = jump.blocked_name AND n.ordering_key = jump.waiting AND {_IN_KEY_QUEUE}
+  WHERE n.namespace = $1 AND n.handler_name = jump.blocked_name AND n.ordering_key = jump.waiting AND {_IN_LINE}
   ORDER BY n.sequence LIMIT 1) waiting
 CROSS JOIN LATERAL (
   SELECT n.id, n.event_id, n.updated_date FROM eventlog.event_notifications n

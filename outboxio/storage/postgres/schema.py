@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import asyncpg
 from msgspec import Struct
@@ -12,6 +12,7 @@ from msgspec import Struct
 from outboxio.errors import RightsMissing
 from outboxio.storage.catalog import IN_EVENTLOG, POSTGRES, POSTGRES_TABLES
 from outboxio.storage.postgres.connection import LoopConnection
+from outboxio.storage.postgres.server_info import ONLY_READS
 from outboxio.storage.schema import (
     Found,
     Rights,
@@ -19,6 +20,7 @@ from outboxio.storage.schema import (
     files_to_apply,
     indexes_to_make,
     is_occupied,
+    ordering,
     pending_files,
     reading,
     refuse_incomplete,
@@ -37,6 +39,7 @@ SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_any_column_privilege(t.oid, 'UPDATE') THEN 'UPDATE' END], NULL)
 FROM {POSTGRES_TABLES} WHERE {IN_EVENTLOG}
 """
+IS_READ_ONLY = "SELECT pg_catalog.current_setting('transaction_read_only') = 'on'"
 USER = """
 SELECT current_user::text, quote_ident(current_user), quote_ident(current_database()),
   has_database_privilege(current_database(), 'CREATE'), n.oid IS NOT NULL,
@@ -87,6 +90,16 @@ class PostgresSchema:
         found: Found = await self._admin.look(lambda connection: self._look(connection, needed))
         refuse_newer(self._shard, "postgres", found)
         refuse_incomplete(self._shard, "postgres", found)
+
+    async def orders_refused(self) -> str | None:
+        return cast("str | None", await self._admin.look(self._why_no_orders))
+
+    async def _why_no_orders(self, connection: Any) -> str | None:
+        try:
+            await self._refuse_lacking(connection, ordering("postgres"))
+        except RightsMissing as error:
+            return str(error)
+        return ONLY_READS if await connection.fetchval(IS_READ_ONLY) else None
 
     async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
         await connection.execute(POSTGRES.take_turns)

@@ -21,6 +21,14 @@ from outboxio.storage.protocols.cold import (
     SubscriptionRepository,
 )
 from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
+from outboxio.storage.protocols.events import (
+    ActionPlace,
+    EventSearchRepository,
+    EventSummary,
+    FoundAction,
+    FoundActions,
+    FoundEvents,
+)
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -31,13 +39,11 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
+    BulkOrder,
     Counted,
     DeadFigures,
     DueFigures,
-    EventSearchRepository,
-    EventSummary,
     FoundErrors,
-    FoundEvents,
     FoundRows,
     HandlerMinute,
     InstanceReport,
@@ -73,12 +79,16 @@ from outboxio.storage.protocols.values import (
     StartedRun,
     TransactionLost,
     Waiting,
+    active_partitions,
+    slots_of,
 )
 
 __all__ = [
     "LONGEST_SILENCE",
     "SHARE_OF_HEARTBEAT",
+    "ActionPlace",
     "Announced",
+    "BulkOrder",
     "ClusterLock",
     "ClusterView",
     "CommitLost",
@@ -95,6 +105,8 @@ __all__ = [
     "FanoutRequest",
     "FanoutResult",
     "FanoutStore",
+    "FoundAction",
+    "FoundActions",
     "FoundErrors",
     "FoundEvents",
     "FoundRows",
@@ -133,4 +145,6 @@ __all__ = [
     "Taken",
     "TransactionLost",
     "Waiting",
+    "active_partitions",
+    "slots_of",
 ]

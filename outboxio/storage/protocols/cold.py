@@ -271,6 +271,10 @@ class Schema(Protocol):
         """The contract files that are not applied yet; their names."""
         ...
 
+    async def orders_refused(self) -> str | None:
+        """Why this user cannot change notifications here: a standby, or a missing right; ``None`` if orders work."""
+        ...
+
     async def check(self, needed: Rights | None = None) -> None:
         """Raise :class:`SchemaMissing` or :class:`SchemaNewer` unless the tables are complete.
 

@@ -15,6 +15,7 @@ from outboxio.storage.protocols.cold import (
     Schema,
     SubscriptionRepository,
 )
+from outboxio.storage.protocols.events import EventSearchRepository
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -24,7 +25,6 @@ from outboxio.storage.protocols.hot import (
     StartRepository,
 )
 from outboxio.storage.protocols.operating import (
-    EventSearchRepository,
     OperationRepository,
     ProbeRepository,
     ReportRepository,

@@ -1,4 +1,4 @@
-"""The protocols behind what operators see and order: search, probes, operations, reports of processes.
+"""The protocols behind what operators see and order: search for notifications, probes, operations, reports.
 
 Every read is bounded: no statement reads all the rows that retention keeps.
 """
@@ -6,8 +6,8 @@ Every read is bounded: no statement reads all the rows that retention keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
-from typing import Protocol
+from datetime import datetime, timedelta
+from typing import Literal, Protocol
 from uuid import UUID
 
 import msgspec
@@ -18,6 +18,9 @@ from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
+
+SILENT_REPORTS = 3
+"""A process counts as alive until so many of its reports are missing."""
 
 
 class FoundRows(Struct, frozen=True):
@@ -56,6 +59,16 @@ class FoundErrors(Struct, frozen=True):
     """The place after which further matches may be; ``None`` if all matches were read."""
 
 
+class BulkOrder(Struct, frozen=True):
+    """A bulk order, as the worker carries the order out."""
+
+    kind: Literal["retry", "skip"]
+    operation: UUID
+    worker: str
+    """The process that carries the order out."""
+    search: Search
+
+
 class Piece(Struct, frozen=True):
     """The result of a piece of a bulk order."""
 
@@ -83,13 +96,23 @@ class SearchRepository(Protocol):
 
     A search of several states takes several walks, one after the other. A row that does not change is in exactly one
     page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
-    rows.
+    rows. ``None``: after as many rows as a database reads within 50 ms.
     """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int | None = None,
+        documents: bool = True,
     ) -> FoundRows:
-        """Up to ``limit`` matches after a place. The place is from a page of the same search."""
+        """Up to ``limit`` matches after a place. The place is from a page of the same search.
+
+        ``documents``: see ``EventSearchRepository``.
+        """
         ...
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
@@ -99,102 +122,31 @@ class SearchRepository(Protocol):
         """
         ...
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
-        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not."""
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
+        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not.
+
+        ``None``: as many rows as a database reads within 50 ms.
+        """
         ...
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         ...
 
-    async def retry_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
+    async def change_piece(
+        self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
     ) -> Piece:
-        """Retry up to ``limit`` matches after a place as ``retry`` does, and write the new place into ``operations``.
+        """Retry or skip up to ``limit`` matches after a place, and write the new place into ``operations``.
+
+        A row that SKIP does not change, because the row is SUCCEEDED or SKIPPED, is refused. A row that does not match
+        any longer is left.
 
         Both happen in a single transaction, in which the row of the operation is locked: the row must be RUNNING, with
-        this worker and without an order to stop. The search of a bulk order has ``until``, so a retried row, whose
-        ``updated_date`` is later, never matches again. The transaction also adds to ``matched``, ``done`` and
-        ``refused``, and sets ``updated_date``. A row that does not match any longer is left.
+        the worker of the order and without an order to stop. The search of a bulk order has ``until``, so a changed
+        row, whose ``updated_date`` is not before ``until``, never matches again. The transaction also adds to
+        ``matched``, ``done`` and ``refused``, and sets ``updated_date``.
         """
         ...
-
-    async def skip_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
-    ) -> Piece:
-        """The same for ``skip``. A row that is SUCCEEDED or SKIPPED is refused."""
-        ...
-
-
-class FoundEvents(Struct, frozen=True):
-    """A page of events."""
-
-    rows: Sequence[EventSummary]
-    next: UUID | None
-    """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
-
-
-class EventSearchRepository(Protocol):
-    """Events, what the events have caused, and the notifications of events."""
-
-    async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of these events, by event id and handler name."""
-        ...
-
-    async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
-        """The events with these ids, in the order of the sequence."""
-        ...
-
-    async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
-        """Up to ``limit`` of the events that were caused by these events, in the order of the sequence."""
-        ...
-
-    async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
-    ) -> FoundEvents:
-        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
-
-        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
-        """
-        ...
-
-
-class EventSummary(Struct, frozen=True, kw_only=True):
-    """A row of ``events`` for an operator."""
-
-    id: UUID
-    sequence: int
-    event_type: str | None
-    model_type: str | None
-    model_id: str | None
-    action_id: UUID
-    action_name: str
-    action_params: msgspec.Raw
-    payload: msgspec.Raw | None
-    headers: msgspec.Raw | None
-    event_date: datetime
-    available_at: datetime | None
-    delivered: bool
-    topic: str | None
-    source: str | None
-    ordering_key: str | None
-    correlation_id: str | None
-    causation_id: UUID | None
-    hops: int
 
 
 class DueFigures(Struct, frozen=True):
@@ -309,6 +261,10 @@ class InstanceReport(Struct, frozen=True, kw_only=True):
     report: msgspec.Raw
     """A JSON object."""
 
+    def is_alive(self, now: datetime) -> bool:
+        """True until three reports are missing. This is the only rule by which a process counts as alive."""
+        return now - self.last_seen_date < SILENT_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
+
 
 class ReportRepository(Protocol):
     """The tables ``handler_minutes`` and ``instance_reports``."""
@@ -317,8 +273,15 @@ class ReportRepository(Protocol):
         """Write the minutes of this process, in one statement. A row that exists is replaced."""
         ...
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        """The minutes after a moment, the processes added up."""
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        """The minutes of all handlers after a moment, the processes added up."""
+        ...
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        """The rows of a handler name for these minutes, the oldest first, the processes added up.
+
+        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
+        """
         ...
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None: ...

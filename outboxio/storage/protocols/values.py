@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from uuid import UUID
 
@@ -193,6 +193,16 @@ class PartitionCount(Struct, frozen=True):
     """The last moment at which ``number`` was changed."""
     declared: int = 1
     """The largest number that the code of a process has asked for."""
+
+
+def active_partitions(counts: Mapping[str, PartitionCount], handler_name: str) -> int:
+    """The partitions in which a stored handler name may have unfinished rows."""
+    return counts[handler_name].active if handler_name in counts else 1
+
+
+def slots_of(counts: Mapping[str, PartitionCount], handler_names: Iterable[str]) -> list[Slot]:
+    """The slots of stored handler names, the names in the given order."""
+    return [Slot(name, partition) for name in handler_names for partition in range(active_partitions(counts, name))]
 
 
 class Orders(Struct, frozen=True):

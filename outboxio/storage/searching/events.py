@@ -11,16 +11,16 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.model.notification import NotificationRecord
+from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import EventSummary, FoundEvents
+from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundActions, FoundEvents
+from outboxio.storage.searching.actions import ActionWalk
 from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ROWS
 from outboxio.storage.searching.repository import WalkedSearch
 from outboxio.storage.searching.walker import EVENTS_AT_ONCE, MOST_EVENTS
 from outboxio.storage.searching.walks import LAST_ID
 
 EVENT_COLUMNS = EventSummary.__struct_fields__
-_DOCUMENTS = ("action_params", "payload", "headers")
 _NULL = msgspec.Raw(b"null")
 
 
@@ -49,37 +49,67 @@ class WalkedEvents(ABC):
         """The events among ``ids`` that match, in any order."""
 
     @abstractmethod
-    async def summaries(self, namespace: str, ids: Sequence[str]) -> list[EventSummary]:
-        """The events with these ids, in any order."""
+    async def summaries(self, namespace: str, ids: Sequence[str], *, documents: bool) -> list[EventSummary]:
+        """The events with the given ids, in any order."""
+
+    @abstractmethod
+    async def of_actions(self, namespace: str, actions: Sequence[str], limit: int) -> list[str]:
+        """The ids of up to ``limit`` events of each action, in any order."""
+
+    @abstractmethod
+    async def states(self, namespace: str, events: Sequence[str]) -> list[tuple[str, str, int]]:
+        """Event id, state and number of the notifications of the given events."""
 
     @abstractmethod
     async def caused(self, namespace: str, causes: Sequence[str], limit: int) -> list[str]:
-        """The ids of up to ``limit`` events that these events have caused."""
+        """The ids of up to ``limit`` events that the given events have caused."""
 
     @abstractmethod
     async def notification_ids(self, namespace: str, events: Sequence[str], limit: int) -> list[str]:
-        """The ids of up to ``limit`` notifications of these events, by event id and handler name."""
+        """The ids of up to ``limit`` notifications of the given events, by event id and handler name."""
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
         ids = await self.notification_ids(namespace, _texts(events), limit) if events else []
-        rows = await self._search.records(namespace, ids) if ids else []
+        rows = await self._search.records(namespace, ids, documents=False) if ids else []
         return sorted(rows, key=lambda row: (row.event_id, row.handler_name))
 
-    async def events(self, namespace: str, ids: Sequence[UUID]) -> list[EventSummary]:
-        return await self._in_sequence(namespace, _texts(ids))
+    async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
+        found: dict[UUID, dict[str, int]] = {}
+        for event, state, number in await self.states(namespace, _texts(events)) if events else ():
+            found.setdefault(UUID(event), {})[state] = number
+        return found
 
-    async def caused_by(self, namespace: str, causes: Sequence[UUID], limit: int) -> list[EventSummary]:
-        return await self._in_sequence(namespace, await self.caused(namespace, _texts(causes), limit) if causes else [])
+    async def events(self, namespace: str, ids: Sequence[UUID], *, documents: bool = True) -> list[EventSummary]:
+        return await self._in_sequence(namespace, _texts(ids), documents)
+
+    async def caused_by(
+        self, namespace: str, causes: Sequence[UUID], limit: int, *, documents: bool = True
+    ) -> list[EventSummary]:
+        ids = await self.caused(namespace, _texts(causes), limit) if causes else []
+        return await self._in_sequence(namespace, ids, documents)
 
     async def newest(
-        self, namespace: str, search: Search, limit: int, after: UUID | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: UUID | None = None,
+        *,
+        most: int = 10_000,
+        documents: bool = True,
     ) -> FoundEvents:
         before = LAST_ID if after is None else str(after)
         find = self._newest if search.correlation_id is None and search.action_id is None else self._newest_of_few
         ids, reached = await find(namespace, search, limit, before, most)
-        found = {str(event.id): event for event in await self.summaries(namespace, ids)} if ids else {}
-        rows = [found[id] for id in ids if id in found]
+        found = await self.summaries(namespace, ids, documents=documents) if ids else []
+        by_id = {str(event.id): event for event in found}
+        rows = [by_id[id] for id in ids if id in by_id]
         return FoundEvents(rows, None if reached is None else UUID(reached))
+
+    async def newest_actions(
+        self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
+    ) -> FoundActions:
+        return await ActionWalk(self, namespace, search, after).find(limit, most)
 
     async def _newest(
         self, namespace: str, search: Search, limit: int, before: str, most: int
@@ -118,21 +148,19 @@ class WalkedEvents(ABC):
                 return found[:limit], found[limit - 1]
         return found, None
 
-    async def _in_sequence(self, namespace: str, ids: Sequence[str]) -> list[EventSummary]:
-        rows = await self.summaries(namespace, ids) if ids else []
+    async def _in_sequence(self, namespace: str, ids: Sequence[str], documents: bool) -> list[EventSummary]:
+        rows = await self.summaries(namespace, ids, documents=documents) if ids else []
         return sorted(rows, key=lambda event: event.sequence)
 
 
 def summary_of(row: Mapping[str, Any]) -> EventSummary:
     """The event of a row with documents in JSON text."""
-    event = msgspec.convert({**row, **dict.fromkeys(_DOCUMENTS), "action_params": _NULL}, EventSummary, strict=False)
-    return replace(event, **{column: _raw(row[column]) for column in _DOCUMENTS})
+    event = msgspec.convert({**row, **dict.fromkeys(DOCUMENTS), "action_params": _NULL}, EventSummary, strict=False)
+    return replace(event, **{column: _raw(row[column]) for column in DOCUMENTS if row[column] is not None})
 
 
-def _raw(text: str | None) -> msgspec.Raw | None:
+def _raw(text: str) -> msgspec.Raw:
     """A document as it is; malformed text as a JSON string, because an operator needs to see the text."""
-    if text is None:
-        return None
     try:
         return msgspec.json.decode(text, type=msgspec.Raw).copy()
     except (msgspec.DecodeError, RecursionError):

@@ -6,16 +6,40 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.searching.walks import Chunk, Key, Match, Request, Stretch, place_at, rank_of
+from msgspec import Struct
 
-FEWEST_ROWS, MOST_ROWS = 200, 2000
-"""The rows of a first read that may have to pass over rows, and the rows of any read."""
+from outboxio.model.operating.filter import Place, Search
+from outboxio.storage.searching.walks import STATES_OF, Chunk, Key, Match, Request, Stretch, place_at, rank_of, rest_of
+
+FEWEST_ROWS, FEWEST_ERRORS, MOST_ROWS = 400, 200, 2000
+"""The rows of a first read that may have to pass over rows, and by an error; and the rows of any read."""
+MOST_ENTRIES = 10_000
+"""The entries of a question that an index alone answers."""
 GROWTH = 4
+
+
+class Bounds(Struct, frozen=True):
+    """How many rows a question may read, so that the answer takes less than 50 ms (decision 43)."""
+
+    rows: int
+    errors: int
+    """The rows of a question about errors, which are long texts."""
 
 
 class Reader(ABC):
     """What a dialect reads for a walk."""
+
+    bounds: Bounds
+
+    def most_rows(self, walk: str, search: Search) -> int:
+        """How many rows a question may read along a walk."""
+        if walk in STATES_OF and self.rest(walk, search) == Search():
+            return MOST_ENTRIES
+        return self.bounds.errors if search.error else self.bounds.rows
+
+    def rest(self, walk: str, search: Search) -> Search:
+        """The conditions that no index of the walk holds, so that each row is read."""
+        return rest_of(walk, search)
 
     @abstractmethod
     async def stretches(self, namespace: str, walk: str, search: Search) -> list[Stretch]:
@@ -26,6 +50,12 @@ class Reader(ABC):
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
         """The rows of each request; the chunks are in the order of the requests."""
+
+    async def counted(
+        self, namespace: str, walk: str, search: Search, stretches: Sequence[Stretch], most: int
+    ) -> Chunk | None:
+        """The first ``most`` rows of all stretches, only counted; ``None`` if they are to be read part by part."""
+        return None
 
     @abstractmethod
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
@@ -75,16 +105,18 @@ class Pace:
     the read before.
     """
 
-    def __init__(self, first: int, most: int) -> None:
+    def __init__(self, first: int, most: int, at_once: int = MOST_ROWS) -> None:
+        """``first``: the rows of the first read of all stretches together. ``at_once``: the rows of any read."""
         self.left = most
         self._first = first
+        self._at_once = at_once
         self._of_stretch = 0
 
     def requests(self, cursors: Sequence[Cursor]) -> list[Request]:
-        """The next read of each stretch; together not much more than MOST_ROWS."""
+        """The next read of each stretch; together not much more than the rows of any read."""
         if not self._of_stretch:
             self._of_stretch = -(-self._first // len(cursors))
-        largest = max(1, min(MOST_ROWS, self.left) // len(cursors))
+        largest = max(1, min(self._at_once, self.left) // len(cursors))
         sizes = [min(self._of_stretch * GROWTH**cursor.reads, largest) for cursor in cursors]
         return [Request(cursor.stretch, cursor.after, size) for cursor, size in zip(cursors, sizes, strict=True)]
 

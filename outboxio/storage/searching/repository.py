@@ -5,20 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Literal
 from uuid import UUID
 
 import msgspec
-from msgspec.structs import replace
 
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.filter import Place, Search
-from outboxio.storage.protocols.operating import Counted, FoundErrors, FoundRows, LastError, Piece
+from outboxio.storage.protocols.operating import BulkOrder, Counted, FoundErrors, FoundRows, LastError, Piece
 from outboxio.storage.searching.reading import Reader
 from outboxio.storage.searching.walker import Walker
 from outboxio.storage.searching.walks import END, EVENTS, place_of_row, walks_of, walks_of_states
-
-Order = Literal["retry", "skip"]
 
 ROWS_OF_A_PIECE = 5000
 """The rows that are read for a piece of a bulk order, matching or not."""
@@ -29,15 +25,16 @@ ERRORS_AT_ONCE = 1000
 class Change(msgspec.Struct, frozen=True):
     """A piece of a bulk order: the rows to change, and what to write into ``operations``."""
 
-    order: Order
     namespace: str
-    operation: UUID
-    worker: str
-    search: Search
+    order: BulkOrder
     ids: Sequence[str]
     """Rows that have matched; a row that does not match any longer is left."""
     reached: Place
     now: datetime
+
+    @property
+    def search(self) -> Search:
+        return self.order.search
 
     @property
     def moment(self) -> datetime:
@@ -56,8 +53,8 @@ class WalkedSearch(Reader):
         self._walker = Walker(self)
 
     @abstractmethod
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order."""
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearchRepository`."""
 
     @abstractmethod
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
@@ -65,16 +62,24 @@ class WalkedSearch(Reader):
 
     @abstractmethod
     async def change(self, piece: Change) -> tuple[int, int] | None:
-        """Change rows and write ``operations``, in a single transaction; how many rows matched, and how many changed.
+        """The transaction of :meth:`SearchRepository.change_piece`; how many rows matched, and how many changed.
 
-        ``None`` if the operation is not RUNNING with this worker, or is to be stopped.
+        ``None`` if the operation is not this worker's any longer, or is to be stopped.
         """
 
     async def find(
-        self, namespace: str, search: Search, limit: int, after: Place | None = None, *, most: int = 10_000
+        self,
+        namespace: str,
+        search: Search,
+        limit: int,
+        after: Place | None = None,
+        *,
+        most: int | None = None,
+        documents: bool = True,
     ) -> FoundRows:
         found = await self._walker.find(namespace, search, limit, after, most)
-        records = {str(row.id): row for row in await self.records(namespace, found.ids)} if found.ids else {}
+        rows = await self.records(namespace, found.ids, documents=documents) if found.ids else []
+        records = {str(row.id): row for row in rows}
         return FoundRows([records[id] for id in found.ids if id in records], found.next)
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
@@ -83,10 +88,10 @@ class WalkedSearch(Reader):
         rows = await self.records(namespace, [str(id)])
         return place_of_row(walks, rows[0]) if rows else None
 
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int = 10_000) -> Counted:
+    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
         return await self._walker.count(namespace, search, most, reads)
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int = 10_000) -> FoundErrors:
+    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
         found = await self._walker.find(namespace, search, limit, None, most)
         errors: dict[str, LastError] = {}
         for start in range(0, len(found.ids), ERRORS_AT_ONCE):
@@ -94,36 +99,12 @@ class WalkedSearch(Reader):
             errors |= {str(error.id): error for error in await self.errors(namespace, some)}
         return FoundErrors([errors[id] for id in found.ids if id in errors], found.next)
 
-    async def retry_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
+    async def change_piece(
+        self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
     ) -> Piece:
-        change = Change("retry", namespace, operation, worker, search, [], END, now)
-        return await self._piece(change, after, limit)
-
-    async def skip_piece(
-        self,
-        namespace: str,
-        operation: UUID,
-        worker: str,
-        search: Search,
-        after: Place | None,
-        limit: int,
-        now: datetime,
-    ) -> Piece:
-        change = Change("skip", namespace, operation, worker, search, [], END, now)
-        return await self._piece(change, after, limit)
-
-    async def _piece(self, change: Change, after: Place | None, limit: int) -> Piece:
         # Found without locks: a piece may have to pass over many rows.
-        found = await self._walker.find(change.namespace, change.search, limit, after, ROWS_OF_A_PIECE)
-        changed = await self.change(replace(change, ids=found.ids, reached=found.next or END))
+        found = await self._walker.find(namespace, order.search, limit, after, ROWS_OF_A_PIECE)
+        changed = await self.change(Change(namespace, order, found.ids, found.next or END, now))
         if changed is None:
             return Piece(0, 0, 0, after, is_ours=False)
         matched, done = changed

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.model.operating.filter import Place, Search
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.merging import Merge
-from outboxio.storage.searching.reading import FEWEST_ROWS, Cursor, Pace, Reader
+from outboxio.storage.searching.reading import FEWEST_ERRORS, FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
 from outboxio.storage.searching.walks import (
     ALL,
+    DEAD,
     END,
     EVENTS,
     MERGED,
+    STATES_OF,
     Chunk,
     Key,
     Match,
@@ -23,7 +26,6 @@ from outboxio.storage.searching.walks import (
     place_at,
     start_of,
     stretch_of,
-    takes_all,
     walks_of,
     walks_of_states,
 )
@@ -48,8 +50,11 @@ class Walker:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int) -> Found:
-        """Up to ``limit`` matching rows after a place. The reads end after about ``most`` rows."""
+    async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int | None) -> Found:
+        """Up to ``limit`` matching rows after a place. The reads end after about ``most`` rows.
+
+        ``None``: after the rows that a question may read.
+        """
         if after == END:
             return Found([], None)
         walking = _Walking(self._reader, namespace, search, limit, most)
@@ -62,7 +67,7 @@ class Walker:
                 return Found(walking.found, place)
         return Found(walking.found, None)
 
-    async def count(self, namespace: str, search: Search, most: int, reads: int) -> Counted:
+    async def count(self, namespace: str, search: Search, most: int, reads: int | None) -> Counted:
         """The number of matching rows, up to ``most``. The reads end after about ``reads`` rows."""
         walking = _Walking(self._reader, namespace, search, most + 1, reads)
         for walk in await walking.walks(None):
@@ -74,7 +79,7 @@ class Walker:
 class _Walking:
     """A single search: what was found, and how many rows may still be read."""
 
-    def __init__(self, reader: Reader, namespace: str, search: Search, limit: int, most: int) -> None:
+    def __init__(self, reader: Reader, namespace: str, search: Search, limit: int, most: int | None) -> None:
         self.found: list[str] = []
         self.number = 0
         """The number of matching rows that were counted."""
@@ -82,7 +87,8 @@ class _Walking:
         self._namespace = namespace
         self._search = search
         self._limit = limit
-        self._most = most
+        self._most = MOST_ENTRIES if most is None else most
+        self._is_bounded = most is None
         self._event_ids: Sequence[str] = ()
 
     @property
@@ -101,24 +107,36 @@ class _Walking:
 
     async def along(self, walk: str, after: Place | None) -> Place | None:
         """Go along a walk; the place after which to go on, or ``None`` at the end of the walk."""
+        most = self._most_rows(walk)
         if walk == EVENTS:
+            self._most = most
             return await self._along_events(after)
-        pace, cursors = self._pace(walk), await self._cursors(walk, after)
+        pace, cursors = self._pace(walk, most), await self._cursors(walk, after)
         place = await (self._merge(walk, cursors, pace) if walk in MERGED else self._one_by_one(walk, cursors, pace))
-        self._most = pace.left
+        self._most -= most - pace.left
         return place
 
     async def count(self, walk: str) -> bool:
         """Count the rows of a walk; False if too many rows match, or had to be read."""
+        most = self._most_rows(walk)
         if walk == EVENTS:
+            self._most = most
             return await self._count_events()
-        pace = self._pace(walk)
         cursors: list[Cursor] = await self._cursors(walk, None)
+        stretches = [cursor.stretch for cursor in cursors]
+        most = min(most, self._limit) if self._takes_all(walk) else most
+        whole = await self._reader.counted(self._namespace, walk, self._search, stretches, most)
+        if whole is not None:
+            self.number += whole.matching
+            self._most -= whole.read
+            return whole.read < most and self.number < self._limit
+        is_by_index = walk in STATES_OF and self._takes_all(walk)
+        pace = Pace(self._limit, most, MOST_ENTRIES if is_by_index else MOST_ROWS)
         while cursors and self.number < self._limit and pace.left > 0:
             some = cursors[:STRETCHES_AT_ONCE]
             self.number += sum(chunk.matching for chunk in await self._read(walk, some, pace, only_counts=True))
             cursors = [cursor for cursor in cursors if not cursor.is_at_end]
-        self._most = pace.left
+        self._most -= most - pace.left
         return not cursors and self.number < self._limit
 
     async def _merge(self, walk: str, cursors: Sequence[Cursor], pace: Pace) -> Place | None:
@@ -188,18 +206,30 @@ class _Walking:
         if after is None:
             return [Cursor(walk, stretch, start) for stretch in stretches]
         if walk in MERGED:
-            return [Cursor(walk, stretch, key_behind(walk, stretch, after)) for stretch in stretches]
+            keys = [key_behind(walk, stretch, after) for stretch in stretches]
+            if walk == DEAD and self._search.until is not None:
+                keys = [min(key, start) for key in keys]  # a caller may name a row behind ``until``
+            return [Cursor(walk, stretch, key) for stretch, key in zip(stretches, keys, strict=True)]
         reached = stretch_of(after)
         rest = [stretch for stretch in stretches if stretch >= reached]
         return [Cursor(walk, stretch, after.key[:-1] if stretch == reached else start) for stretch in rest]
 
-    def _pace(self, walk: str) -> Pace:
+    def _takes_all(self, walk: str) -> bool:
+        """True if every row of the walk matches."""
+        return self._reader.rest(walk, self._search) == Search()
+
+    def _most_rows(self, walk: str) -> int:
+        """The rows that may be read along a walk."""
+        return min(self._most, self._reader.most_rows(walk, self._search)) if self._is_bounded else self._most
+
+    def _pace(self, walk: str, most: int) -> Pace:
         first = self._limit + 1
-        if not takes_all(walk, self._search):
-            first = max(first, FEWEST_ROWS)
+        if replace(self._reader.rest(walk, self._search), states=()) != Search():
+            # Few rows may match; most rows of a walk are in the states of a search.
+            first = max(first, FEWEST_ERRORS if self._search.error else FEWEST_ROWS)
         elif walk in MERGED:
             first *= 2  # the rows of a page are not spread evenly over the stretches
-        return Pace(first, self._most)
+        return Pace(first, most)
 
     async def _read(
         self, walk: str, cursors: Sequence[Cursor], pace: Pace, *, only_counts: bool = False

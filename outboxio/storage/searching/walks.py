@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
@@ -88,11 +89,23 @@ def walks_of_states(search: Search) -> tuple[str, ...]:
     return walks if is_covered else (ALL,)
 
 
-def takes_all(walk: str, search: Search) -> bool:
-    """True if every row of the walk matches, so that a read need not be longer than a page."""
-    unbounded = Search(states=search.states, names=search.names, since=search.since, until=search.until)
-    is_by_date = walk == DEAD or (search.since is None and search.until is None)
-    return search == unbounded and is_by_date and STATES_OF.get(walk, frozenset()) <= set(search.states)
+def given(search: Search) -> list[str]:
+    """The fields with a condition; the error, which takes long, is last. No name at all is a condition, too."""
+    values = ((field, getattr(search, field)) for field in sorted(Search.__struct_fields__, key="error".__eq__))
+    return [field for field, value in values if value is not None and (value != () or field == "names")]
+
+
+def rest_of(walk: str, search: Search) -> Search:
+    """The conditions that are judged row by row. The index of the walk holds the others, and the namespace.
+
+    The walk over all rows and the walk over the events of a request hold none, not even the namespace. The index of the
+    walk over BLOCKED rows may have the unfinished rows before them.
+    """
+    if walk not in STATES_OF:
+        return search
+    is_of_states = walk in MERGED and STATES_OF[walk] <= set(search.states)
+    rest = replace(search, names=None, states=() if is_of_states else search.states)
+    return replace(rest, since=None, until=None) if walk == DEAD else rest
 
 
 def start_of(walk: str, search: Search) -> Key:

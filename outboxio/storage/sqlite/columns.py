@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import Context, NotificationRecord
+from outboxio.model.notification import DOCUMENTS, Context, NotificationRecord
 
 # --- eventlog_events ---------------------------------------------------------------------------------
 
@@ -56,6 +56,9 @@ DUE_ROW = f"json_array({_DUE_VALUES}, json_array({', '.join(Context.__struct_fie
 RECORD = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
 RECORD_OBJECT = "json_object(" + ", ".join(f"'{column}', {column}" for column in RECORD) + ")"
 """A row for operators as a JSON object; columns that hold JSON stay text."""
+RECORD_OBJECT_WITHOUT_DOCUMENTS = "json_object({})".format(
+    ", ".join(f"'{column}', {'NULL' if column in DOCUMENTS else column}" for column in RECORD)
+)
 
 
 def names(columns: Iterable[str]) -> str:

@@ -97,6 +97,20 @@ def fetch_value(connection: sqlite3.Connection, sql: str, parameters: Parameters
     return None if row is None else row[0]
 
 
+def fetch_legible(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> Any:
+    """The same for texts that are only shown: bytes that are no UTF-8, which foreign tools can store, become U+FFFD."""
+    usual = connection.text_factory
+    connection.text_factory = _legible
+    try:
+        return fetch_value(connection, sql, parameters)
+    finally:
+        connection.text_factory = usual
+
+
+def _legible(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
 class _Connection(sqlite3.Connection):
     """The driver's connection, which the application uses as ``tx.connection``."""
 

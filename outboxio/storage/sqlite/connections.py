@@ -19,6 +19,7 @@ from outboxio.storage.sqlite.connection import (
     Work,
     connect,
     execute_when_free,
+    fetch_legible,
     fetch_value,
     in_transaction,
 )
@@ -85,10 +86,14 @@ class Connections:
             return await self._reader.submit(work)
         return await self._in_turn(work)
 
-    async def inspect(self, sql: str, parameters: Parameters) -> Any:
-        """Run a query that may take long; the first column of the first row."""
+    async def inspect(self, sql: str, parameters: Parameters, *, legible: bool = False) -> Any:
+        """Run a query that may take long; the first column of the first row.
+
+        ``legible``: the texts are only shown, and bytes that are no UTF-8 become U+FFFD. Otherwise such bytes are an
+        error.
+        """
         self.guard.enter()
-        query = partial(fetch_value, sql=sql, parameters=parameters)
+        query = partial(fetch_legible if legible else fetch_value, sql=sql, parameters=parameters)
         if not self._in_memory or self.turn.is_mine:
             return await self._inspector.submit(query)
         return await self._in_turn(query)

@@ -109,7 +109,8 @@ class _ThreadOfDriver:
         return await self._connection._execute(work, self._connection._conn)
 
     def run_blocking(self, work: Work[Any]) -> Any:
-        raise NotImplementedError("a unit has begun before its connection is used")
+        # Only SqliteSession.connection calls run_blocking, and the connection of a UnitSession is the driver's.
+        raise NotImplementedError("the thread of aiosqlite takes no work while the event loop is blocked: use submit()")
 
 
 def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:

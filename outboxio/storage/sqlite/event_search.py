@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from outboxio.model.notification import DOCUMENTS
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.operating import EventSummary
+from outboxio.storage.protocols.events import EventSummary
 from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedEvents, summary_of
 from outboxio.storage.searching.repository import WalkedSearch
-from outboxio.storage.sqlite.columns import names
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.search import BY_EVENT, parameters_of
 from outboxio.storage.sqlite.values import as_json
@@ -29,10 +29,14 @@ FROM (SELECT id, {_MATCHES} AS is_match FROM {_BY_ID} WHERE id < :before ORDER B
 MATCHING = f"""
 SELECT json_group_array(id) FROM {_BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND {_MATCHES}
 """
+_OF_IDS = f"FROM {_BY_ID} WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids))"
 SUMMARIES = f"""
-SELECT json_group_array(json_object({", ".join(f"'{column}', {column}" for column in EVENT_COLUMNS)}))
-FROM (SELECT {names(EVENT_COLUMNS)} FROM {_BY_ID}
-  WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)))
+SELECT json_group_array(json_object({", ".join(f"'{column}', {column}" for column in EVENT_COLUMNS)})) {_OF_IDS}
+"""
+WITHOUT_DOCUMENTS = f"""
+SELECT json_group_array(json_object({
+    ", ".join(f"'{column}', {'NULL' if column in DOCUMENTS else column}" for column in EVENT_COLUMNS)
+})) {_OF_IDS}
 """
 # The subquery of a column may refer to a neighbouring table.
 CAUSED = """
@@ -43,6 +47,17 @@ SELECT json_group_array(id) FROM (
       WHERE causation_id = w.value AND namespace = :namespace LIMIT :limit))) c
   ORDER BY json_extract(c.value, '$[0]') LIMIT :limit)
 """
+OF_ACTIONS = """
+SELECT json_group_array(c.value) FROM json_each(:actions) w CROSS JOIN json_each((
+  SELECT json_group_array(id) FROM (
+    SELECT id FROM eventlog_events INDEXED BY eventlog_idx_events_action_id
+    WHERE action_id = w.value AND namespace = :namespace LIMIT :limit))) c
+"""
+STATES = f"""
+SELECT json_group_array(json_array(event_id, state, number)) FROM (
+  SELECT event_id, state, count(*) AS number FROM {BY_EVENT}
+  WHERE event_id IN (SELECT value FROM json_each(:ids)) AND namespace = :namespace GROUP BY event_id, state)
+"""
 NOTIFICATION_IDS = f"""
 SELECT json_group_array(id) FROM (SELECT id FROM {BY_EVENT}
   WHERE event_id IN (SELECT value FROM json_each(:ids)) AND namespace = :namespace
@@ -51,6 +66,7 @@ SELECT json_group_array(id) FROM (SELECT id FROM {BY_EVENT}
 
 _chunk = msgspec.json.Decoder(EventChunk)
 _texts = msgspec.json.Decoder(list[str])
+_numbers = msgspec.json.Decoder(list[tuple[str, str, int]])
 _rows = msgspec.json.Decoder(list[dict[str, Any]])
 
 
@@ -67,13 +83,22 @@ class SqliteEventSearch(WalkedEvents):
         scope = {**parameters_of(namespace, search), "ids": as_json(ids)}
         return _texts.decode(await self._connections.inspect(MATCHING, scope))
 
-    async def summaries(self, namespace: str, ids: Sequence[str]) -> list[EventSummary]:
-        found = await self._connections.inspect(SUMMARIES, {"namespace": namespace, "ids": as_json(ids)})
+    async def summaries(self, namespace: str, ids: Sequence[str], *, documents: bool) -> list[EventSummary]:
+        statement = SUMMARIES if documents else WITHOUT_DOCUMENTS
+        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [summary_of(row) for row in _rows.decode(found)]
 
     async def caused(self, namespace: str, causes: Sequence[str], limit: int) -> list[str]:
         scope = {"namespace": namespace, "causes": as_json(causes), "limit": limit}
         return _texts.decode(await self._connections.inspect(CAUSED, scope))
+
+    async def of_actions(self, namespace: str, actions: Sequence[str], limit: int) -> list[str]:
+        scope = {"namespace": namespace, "actions": as_json(actions), "limit": limit}
+        return _texts.decode(await self._connections.inspect(OF_ACTIONS, scope))
+
+    async def states(self, namespace: str, events: Sequence[str]) -> list[tuple[str, str, int]]:
+        scope = {"namespace": namespace, "ids": as_json(events)}
+        return _numbers.decode(await self._connections.inspect(STATES, scope))
 
     async def notification_ids(self, namespace: str, events: Sequence[str], limit: int) -> list[str]:
         scope = {"namespace": namespace, "ids": as_json(events), "limit": limit}

@@ -12,11 +12,11 @@ import msgspec
 
 from outboxio.model.notification import State
 from outboxio.model.operating.operation import Operation
-from outboxio.storage.operation_rows import COLUMNS, EVER, operation_of, place_of, request_of
+from outboxio.storage.operation_rows import COLUMNS, EVER, end_of, key_of, operation_of, place_of, values_of
 from outboxio.storage.protocols import Taken
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.storage.sqlite.values import as_json, as_text, as_values
 
 _ROW = f"json_array({', '.join(COLUMNS)})"
 
@@ -83,27 +83,19 @@ class SqliteOperations:
         self._shard = shard
 
     async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
-        row = {
-            "kind": operation.kind,
-            "request": request_of(operation),
-            "actor": operation.actor,
-            "origin": operation.origin,
-            "reason": operation.reason,
-            "created_date": as_text(operation.created_date),
-        }
-        await self._connections.write(INSERT, {**_end_of(namespace, operation, worker), **row})
+        await self._connections.write(INSERT, as_values(values_of(namespace, operation, worker)))
 
     async def get(self, namespace: str, id: UUID) -> Operation | None:
-        row = await self._connections.inspect(GET, _scope(namespace, id))
+        row = await self._connections.inspect(GET, key_of(namespace, id))
         return None if row is None else operation_of(msgspec.json.decode(row), self._shard)
 
     async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
         date, id = before or EVER
-        scope = {**_scope(namespace, id), "date": as_text(date), "limit": limit}
+        scope = {**key_of(namespace, id), "date": as_text(date), "limit": limit}
         return [operation_of(row, self._shard) for row in _rows.decode(await self._connections.inspect(SELECT, scope))]
 
     async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
-        scope = {**_scope(namespace, id), "worker": worker, "seen_before": as_text(seen_before), "now": as_text(now)}
+        scope = {**key_of(namespace, id), "worker": worker, "seen_before": as_text(seen_before), "now": as_text(now)}
 
         def take(connection: sqlite3.Connection) -> Taken | None:
             if not connection.execute(TAKE, scope).rowcount:
@@ -118,13 +110,13 @@ class SqliteOperations:
         return msgspec.json.decode(await self._connections.inspect(STALE, scope), type=list[UUID])
 
     async def order_stop(self, namespace: str, id: UUID) -> bool:
-        return await self._connections.write(ORDER_STOP, _scope(namespace, id)) > 0
+        return await self._connections.write(ORDER_STOP, key_of(namespace, id)) > 0
 
     async def is_to_stop(self, namespace: str, id: UUID) -> bool:
-        return bool(await self._connections.inspect(IS_TO_STOP, _scope(namespace, id)))
+        return bool(await self._connections.inspect(IS_TO_STOP, key_of(namespace, id)))
 
     async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
-        return await self._connections.write(FINISH, _end_of(namespace, operation, worker)) > 0
+        return await self._connections.write(FINISH, as_values(end_of(namespace, operation, worker))) > 0
 
     async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
         scope = {"namespace": namespace, "before": as_text(before), "limit": limit}
@@ -133,23 +125,3 @@ class SqliteOperations:
     async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
         found = await self._connections.inspect(STATES, {"namespace": namespace, "ids": as_json(ids)})
         return msgspec.json.decode(found, type=dict[UUID, State])
-
-
-def _scope(namespace: str, id: UUID) -> dict[str, Any]:
-    return {"namespace": namespace, "id": str(id)}
-
-
-def _end_of(namespace: str, operation: Operation, worker: str) -> dict[str, Any]:
-    """The values that the end of an operation writes."""
-    finished = operation.finished_date
-    return {
-        **_scope(namespace, operation.id),
-        "worker": worker,
-        "state": operation.state.value,
-        "matched": operation.matched,
-        "done": operation.done,
-        "refused": operation.refused,
-        "updated_date": as_text(operation.updated_date),
-        "finished_date": None if finished is None else as_text(finished),
-        "error": operation.error,
-    }

@@ -8,15 +8,15 @@ from datetime import datetime
 import msgspec
 
 from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
-from outboxio.storage.reporting import NUMBERS, in_key_order, numbers_of, report_of, summed
+from outboxio.storage.reporting import minute_of, report_of, rows_of, summed, values_of_report
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.storage.sqlite.values import as_json, as_text, as_values
 
 # WHERE TRUE: without a condition SQLite would read ON CONFLICT as the condition of a join.
 WRITE_MINUTES = """
 INSERT INTO eventlog_handler_minutes (namespace, minute_date, handler_name, instance, succeeded, failed, dead, expired,
   skipped, duration_us, durations, lags)
-SELECT :namespace, json_extract(value, '$[0]'), json_extract(value, '$[1]'), :instance, json_extract(value, '$[2]'),
+SELECT :namespace, json_extract(value, '$[1]'), json_extract(value, '$[0]'), :instance, json_extract(value, '$[2]'),
   json_extract(value, '$[3]'), json_extract(value, '$[4]'),
   json_extract(value, '$[5]'), json_extract(value, '$[6]'), json_extract(value, '$[7]'),
   json_extract(value, '$[8]'), json_extract(value, '$[9]')
@@ -28,16 +28,24 @@ ON CONFLICT (namespace, minute_date, handler_name, instance) DO UPDATE SET succe
 
 MINUTES = """
 SELECT json_group_array(json_array(handler_name, minute_date, succeeded, failed, dead, expired, skipped, duration_us,
-  json(durations), json(lags)))
-FROM (SELECT * FROM eventlog_handler_minutes
-  WHERE namespace = :namespace AND minute_date >= :since AND (:handler IS NULL OR handler_name = :handler)
+  durations, lags))
+FROM (SELECT * FROM eventlog_handler_minutes WHERE namespace = :namespace AND minute_date >= :since
   ORDER BY minute_date, handler_name)
+"""
+
+# CROSS JOIN: each minute is a seek in the primary key.
+MINUTES_OF_HANDLER = """
+SELECT json_group_array(json_array(handler_name, minute_date, succeeded, failed, dead, expired, skipped, duration_us,
+  durations, lags))
+FROM (SELECT h.* FROM json_each(:minutes) AS m CROSS JOIN eventlog_handler_minutes AS h
+  ON h.namespace = :namespace AND h.minute_date = m.value AND h.handler_name = :handler
+  ORDER BY h.minute_date)
 """
 
 WRITE_REPORT = """
 INSERT INTO eventlog_instance_reports (namespace, instance, version, started_date, last_seen_date, delay_seconds,
   report)
-VALUES (:namespace, :instance, :version, :started, :seen, :delay, :report)
+VALUES (:namespace, :instance, :version, :started_date, :last_seen_date, :delay_seconds, :report)
 ON CONFLICT (namespace, instance) DO UPDATE SET version = excluded.version, started_date = excluded.started_date,
   last_seen_date = excluded.last_seen_date, delay_seconds = excluded.delay_seconds, report = excluded.report
 """
@@ -67,8 +75,7 @@ DELETE FROM eventlog_instance_reports
 WHERE rowid IN (SELECT value FROM json_each(:rows)) AND last_seen_date < :seen_before
 """
 
-_Counts = tuple[int, ...]
-_minutes = msgspec.json.Decoder(list[tuple[str, datetime, int, int, int, int, int, int, _Counts, _Counts]])
+_minutes = msgspec.json.Decoder(list[tuple[str, datetime, int, int, int, int, int, int, str, str]])
 _reports = msgspec.json.Decoder(list[tuple[str, str, datetime, datetime, int, str]])
 _old = msgspec.json.Decoder(tuple[list[int], list[int]])
 
@@ -79,35 +86,21 @@ class SqliteReports:
 
     async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
         if minutes:
-            rows = as_json(
-                (as_text(m.minute_date), m.handler_name, *numbers_of(m), m.durations, m.lags)
-                for m in in_key_order(minutes)
-            )
-            scope = {"namespace": namespace, "instance": instance, "minutes": rows}
+            scope = {"namespace": namespace, "instance": instance, "minutes": rows_of(minutes)}
             await self._connections.write(WRITE_MINUTES, scope)
 
-    async def minutes(self, namespace: str, since: datetime, handler: str | None = None) -> list[HandlerMinute]:
-        scope = {"namespace": namespace, "since": as_text(since), "handler": handler}
-        found = _minutes.decode(await self._connections.inspect(MINUTES, scope))
-        return summed(
-            HandlerMinute(
-                handler_name=name, minute_date=minute, durations=durations, lags=lags,
-                **dict(zip(NUMBERS, numbers, strict=True)),
-            )
-            for name, minute, *numbers, durations, lags in found
-        )  # fmt: skip
+    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
+        return await self._read_minutes(MINUTES, {"namespace": namespace, "since": as_text(since)})
+
+    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
+        scope = {"namespace": namespace, "handler": handler, "minutes": as_json(map(as_text, minutes))}
+        return await self._read_minutes(MINUTES_OF_HANDLER, scope)
+
+    async def _read_minutes(self, statement: str, scope: dict[str, str]) -> list[HandlerMinute]:
+        return summed(minute_of(*row) for row in _minutes.decode(await self._connections.inspect(statement, scope)))
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None:
-        scope = {
-            "namespace": namespace,
-            "instance": report.instance,
-            "version": report.version,
-            "started": as_text(report.started_date),
-            "seen": as_text(report.last_seen_date),
-            "delay": report.delay_seconds,
-            "report": bytes(report.report).decode(),
-        }
-        await self._connections.write(WRITE_REPORT, scope)
+        await self._connections.write(WRITE_REPORT, as_values(values_of_report(namespace, report)))
 
     async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]:
         scope = {"namespace": namespace, "seen_since": as_text(seen_since)}

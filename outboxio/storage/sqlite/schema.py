@@ -89,6 +89,11 @@ class SqliteSchema:
         refuse_incomplete(self._shard, "sqlite", found)
         self._refuse_without_keys(keys)
 
+    async def orders_refused(self) -> str | None:
+        if self._path is None or os.access(self._path, os.W_OK):
+            return None
+        return f"this process may not write the file {self._path}"
+
     def _is_still_to_be_made(self) -> bool:
         """True if the file does not exist yet. Opening would make the file, which a check must not do."""
         return self._path is not None and not os.path.exists(self._path) and os.path.isdir(os.path.dirname(self._path))

@@ -10,14 +10,27 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, record_of
 from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import glob
+from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
-from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Request, Stretch
-from outboxio.storage.sqlite.columns import RECORD, RECORD_OBJECT, names
+from outboxio.storage.searching.walks import (
+    ALL,
+    BLOCKED,
+    DEAD,
+    KEYED,
+    KEYLESS,
+    WAITING,
+    Chunk,
+    Request,
+    Stretch,
+    given,
+)
+from outboxio.storage.sqlite.columns import RECORD_OBJECT, RECORD_OBJECT_WITHOUT_DOCUMENTS
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED
@@ -35,51 +48,69 @@ _LAST_ERROR = """CASE WHEN NOT json_valid(errors) THEN NULL WHEN json_type(error
 _ERROR_TEXT = _LAST_ERROR.format(text=f"{_TYPE} || ': ' || {_MESSAGE}")
 
 # No condition is of use for an index: the walk decides which rows are read.
-MATCHES = f"""namespace = :namespace AND (:states = '[]' OR state IN (SELECT value FROM json_each(:states)))
-  AND (:names IS NULL OR handler_name IN (SELECT value FROM json_each(:names)))
-  AND (:types = '[]' OR event_type IN (SELECT value FROM json_each(:types)))
-  AND (:ordering_key IS NULL OR ordering_key = :ordering_key) AND (:model_id IS NULL OR model_id = :model_id)
-  AND (:action_name IS NULL OR action_name = :action_name) AND (:action_id IS NULL OR action_id = :action_id)
-  AND (:correlation_id IS NULL OR correlation_id = :correlation_id)
-  AND (:since IS NULL OR updated_date >= :since) AND (:until IS NULL OR updated_date < :until)
-  AND (:error IS NULL OR {_ERROR_TEXT} GLOB :error)"""
+CONDITIONS = {
+    "states": "state IN (SELECT value FROM json_each(:states))",
+    "names": "handler_name IN (SELECT value FROM json_each(:names))",
+    "event_types": "event_type IN (SELECT value FROM json_each(:types))",
+    **{column: f"{column} = :{column}" for column in
+       ("ordering_key", "model_id", "action_name", "action_id", "correlation_id")},
+    "since": "updated_date >= :since",
+    "until": "updated_date < :until",
+    "error": f"{_ERROR_TEXT} GLOB :error",
+}  # fmt: skip
 
 
-def _walk(one: str, two: str, source: str, condition: str, order: str) -> str:
-    """A part of a walk along an index, with the columns ``one`` and ``two`` of each row."""
-    key = "json_array(one, CAST(two AS TEXT))"
-    return f"""
+def matching(search: Search) -> str:
+    """The conditions of a search, without the namespace."""
+    return " AND ".join(["TRUE", *(CONDITIONS[field] for field in given(search))])
+
+
+class Walk(Struct, frozen=True):
+    """A walk along an index, with the columns ``one`` and ``two`` of each row."""
+
+    one: str
+    two: str
+    source: str
+    condition: str
+    order: str
+
+    def reading(self, matches: str, *, only_counts: bool) -> str:
+        """The statement that reads a part of the walk. The last row is read only if the part has ``:size`` rows."""
+        found = "NULL" if only_counts else "json_group_array(json_array(json_array(one, CAST(two AS TEXT)), id))"
+        only_matches = "" if only_counts else "FILTER (WHERE is_match)"
+        columns = "" if only_counts else f", {self.one} AS one, {self.two} AS two, id"
+        rows = f"FROM {self.source} WHERE {self.condition} ORDER BY {self.order}"
+        return f"""
 SELECT json_array(count(*), count(*) FILTER (WHERE is_match),
-  json(json_extract(json_group_array({key}), '$[#-1]')),
-  CASE WHEN NOT :only_counts THEN json_group_array(json_array({key}, id)) FILTER (WHERE is_match) END)
-FROM (SELECT {one} AS one, {two} AS two, id, {MATCHES} AS is_match FROM {source}
-  WHERE {condition} ORDER BY {order} LIMIT :size)
+  json((SELECT json_array({self.one}, CAST({self.two} AS TEXT)) {rows} LIMIT 1 OFFSET :size - 1)),
+  json({found} {only_matches}))
+FROM (SELECT {matches} AS is_match{columns} {rows} LIMIT :size)
 """
 
 
 _OF_NAME = "namespace = :namespace AND handler_name = :name"
 WALKS = {
-    (DEAD, 0): _walk(
+    (DEAD, 0): Walk(
         "updated_date", "id", BY_DEAD,
         f"""{_OF_NAME} AND {IN_DEAD} AND (updated_date, id) < (:one, :two) AND updated_date >= coalesce(:since, '')""",
         "updated_date DESC, id DESC",
     ),
-    (WAITING, 0): _walk(
+    (WAITING, 0): Walk(
         "next_retry_at", "sequence", BY_DUE,
         f"{_OF_NAME} AND {UNFINISHED} AND (next_retry_at, sequence) < (:one, CAST(:two AS INTEGER))",
         "next_retry_at DESC, sequence DESC",
     ),
-    (BLOCKED, KEYED): _walk(
+    (BLOCKED, KEYED): Walk(
         "ordering_key", "sequence", BY_LINE,
         f"{_OF_NAME} AND {IN_LINE} AND (ordering_key, sequence) > (:one, CAST(:two AS INTEGER))",
         "ordering_key, sequence",
     ),
-    (BLOCKED, KEYLESS): _walk(
+    (BLOCKED, KEYLESS): Walk(
         "''", "sequence", BY_LINE,
         f"{_OF_NAME} AND {IN_LINE} AND ordering_key IS NULL AND sequence > CAST(:two AS INTEGER)",
         "sequence",
     ),
-    (ALL, 0): _walk(
+    (ALL, 0): Walk(
         "event_id", "handler_name", BY_EVENT,
         "(event_id, handler_name) < (:one, :two)",
         "event_id DESC, handler_name DESC",
@@ -97,14 +128,13 @@ SELECT json_group_array(id) FROM (SELECT id FROM eventlog_events INDEXED BY even
 READ_EVENTS = f"""
 SELECT json_array(count(*), count(*) FILTER (WHERE is_match), NULL,
   json_group_array(json_array(json_array(event_id, handler_name), id)) FILTER (WHERE is_match))
-FROM (SELECT event_id, handler_name, id, {MATCHES} AS is_match FROM {BY_EVENT}
+FROM (SELECT event_id, handler_name, id, namespace = :namespace AND {{matches}} AS is_match FROM {BY_EVENT}
   WHERE event_id IN (SELECT value FROM json_each(:ids)))
 """
 
-RECORDS = f"""
-SELECT json_group_array({RECORD_OBJECT}) FROM (SELECT {names(RECORD)} FROM {BY_ID}
-  WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)))
-"""
+_OF_IDS = f"FROM {BY_ID} WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids))"
+RECORDS = f"SELECT json_group_array({RECORD_OBJECT}) {_OF_IDS}"
+WITHOUT_DOCUMENTS = f"SELECT json_group_array({RECORD_OBJECT_WITHOUT_DOCUMENTS}) {_OF_IDS}"
 ERRORS = f"""
 SELECT json_group_array(json_array(id, event_id, handler_name, updated_date, {_TYPE}, {_MESSAGE})) FROM {BY_ID}
 WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND {_LAST_ERROR.format(text="TRUE")}
@@ -115,7 +145,8 @@ SELECT 1 FROM eventlog_operations WHERE id = :operation AND namespace = :namespa
   AND state = 'RUNNING' AND NOT stop_ordered
 """
 MATCHING = f"""
-SELECT json_group_array(id) FROM {BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND {MATCHES}
+SELECT json_group_array(id) FROM {BY_ID}
+WHERE id IN (SELECT value FROM json_each(:ids)) AND namespace = :namespace AND {{matches}}
 """
 # The rows are due at once. The date of the change is not before ``until``, so that a changed row does not match again.
 RETRY_PIECE = RETRY.replace("updated_date = :now", "updated_date = :moment")
@@ -133,6 +164,8 @@ _errors = msgspec.json.Decoder(list[tuple[UUID, UUID, str, datetime, str, str]])
 
 
 class SqliteSearch(WalkedSearch):
+    bounds = Bounds(rows=5000, errors=2500)
+
     def __init__(self, connections: Connections, shard: str) -> None:
         super().__init__()
         self._connections = connections
@@ -149,8 +182,16 @@ class SqliteSearch(WalkedSearch):
     async def read(
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
-        scope = {**parameters_of(namespace, search), "only_counts": only_counts}
-        statements = [(WALKS[walk, request.stretch.part], {**scope, **_parameters(request)}) for request in requests]
+        rest = self.rest(walk, search)
+        matches = matching(rest) if walk != ALL else f"namespace = :namespace AND {matching(rest)}"
+        scope = parameters_of(namespace, search)
+        statements = [
+            (
+                WALKS[walk, request.stretch.part].reading(matches, only_counts=only_counts),
+                {**scope, **_parameters(request)},
+            )
+            for request in requests
+        ]
         return [_chunk.decode(text) for text in await self._connections.inspect_each(statements)]
 
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
@@ -160,14 +201,15 @@ class SqliteSearch(WalkedSearch):
 
     async def read_events(self, namespace: str, search: Search, event_ids: Sequence[str]) -> Chunk:
         scope = {**parameters_of(namespace, search), "ids": as_json(event_ids)}
-        return _chunk.decode(await self._connections.inspect(READ_EVENTS, scope))
+        return _chunk.decode(await self._connections.inspect(READ_EVENTS.format(matches=matching(search)), scope))
 
-    async def records(self, namespace: str, ids: Sequence[str]) -> list[NotificationRecord]:
-        found = await self._connections.inspect(RECORDS, {"namespace": namespace, "ids": as_json(ids)})
+    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
+        statement = RECORDS if documents else WITHOUT_DOCUMENTS
+        found = await self._connections.inspect(statement, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [record_of(row, self._shard) for row in _rows.decode(found)]
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
-        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)})
+        found = await self._connections.inspect(ERRORS, {"namespace": namespace, "ids": as_json(ids)}, legible=True)
         return [LastError(*row) for row in _errors.decode(found)]
 
     async def change(self, piece: Change) -> tuple[int, int] | None:
@@ -175,24 +217,24 @@ class SqliteSearch(WalkedSearch):
 
 
 def _change(piece: Change, connection: sqlite3.Connection) -> tuple[int, int] | None:
-    operation = {"operation": str(piece.operation), "namespace": piece.namespace, "worker": piece.worker}
+    operation = {"operation": str(piece.order.operation), "namespace": piece.namespace, "worker": piece.order.worker}
     if fetch_value(connection, OPERATION, operation) is None:
         return None
     matched, done = 0, 0
     if piece.ids:
         scope = {**parameters_of(piece.namespace, piece.search), "ids": as_json(piece.ids)}
-        ids = fetch_value(connection, MATCHING, scope)
+        ids = fetch_value(connection, MATCHING.format(matches=matching(piece.search)), scope)
         moments = {"now": as_text(piece.now), "moment": as_text(piece.moment)}
         changed = {"namespace": piece.namespace, "ids": ids, **moments}
         matched = len(_texts.decode(ids))
-        done = connection.execute(RETRY_PIECE if piece.order == "retry" else SKIP_PIECE, changed).rowcount
+        done = connection.execute(RETRY_PIECE if piece.order.kind == "retry" else SKIP_PIECE, changed).rowcount
     written = {"matched": matched, "done": done, "reached": piece.reached_json, "now": as_text(piece.now)}
     connection.execute(WRITE_OPERATION, {**operation, **written})
     return matched, done
 
 
 def parameters_of(namespace: str, search: Search) -> dict[str, Any]:
-    """The parameters of MATCHES."""
+    """The parameters of CONDITIONS."""
     return {
         "namespace": namespace,
         "states": as_json(search.states),

@@ -1,0 +1,127 @@
+"""Rows that fit the terminal.
+
+Columns that matter less are left out of a narrow terminal. If the rest is still too wide, each row becomes a few lines
+with the names of the columns. No header and no cell is broken, except in a column that folds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.text import Text
+
+_GAP = 2
+_LEAST_FOLDED = 30  # columns of the terminal that a column which folds has at least
+
+
+class Column(Struct, frozen=True):
+    """A column of :class:`Rows`."""
+
+    name: str
+    right: bool = False
+    """True for numbers."""
+    folds: bool = False
+    """True for long texts."""
+    spare: int = 0
+    """The column with the greatest number is left out first; 0 stays."""
+
+
+class _Row(Struct, frozen=True):
+    cells: Sequence[Text]
+    below: Text | None
+
+
+class Rows:
+    """A table. Its first column says what a row is about."""
+
+    def __init__(self, *columns: Column | str) -> None:
+        self._columns = [column if isinstance(column, Column) else Column(column) for column in columns]
+        self._rows: list[_Row] = []
+
+    def add(self, *cells: Text | str, below: Text | None = None) -> None:
+        """Add a row. ``below``: a text of any length under the row, or ``None``."""
+        made = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        self._rows.append(_Row(made, below if below is not None and below.plain else None))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        chosen = self._fitting(options.max_width)
+        if chosen is None:
+            yield from self._as_lines(options.max_width)
+        else:
+            yield from self._as_table(chosen, console, options.max_width)
+
+    # --- a table ---------------------------------------------------------------------------------
+
+    def _fitting(self, width: int) -> list[int] | None:
+        """The columns that fit; ``None`` if the columns that must stay do not fit."""
+        chosen = list(range(len(self._columns)))
+        while self._width(chosen) > width:
+            spare = max(chosen, key=lambda index: self._columns[index].spare)
+            if not self._columns[spare].spare:
+                return None
+            chosen.remove(spare)
+        return chosen
+
+    def _width(self, chosen: Sequence[int]) -> int:
+        least = (min(self._natural(index), _LEAST_FOLDED) if self._columns[index].folds else self._natural(index)
+                 for index in chosen)  # fmt: skip
+        return sum(least) + _GAP * (len(chosen) - 1)
+
+    def _natural(self, index: int) -> int:
+        return max([Text(self._columns[index].name).cell_len, *(row.cells[index].cell_len for row in self._rows)])
+
+    def _as_table(self, chosen: Sequence[int], console: Console, width: int) -> Iterator[Text | Padding]:
+        widths = {index: self._natural(index) for index in chosen}
+        while (excess := sum(widths.values()) + _GAP * (len(chosen) - 1) - width) > 0:
+            widest = max((index for index in chosen if self._columns[index].folds), key=lambda index: widths[index])
+            widths[widest] -= min(excess, widths[widest] - _LEAST_FOLDED)
+        header = [Text(self._columns[index].name, "dim") for index in chosen]
+        yield self._line(chosen, widths, header)
+        yield Text("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * (sum(widths.values()) + _GAP * (len(chosen) - 1)), "dim")
+        for row in self._rows:
+            wrapped = [row.cells[index].wrap(console, widths[index], overflow="fold") for index in chosen]
+            for number in range(max(map(len, wrapped))):
+                parts = [each[number] if number < len(each) else Text("") for each in wrapped]
+                yield self._line(chosen, widths, parts)
+            if row.below is not None:
+                yield Padding(row.below, (0, 0, 0, _GAP), expand=False)
+
+    def _line(self, chosen: Sequence[int], widths: dict[int, int], parts: Sequence[Text]) -> Text:
+        made = Text(no_wrap=True, end="\n")
+        for place, (index, part) in enumerate(zip(chosen, parts, strict=True)):
+            room = " " * (widths[index] - part.cell_len)
+            is_last = place == len(chosen) - 1
+            made.append_text(Text.assemble(room, part) if self._columns[index].right else part)
+            if not is_last:
+                made.append(("" if self._columns[index].right else room) + " " * _GAP)
+        made.rstrip()
+        return made
+
+    # --- a few lines for each row ----------------------------------------------------------------
+
+    def _as_lines(self, width: int) -> Iterator[Text | Padding]:
+        for row in self._rows:
+            named, long = list[Text](), list[Text]()
+            for column, cell in list(zip(self._columns, row.cells, strict=True))[2:]:
+                if column.folds:
+                    long.append(cell)
+                elif cell.plain:
+                    named.append(Text.assemble((f"{column.name} ", "dim"), cell))
+            yield Text(" " * _GAP).join(row.cells[:2])
+            for text in (*_packed(named, width - _GAP), *long, row.below or Text("")):
+                if text.plain:
+                    yield Padding(text, (0, 0, 0, _GAP), expand=False)
+
+
+def _packed(parts: Sequence[Text], width: int) -> list[Text]:
+    """Lines of parts. No part is broken that fits a line."""
+    lines = list[Text]()
+    for part in parts:
+        if lines and lines[-1].cell_len + _GAP + part.cell_len <= width:
+            lines[-1] = Text(" " * _GAP).join([lines[-1], part])
+        else:
+            lines.append(part)
+    return lines

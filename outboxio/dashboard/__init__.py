@@ -1,0 +1,27 @@
+"""The dashboard: pages on which an operator sees what is wrong, and mends the fault. Needs ``outboxio[dashboard]``.
+
+Example::
+
+    from outboxio.dashboard import Access, Dashboard
+
+    async def operators(request: Request) -> Access | None:
+        user = await current_user(request)
+        return Access.operator(user.email) if user.is_staff else None  # None: the answer is 404
+
+    app.mount("/outbox", Dashboard(outbox, authorize=operators))
+"""
+
+from __future__ import annotations
+
+from outboxio.errors import ConfigurationError
+
+try:
+    import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import starlette  # noqa: F401  # pyright: ignore[reportUnusedImport]
+except ImportError as error:
+    raise ConfigurationError(f"outboxio.dashboard needs {error.name}: pip install 'outboxio[dashboard]'") from error
+
+from outboxio.dashboard.access import RIGHTS, Access, Authorize, allow_all, basic_auth
+from outboxio.dashboard.app import Dashboard
+
+__all__ = ["RIGHTS", "Access", "Authorize", "Dashboard", "allow_all", "basic_auth"]

@@ -1,0 +1,211 @@
+"""What a page or an order gets: the outbox, the user, the address."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar, cast
+from urllib.parse import quote, urlencode
+
+from msgspec import Struct
+from starlette.requests import Request
+
+from outboxio.dashboard.access import Access
+from outboxio.dashboard.failures import PATIENCE
+from outboxio.dashboard.fields import Fields
+from outboxio.dashboard.showing import files
+from outboxio.dashboard.view import Refused
+from outboxio.operations.admin import Admin
+from outboxio.outbox import Outbox
+from outboxio.support.text import briefly
+
+ONCE = ("did", "format")
+"""Fields of a query that belong to a single answer, and not to the page."""
+
+T = TypeVar("T")
+
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+class Memory:
+    """Answers of the last seconds, for all users: ten open pages do not cost ten questions."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[float, Any]] = {}
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float) -> T:
+        """The answer with this key, if it is not older than ``fresh`` seconds, or a new answer."""
+        read_at, answer = self._answers.get(key, (float("-inf"), None))
+        if time.monotonic() - read_at >= fresh:
+            answer = await fetch()
+            self._answers[key] = time.monotonic(), answer
+        return cast(T, answer)
+
+
+class Site(Struct, frozen=True):
+    """What all requests of a dashboard share."""
+
+    outbox: Outbox
+    title: str
+    links: Mapping[str, str]
+    paths: Mapping[str, str]
+    """The path of each page and order, by name."""
+    read_only: bool
+    memory: Memory
+
+    async def why_read_only(self) -> str | None:
+        """Why no order works: by choice, or because all databases refuse; ``None`` if orders work."""
+        if self.read_only:
+            return "The dashboard was mounted with read_only=True."
+        reasons = await self.memory.lately("read only", self._refused, fresh=30.0)
+        if len(reasons) < len(self.outbox.statistics):
+            return None
+        return f"The database takes no orders: {'; '.join(dict.fromkeys(reasons.values()))}."
+
+    async def _refused(self) -> Mapping[str, str]:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await self.outbox.admin.orders_refused()
+        except Exception:  # the page asks the same database, and tells what is wrong
+            return {}
+
+
+class Asked:
+    """A request: of which user, for which outbox, with which query.
+
+    Example::
+
+        async def keys(asked: Asked) -> View:
+            found = await asked.admin.keys(asked.query.get("handler"), shard=asked.shard)
+            return View(template="keys.html", title="Parked keys", facts=found)
+    """
+
+    def __init__(self, request: Request, site: Site, access: Access, csrf: str, why_read_only: str | None) -> None:
+        self.outbox = site.outbox
+        self.access = access if why_read_only is None else access.reading()
+        """The rights that are left after ``read_only`` and after what the database allows."""
+        self.why_read_only = why_read_only
+        """Why no order works, as a sentence; ``None`` if orders work."""
+        self.csrf = csrf
+        """The value of the hidden field ``csrf`` of each form."""
+        self.path: Mapping[str, str] = request.path_params
+        """The parameters in the path."""
+        self.query = Fields.parsed(request.url.query)
+        self.links = site.links
+        self.title = site.title
+        self.prefix: str = request.scope["root_path"]
+        """The path of the mount, also behind a proxy, without a slash at the end."""
+        self._below: str = request.scope["path"].removeprefix(self.prefix)
+        self._paths = site.paths
+        self._memory = site.memory
+
+    @cached_property
+    def admin(self) -> Admin:
+        """The questions and orders of this user."""
+        return self.outbox.admin.by(self.access.actor, origin="dashboard")
+
+    def values(self, name: str) -> list[str]:
+        """All values of a field of the query."""
+        return self.query.all(name)
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of all shards."""
+        return list(self.outbox.statistics)
+
+    @property
+    def shard(self) -> str | None:
+        """The shard of the query. Raises :class:`Refused` for an unknown name."""
+        name = self.query.get("shard")
+        if name is not None and name not in self.shards:
+            known = ", ".join(self.shards)
+            raise Refused(400, f"There is no shard {briefly(name)}.", f"The shards are: {known}.")
+        return name
+
+    async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float = 2.0) -> T:
+        """An answer that is at most ``fresh`` seconds old, shared by all users. ``key``: names the question.
+
+        Example::
+
+            needs = await asked.lately("needs", lambda: read_needs(asked.admin))
+        """
+        return await self._memory.lately(key, fetch, fresh)
+
+    # --- addresses -------------------------------------------------------------------------------
+
+    def url(self, page: str, /, **fields: Any) -> str:
+        """The address of a page. ``None`` is left out, a list becomes several fields.
+
+        Example::
+
+            asked.url("handler", name="invoice-pdf")
+            asked.url("dead", handler="invoice-pdf", state=["DEAD", "EXPIRED"])
+        """
+        return self.prefix + self.path_of(page, **fields)
+
+    def path_of(self, page: str, /, **fields: Any) -> str:
+        """The address of a page below the mount, for :class:`~outboxio.dashboard.view.Done`."""
+        path = self._paths[page]
+        for name in _PARAMETER.findall(path):
+            path = re.sub(rf"\{{{name}(?::\w+)?\}}", quote(str(fields.pop(name)), safe="").replace("\\", "%5C"), path)
+        return _with_query(path, _pairs(fields))
+
+    def here(self, **changes: Any) -> str:
+        """The address of this page with changed fields of the query; ``None`` removes a field.
+
+        Example::
+
+            asked.here(after=page.next)
+        """
+        return self.prefix + self._here(changes)
+
+    @property
+    def back(self) -> str:
+        """The value of the hidden field ``back`` of each form: this page, below the mount."""
+        return self._here({})
+
+    def asset(self, name: str) -> str:
+        """The address of a file of ``static/``."""
+        return self.prefix + files.address(name)
+
+    def has(self, page: str) -> bool:
+        """True if there is a page, or an order, with this name."""
+        return page in self._paths
+
+    def is_at(self, page: str) -> bool:
+        """True if this is the page, or a page below."""
+        path = self._paths[page]
+        return self._below == path or (path != "/" and self._below.startswith(f"{path}/"))
+
+    def _here(self, changes: Mapping[str, Any]) -> str:
+        kept = [(name, value) for name, value in self.query.pairs() if name not in changes and name not in ONCE]
+        return _with_query(quote(self._below, safe="/"), [*kept, *_pairs(changes)])
+
+
+def checked_back(path: str | None) -> str:
+    """A path below the mount from a form, or the path of the overview if the text is not such a path."""
+    if path is None or not path.startswith("/") or path.startswith("//") or "\\" in path or not path.isprintable():
+        return "/"
+    return path
+
+
+def with_field(path: str, name: str, value: object) -> str:
+    """A path with a further field of the query."""
+    before, _, query = path.partition("?")
+    pairs = [pair for pair in Fields.parsed(query).pairs() if pair[0] != name]
+    return _with_query(before, [*pairs, (name, str(value))])
+
+
+def _pairs(fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for name, value in fields.items():
+        values = cast("Iterable[Any]", value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+        pairs += [(name, str(each)) for each in values if each is not None]
+    return pairs
+
+
+def _with_query(path: str, pairs: list[tuple[str, str]]) -> str:
+    return f"{path}?{urlencode(pairs, errors='replace')}" if pairs else path

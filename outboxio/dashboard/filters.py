@@ -1,0 +1,155 @@
+"""The filter of a page: its words in the URL, which are the words of the command line, and its words in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from uuid import UUID
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.notification import State
+from outboxio.model.operating.filter import Filter
+from outboxio.operations.asking.filters import given_filter
+from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
+from outboxio.support.text import briefly, instead_of
+
+Values = Callable[[str], Sequence[str]]
+"""Returns all values of a word: ``asked.values`` for a URL, ``form.getlist`` for a form."""
+
+WORDS = ("state", "handler", "type", "key", "model", "action", "correlation", "error", "since", "until")
+"""The words of a filter, in the order of the options of the command line."""
+
+WORDS_OF_EVENTS = ("type", "key", "model", "action", "correlation", "since", "until")
+"""The words that an event has: states, handlers and errors belong to notifications."""
+
+_TEXTS = {
+    "handler": "handler", "type": "event_type", "key": "ordering_key", "model": "model_id", "action": "action",
+    "correlation": "correlation_id", "error": "error",
+}  # fmt: skip
+_NAMES = ("handler", "type", "action")  # names, which neither begin nor end with a space
+
+
+def filter_of(values: Values, *states: State | str, now: datetime | None = None) -> Filter:
+    """The filter that the words say, checked. A word with an empty value counts as absent.
+
+    ``states``: the states of the filter if the words name none. ``now``: naive UTC, the moment from which "2h" counts.
+
+    Raises :class:`ConfigurationError` with the word, the value and the remedy: for a value that nothing matches, and
+    for a word with two values (only ``state`` may be repeated).
+
+    Example::
+
+        filter_of(asked.values, "DEAD", "EXPIRED")  # of /dead?handler=invoice-pdf&since=2h
+    """
+    named = [state.strip().upper() for state in values("state") if state.strip()]
+    fields: dict[str, object] = {field: _text(values, word) for word, field in _TEXTS.items()}
+    moments = {word: _moment(values, word, now) for word in ("since", "until")}
+    return given_filter(Filter(states=tuple(named) or states, **fields, **moments))  # type: ignore[arg-type]
+
+
+def refuse_unknown_words(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise :class:`ConfigurationError` for a word of a URL that a page does not know.
+
+    Without this check, a typing error in a word would make a filter wider.
+    """
+    names = list(known)
+    for word in given:
+        if word not in names:
+            raise ConfigurationError(f"this page has no filter {briefly(word)}: {instead_of(word, names)}")
+
+
+def kept_words(values: Values, words: Iterable[str] = WORDS) -> dict[str, list[str]]:
+    """The words with their values as a person wrote them, without empty values: for links to the same list.
+
+    "2h" stays "2h": the same link means two hours before the moment of the click.
+
+    Example::
+
+        asked.url("dead", **kept_words(asked.values), after=page.next)
+    """
+    chosen = {word: [value for value in values(word) if value.strip()] for word in words}
+    return {word: found for word, found in chosen.items() if found}
+
+
+def query_of(filter: Filter) -> dict[str, list[str]]:
+    """The words that say a filter: ``filter_of`` reads an equal filter from these words. Moments are dates.
+
+    Example::
+
+        asked.url("notifications", **query_of(group.filter))
+    """
+    query: dict[str, list[str]] = {"state": [str(state) for state in filter.states]}
+    for word, field in _TEXTS.items():
+        value: str | UUID | None = getattr(filter, field)
+        query[word] = [] if value is None else [str(value)]
+    for word in ("since", "until"):
+        moment: datetime | None = getattr(filter, word)
+        query[word] = [] if moment is None else [moment.isoformat()]
+    return {word: found for word, found in query.items() if found}
+
+
+def in_words(filter: Filter, things: str = "notifications") -> str:
+    """What a filter selects, as the end of a sentence. ``things``: ``notifications`` or ``events``.
+
+    Example::
+
+        in_words(Filter(states=("DEAD",), handler="invoice-pdf", since=datetime(2026, 1, 31, 2, 41)))
+        # "DEAD notifications of the handler “invoice-pdf”, changed since 2026-01-31 02:41 UTC"
+    """
+    states = [str(state) for state in filter.states]
+    several = f"{', '.join(states[:-1])} or {states[-1]} " if len(states) > 1 else "".join(f"{one} " for one in states)
+    action = f"of the action {_quoted(filter.action)}"
+    parts: Mapping[str, object | None] = {
+        f"of the handler {_quoted(filter.handler)}": filter.handler,
+        f"of the type {_quoted(filter.event_type)}": filter.event_type,
+        f"with the key {_quoted(filter.ordering_key)}": filter.ordering_key,
+        f"of the model {_quoted(filter.model_id)}": filter.model_id,
+        action: filter.action,
+        f"with the correlation id {_quoted(filter.correlation_id)}": filter.correlation_id,
+        f"with {_quoted(filter.error)} in the last error": filter.error,
+    }
+    said = [part for part, value in parts.items() if value is not None]
+    changed = "changed" if things == "notifications" else "emitted"
+    moments = [
+        f"{word} {_shown(moment)}"
+        for word, moment in (("since", filter.since), ("before", filter.until))
+        if moment is not None
+    ]
+    first = said[:1]
+    told = "".join(f" {part}" for part in first) + "".join(f", {part}" for part in said[1:])
+    when = f"{',' if said else ''} {changed} {' and '.join(moments)}" if moments else ""
+    subject = f"{several}{things}" if several or told or when else f"all {things}"
+    return f"{subject}{told}{when}"
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def _text(values: Values, word: str) -> str | None:
+    given = list(dict.fromkeys(value for value in values(word) if value.strip()))
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{word} has {len(given)} values, {briefly(given[0])} and {briefly(given[1])}; give {word} once"
+        )
+    if not given:
+        return None
+    return given[0].strip() if word in _NAMES else given[0]
+
+
+def _moment(values: Values, word: str, now: datetime | None) -> datetime | None:
+    text = _text(values, word)
+    if text is None:
+        return None
+    moment = parse_moment(text, now=now)
+    if moment is None:
+        raise ConfigurationError(f"{word} is {briefly(text)}; expected {EXPECTED_MOMENT}")
+    return moment
+
+
+def _quoted(value: object) -> str:
+    return f"“{value}”"
+
+
+def _shown(moment: datetime) -> str:
+    """A moment, to the minute if there are no seconds."""
+    return f"{moment.isoformat(' ', 'seconds' if moment.second or moment.microsecond else 'minutes')} UTC"

@@ -1,0 +1,185 @@
+"""The parts that all lists of notifications share: facts, the fields of the filter, links to older rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+from uuid import UUID
+
+from msgspec import Struct
+
+from outboxio.dashboard.asked import Asked
+from outboxio.dashboard.failures import PATIENCE
+from outboxio.dashboard.filters import WORDS, filter_of, query_of, refuse_unknown_words
+from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.page import BoundedCount, Page
+
+T = TypeVar("T")
+
+ROWS = 50
+LONG = 6.0  # seconds for a page with several questions, of which each may take 2 s
+LONGEST_ERROR = 500  # characters of an error in a list; the page of the event has the whole error
+
+#: Words of every query that belong to no filter.
+OTHER_WORDS = ("shard", "after", "format", "did")
+
+Words = dict[str, list[str]]
+"""Words of a filter with their values, as fields of a URL or of a form."""
+
+
+class Count(Struct, frozen=True):
+    """A bounded count."""
+
+    number: int
+    is_complete: bool
+    """False if there are more, or there may be."""
+
+    def __int__(self) -> int:
+        return self.number
+
+    def __bool__(self) -> bool:
+        return self.number > 0
+
+    @property
+    def is_one(self) -> bool:
+        return self.number == 1 and self.is_complete
+
+
+def count_of(count: BoundedCount) -> Count:
+    """The count as a value that JSON can hold."""
+    return Count(int(count), count.is_complete)
+
+
+async def in_time(question: Awaitable[T]) -> T | None:
+    """The answer, or ``None`` after 2 s: then the question is ended, and the page is shown without the answer."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await question
+    except TimeoutError:
+        return None
+
+
+async def count_in_time(asked: Asked, filter: Filter, rows: int) -> Count:
+    """The number of notifications that match; after 2 s, the number of rows that were found, as a bound."""
+    count = await in_time(asked.admin.count(filter, shard=asked.shard))
+    return Count(rows, is_complete=False) if count is None else count_of(count)
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """A notification in a list. Dates are naive UTC."""
+
+    id: UUID
+    event_id: UUID
+    handler_name: str
+    state: State
+    event_type: str
+    model_type: str | None
+    model_id: str | None
+    ordering_key: str | None
+    correlation_id: str | None
+    attempts: int
+    next_retry_at: datetime
+    updated_date: datetime
+    error_type: str | None
+    """The class of the last error."""
+    error: str | None
+    """The message of the last error; ``None`` without an error, or without the right to read payloads."""
+    shard: str
+
+
+class Listed(Struct, frozen=True, kw_only=True):
+    """A page of a list of notifications."""
+
+    filter: Words
+    """The words of the filter, with dates in place of durations."""
+    count: Count
+    """The notifications that match."""
+    rows: list[Row]
+    """The newest first."""
+    next: str | None
+    """The word ``after`` for older rows; ``None`` at the end."""
+
+
+def rows_of(records: Iterable[NotificationRecord], asked: Asked) -> list[Row]:
+    """The rows, without messages of errors if the user may not read payloads."""
+    return [_row(record, tells=asked.access.may("payloads")) for record in records]
+
+
+def _row(record: NotificationRecord, *, tells: bool) -> Row:
+    last = last_error(record)
+    return Row(
+        id=record.id,
+        event_id=record.event_id,
+        handler_name=record.handler_name,
+        state=record.state,
+        event_type=record.event_type,
+        model_type=record.model_type,
+        model_id=record.model_id,
+        ordering_key=record.ordering_key,
+        correlation_id=record.correlation_id,
+        attempts=record.attempts,
+        next_retry_at=record.next_retry_at,
+        updated_date=record.updated_date,
+        error_type=None if last is None else str(last.get("type", "")),
+        error=str(last.get("message", ""))[:LONGEST_ERROR] if last is not None and tells else None,
+        shard=record.shard,
+    )
+
+
+def last_error(record: NotificationRecord) -> dict[str, Any] | None:
+    """The last error of a notification. A foreign tool may have written a different document."""
+    errors: object = record.errors
+    last: object = errors[-1] if isinstance(errors, list) and errors else None
+    return last if isinstance(last, dict) else None
+
+
+async def filter_asked(asked: Asked, *states: State, words: Sequence[str] = WORDS) -> Filter:
+    """The filter of the query. Durations count from the time of the database. Refuses unknown words."""
+    refuse_unknown_words(asked.query, [*words, *OTHER_WORDS])
+    relative = any(word in asked.query for word in ("since", "until"))
+    now = (await asked.admin.overview()).read_date.replace(microsecond=0) if relative else None
+    return filter_of(asked.values, *states, now=now)
+
+
+def older(asked: Asked, filter: Filter, page: Page[Any]) -> dict[str, Any]:
+    """The changes of this address for the older rows: ``since=2h`` becomes a date, so that the list stays the same."""
+    words = query_of(filter)
+    return {"after": page.next, **{word: words[word] for word in ("since", "until") if word in asked.query}}
+
+
+async def handler_names(asked: Asked, *also: str | None) -> list[str]:
+    """The names of all handlers, for a choice. ``also``: names that have to be among the choices."""
+    known = {handler.handler_name for handler in (await asked.admin.overview()).handlers}
+    return sorted(known | {name for name in also if name})
+
+
+async def fields_of(asked: Asked, words: Iterable[str], states: Iterable[State] = State) -> list[dict[str, Any]]:
+    """The fields of the form with which a user changes the filter."""
+    made: list[dict[str, Any]] = []
+    for word in words:
+        field: dict[str, Any] = {"name": word, "label": _LABELS[word], "value": asked.query.get(word)}
+        if word == "state":
+            chosen = [value.upper() for value in asked.values("state")]
+            field |= {"several": True, "options": [str(state) for state in states], "value": chosen}
+        elif word == "handler":
+            field["options"] = await handler_names(asked, asked.query.get("handler"))
+        else:
+            field["placeholder"] = _PLACEHOLDERS.get(word, "")
+        made.append(field)
+    if len(asked.shards) > 1:
+        made.append({"name": "shard", "label": "Shard", "value": asked.query.get("shard"), "options": asked.shards})
+    return made
+
+
+_LABELS = {
+    "state": "State", "handler": "Handler", "type": "Event type", "key": "Ordering key", "model": "Model id",
+    "action": "Action", "correlation": "Correlation id", "error": "Last error", "since": "Changed since",
+    "until": "Changed before",
+}  # fmt: skip
+_PLACEHOLDERS = {
+    "error": "TypeName: part * part", "since": "2h, 3d, 2026-01-31", "until": "10m, 2026-01-31T02:41",
+    "action": "name or id",
+}  # fmt: skip

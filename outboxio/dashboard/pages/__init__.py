@@ -1,0 +1,52 @@
+"""The pages and orders of the dashboard, one module for each page. A page is a line in ``PAGES``."""
+
+from __future__ import annotations
+
+from outboxio.dashboard.lists import LONG
+from outboxio.dashboard.pages import bulk_orders, handler_orders
+from outboxio.dashboard.pages.actions import action, actions
+from outboxio.dashboard.pages.dead import dead
+from outboxio.dashboard.pages.event import event, payload
+from outboxio.dashboard.pages.events import events
+from outboxio.dashboard.pages.glossary import glossary
+from outboxio.dashboard.pages.handler import handler
+from outboxio.dashboard.pages.handlers import handlers
+from outboxio.dashboard.pages.instances import instances
+from outboxio.dashboard.pages.keys import keys
+from outboxio.dashboard.pages.notifications import notifications
+from outboxio.dashboard.pages.operations import operation, operations
+from outboxio.dashboard.pages.overview import overview
+from outboxio.dashboard.pages.shards import shards
+from outboxio.dashboard.view import Order, Route
+
+PAGES: list[Route] = [
+    Route("overview", "/", overview, patience=6.0),
+    Route("handlers", "/handlers", handlers),
+    Route("handler", "/handlers/{name:path}", handler, patience=LONG),
+    Route("dead", "/dead", dead, patience=LONG),
+    Route("notifications", "/notifications", notifications, patience=LONG),
+    Route("events", "/events", events),
+    Route("event", "/events/{id}", event),
+    Route("payload", "/events/{id}/payload", payload, "payloads"),
+    Route("actions", "/actions", actions),
+    Route("action", "/actions/{id}", action),
+    Route("keys", "/keys", keys),
+    Route("instances", "/instances", instances),
+    Route("shards", "/shards", shards),
+    Route("operations", "/operations", operations),
+    Route("operation", "/operations/{id}", operation),
+    Route("glossary", "/glossary", glossary),
+]
+
+ORDERS: list[Order] = [
+    Order("retry", "/orders/retry", bulk_orders.retry, "retry"),
+    Order("skip", "/orders/skip", bulk_orders.skip, "skip"),
+    Order("resume", "/orders/resume", handler_orders.resume, "resume"),
+    Order("replay", "/orders/replay", handler_orders.replay, "replay"),
+    Order("backfill", "/orders/backfill", handler_orders.backfill, "backfill"),
+    Order("pause", "/orders/pause", handler_orders.pause, "pause"),
+    Order("unpause", "/orders/unpause", handler_orders.unpause, "pause"),
+    Order("unsubscribe", "/orders/unsubscribe", handler_orders.unsubscribe, "unsubscribe"),
+    Order("purge", "/orders/purge", handler_orders.purge, "purge"),
+    Order("stop", "/orders/stop", handler_orders.stop, "stop"),
+]

@@ -1,0 +1,150 @@
+"""The overview: whether anything is wrong, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.dashboard.asked import Asked
+from outboxio.dashboard.failures import PATIENCE
+from outboxio.dashboard.filters import query_of
+from outboxio.dashboard.view import View
+from outboxio.errors import OutboxError
+from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.group import Group
+from outboxio.operations.overview.values import Finding, HandlerStatus, KeyStatus, Overview
+
+FOLDED_FROM = 4
+"""Handlers in order, from this number on, are folded below the handlers with a finding."""
+
+MOST_NEEDS = 5
+_GROUPED = 200  # the newest failures, among which the overview shows the largest groups
+_DAY = timedelta(days=1)
+
+
+class Needs(Struct, frozen=True):
+    """What needs a person, besides the findings."""
+
+    groups: Sequence[Group] = ()
+    """Failures of the last 24 hours, grouped by error: the largest groups."""
+    grouped_over: str = ""
+    """The number of failures that the groups were made of, in words."""
+    keys: Sequence[KeyStatus] = ()
+    """The longest parked keys."""
+    error: str | None = None
+    """Why the rest could not be read."""
+
+
+class OverviewFacts(Struct, frozen=True):
+    """The facts of the page."""
+
+    overview: Overview
+    needs: Needs
+
+
+class Mend(Struct, frozen=True):
+    """Where a finding is mended: a page, and the words of the link."""
+
+    page: str
+    words: str
+    by_handler: bool = False
+    """True if the page has a filter by handler, or is the page of the handler."""
+
+
+MENDS: Mapping[str, Mend] = {
+    "shard_unreachable": Mend("shards", "Shards"),
+    "schema_behind": Mend("shards", "Shards"),
+    "no_instance": Mend("instances", "Instances"),
+    "lock_without_holder": Mend("instances", "Instances and locks"),
+    "partition_unowned": Mend("instances", "Instances and locks"),
+    "fanout_behind": Mend("shards", "Shards"),
+    "handler_behind": Mend("handler", "See the handler", by_handler=True),
+    "handler_failing": Mend("handler", "See the handler", by_handler=True),
+    "new_dead": Mend("dead", "See the dead letters", by_handler=True),
+    "parked_keys": Mend("keys", "See the keys", by_handler=True),
+    "stuck_runs": Mend("instances", "Instances"),
+    "unroutable": Mend("notifications", "See the notifications", by_handler=True),
+    "event_without_handler": Mend("events", "See the events"),
+    "paused_long": Mend("handler", "See the handler", by_handler=True),
+    "clock_off": Mend("instances", "Instances"),
+    "operation_failed": Mend("operations", "Operations"),
+}
+"""The page that mends a finding, by the name of the rule."""
+
+
+async def overview(asked: Asked) -> View:
+    """The verdict, six figures, the handlers worst first, what needs a person, instances and shards."""
+    found, needs = await asyncio.gather(asked.admin.overview(), asked.lately("needs", lambda: _needs(asked)))
+    if not asked.access.may("payloads"):
+        found, needs = without_messages(found), _only_types(needs)
+    shown, folded = parted(found.handlers)
+    links = {finding: mended_at(finding, asked) for finding in found.findings}
+    like = [asked.url("dead", **query_of(group.filter)) for group in needs.groups]
+    return View(
+        template="overview.html",
+        title="Overview",
+        facts=OverviewFacts(found, needs),
+        shown={"links": links, "like": like, "handlers": shown, "folded": folded},
+    )
+
+
+def mended_at(finding: Finding, asked: Asked) -> tuple[str, str] | None:
+    """The address at which a finding is mended, and the words of the link."""
+    mend = MENDS.get(finding.rule)
+    if mend is None or not asked.has(mend.page):
+        return None
+    if mend.page == "handler":
+        return (asked.url("handler", name=finding.handler), mend.words) if finding.handler else None
+    return asked.url(mend.page, handler=finding.handler if mend.by_handler else None), mend.words
+
+
+def parted(handlers: Sequence[HandlerStatus]) -> tuple[Sequence[HandlerStatus], Sequence[HandlerStatus]]:
+    """The handlers that are shown, and the handlers in order that are folded."""
+    well = [one for one in handlers if one.level == "ok" and not one.paused_since and not one.dead_hour]
+    if len(well) == len(handlers) or len(well) < FOLDED_FROM:
+        return handlers, ()
+    return [one for one in handlers if one not in well], well
+
+
+def without_messages(found: Overview) -> Overview:
+    """The overview without the messages of errors, which may quote a payload."""
+    findings = tuple(map(_without_message, found.findings))
+    verdict = [finding.sentence for finding in findings] or found.verdict
+    return replace(found, findings=findings, verdict=verdict)
+
+
+def _without_message(finding: Finding) -> Finding:
+    if finding.rule != "handler_failing" or finding.handler is None:
+        return finding
+    name = f"`{finding.handler}`"
+    figures, _, _ = finding.sentence.removeprefix(name).partition(":")
+    return replace(finding, sentence=f"{name}{figures.rstrip('.')}.")
+
+
+def _only_types(needs: Needs) -> Needs:
+    groups = [
+        replace(
+            group, fingerprint=group.fingerprint.partition(":")[0], sample="", filter=replace(group.filter, error=None)
+        )
+        for group in needs.groups
+    ]
+    return replace(needs, groups=groups)
+
+
+async def _needs(asked: Asked) -> Needs:
+    """The overview is shown without these facts, if the database does not answer."""
+    since = datetime.now(UTC).replace(tzinfo=None) - _DAY
+    try:
+        async with asyncio.timeout(PATIENCE):
+            groups, keys = await asyncio.gather(
+                asked.admin.groups(Filter(since=since), limit=_GROUPED), asked.admin.keys(limit=MOST_NEEDS)
+            )
+    except TimeoutError:
+        return Needs(error=f"The questions took longer than {PATIENCE:.0f} s.")
+    except OutboxError as error:
+        return Needs(error=str(error))
+    return Needs(groups=groups[:MOST_NEEDS], grouped_over=str(groups), keys=keys)

@@ -1,0 +1,1 @@
+"""From values to HTML: templates and their filters, charts, words, and the files that pages load."""

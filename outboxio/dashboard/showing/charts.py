@@ -1,0 +1,110 @@
+"""Charts as SVG. Colours come from classes in the style sheet, because the pages allow no style inside the text.
+
+Pure functions: numbers become text. No text of a user is in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+from msgspec import Struct
+
+_SCALE_WIDTH = 44  # at the right, for the numbers of the scale
+
+
+class Bar(Struct, frozen=True):
+    """A minute, or a longer time, of the chart of a handler."""
+
+    succeeded: int
+    failed: int = 0
+    given_up: int = 0
+    """DEAD and EXPIRED."""
+    label: str = ""
+    """The time, as ``14:05``. Digits, colons, spaces and hyphens only."""
+
+
+def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup:
+    """A small line of numbers, the oldest first. The line of zeros is at the bottom."""
+    if not values:
+        return Markup("")
+    top = max(*values, 0.0) if len(values) > 1 else max(values[0], 0.0)
+    step = width / max(1, len(values) - 1)
+    points = [
+        f"{position * step:.1f},{height - 1.5 - (value / top if top else 0.0) * (height - 3):.1f}"
+        for position, value in enumerate(values)
+    ]
+    line = " ".join(points)
+    area = f"0,{height} {line} {width},{height}"
+    told = f"from {values[0]:,.0f} to {values[-1]:,.0f}, at most {top:,.0f}"
+    flat = "" if top else " flat"
+    return Markup(
+        f'<svg class="spark{flat}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{told}" preserveAspectRatio="none"><polygon class="spark-area" points="{area}"/>'
+        f'<polyline class="spark-line" points="{line}"/></svg>'
+    )
+
+
+def bars(columns: Sequence[Bar], width: int = 1080, height: int = 200) -> Markup:
+    """Stacked columns: succeeded, failed and given up of each minute, the oldest first. Each column has a tooltip."""
+    if not columns:
+        return Markup("")
+    plot = height - 18  # below are the labels of the times
+    top = nice_top(max(one.succeeded + one.failed + one.given_up for one in columns))
+    step = (width - _SCALE_WIDTH) / len(columns)
+    parts = [_scale(top, width, plot)]
+    for position, one in enumerate(columns):
+        parts.append(_column(one, position * step, step, plot, top))
+    every = max(1, round(len(columns) / 6))
+    for position in range(0, len(columns), every):
+        if label := _plain(columns[position].label):
+            parts.append(f'<text class="chart-label" x="{position * step:.1f}" y="{height - 4}">{label}</text>')
+    total = sum(one.succeeded for one in columns), sum(one.failed + one.given_up for one in columns)
+    told = f"{total[0]:,} succeeded, {total[1]:,} failed"
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    )
+
+
+def nice_top(largest: int) -> int:
+    """The top of a scale: an even number with one digit and zeros, such as 6, 30, 400; at least 4."""
+    if largest <= 4:
+        return 4
+    step = 1
+    while step * 10 < largest:
+        step *= 10
+    return next(step * factor for factor in (2, 3, 4, 6, 8, 10) if step * factor >= largest and step * factor % 2 == 0)
+
+
+def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
+    gap = min(2.0, step / 4)
+    parts: list[str] = []
+    y = float(plot)
+    for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", one.given_up)):
+        if value:
+            size = max(1.0, value / top * plot)
+            y -= size
+            parts.append(
+                f'<rect class="bar-{name}" x="{x + gap / 2:.1f}" y="{y:.1f}" width="{step - gap:.1f}" '
+                f'height="{size:.1f}"/>'
+            )
+    told = f"{_plain(one.label)} {one.succeeded:,} succeeded, {one.failed:,} failed, {one.given_up:,} given up".strip()
+    hover = f'<rect class="bar-hover" x="{x:.1f}" y="0" width="{step:.1f}" height="{plot}"/>'
+    return f"<g><title>{told}</title>{hover}{''.join(parts)}</g>"
+
+
+def _scale(top: int, width: int, plot: int) -> str:
+    parts: list[str] = []
+    for part in (0.0, 0.5, 1.0):
+        y = max(0.5, plot - part * plot)
+        parts.append(f'<line class="chart-line" x1="0" x2="{width - _SCALE_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        if part:
+            under = y + (11 if part == 1 else 4)
+            told = f"{top * part:,.0f}"
+            parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{told}</text>')
+    return "".join(parts)
+
+
+def _plain(label: str) -> str:
+    """The characters of a label that are allowed in SVG text without escaping."""
+    return "".join(sign for sign in label if sign.isalnum() or sign in " :-.")

@@ -1,0 +1,125 @@
+"""The question of an operator about the history of a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from itertools import zip_longest
+
+from outboxio.errors import ConfigurationError
+from outboxio.model.operating.history import HandlerHistory, HistoryPoint
+from outboxio.operations.admin_base import AdminBase
+from outboxio.operations.orders import given_handler
+from outboxio.statistics.buckets import DURATIONS, LAGS, percentile
+from outboxio.storage.protocols import HandlerMinute
+from outboxio.support.text import briefly
+
+MINUTE = timedelta(minutes=1)
+LONGEST = timedelta(hours=48)
+"""Figures by minute are kept for so long."""
+
+
+class HistoryQuestions(AdminBase):
+    """A part of ``Admin``."""
+
+    async def history(
+        self,
+        handler: str,
+        *,
+        within: timedelta = timedelta(hours=1),
+        step: timedelta = MINUTE,
+        shard: str | None = None,
+    ) -> HandlerHistory:
+        """How often a handler ran, failed and ended badly, and how long its runs took and waited, over time.
+
+        ``within``: the time until now, of 1 minute to 48 hours. ``step``: the length of a period, in whole minutes.
+        The answer has the last, unfinished period too. Processes write their figures at the end of each minute, so the
+        present minute is empty. Periods begin at multiples of ``step`` after midnight UTC.
+
+        Reads one row for each minute and process, however many handlers there are. Raises :class:`UnknownHandler` for
+        an unknown name, and :class:`ConfigurationError` for a time or a step without a meaning.
+
+        Example::
+
+            history = await outbox.admin.history("invoice-pdf", within=timedelta(hours=24), step=timedelta(minutes=15))
+            print(history.total.duration_p95, [point.succeeded for point in history.points])
+        """
+        handler, within = given_handler(handler), _within(within)
+        step = _step(step, within)
+        found: list[HandlerMinute] = []
+        chosen = self._shards.chosen(shard)
+        until = await chosen[0].now()
+        since = _floor(until - within + step, step)
+        minutes = [since + number * MINUTE for number in range((until - since) // MINUTE + 1)]
+        for one in chosen:
+            for name in await self._known.names_of(handler, one.database):
+                found += await one.database.reports.minutes_of(self._namespace, name, minutes)
+        if not found:
+            await self._known.refuse_unknown(handler, self._shards.databases(shard), among_rows=True)
+        return HandlerHistory(
+            handler_name=handler, since=since, until=until, step=step, total=_point(since, found),
+            points=_points(since, until, step, found),
+        )  # fmt: skip
+
+
+def _points(
+    since: datetime, until: datetime, step: timedelta, minutes: Sequence[HandlerMinute]
+) -> tuple[HistoryPoint, ...]:
+    periods: list[list[HandlerMinute]] = [[] for _ in range((until - since) // step + 1)]
+    for minute in minutes:
+        periods[(minute.minute_date - since) // step].append(minute)
+    return tuple(_point(since + number * step, period) for number, period in enumerate(periods))
+
+
+def _point(begin: datetime, minutes: Sequence[HandlerMinute]) -> HistoryPoint:
+    durations, lags = _added(one.durations for one in minutes), _added(one.lags for one in minutes)
+    runs = sum(durations)
+    return HistoryPoint(
+        begin=begin,
+        succeeded=sum(one.succeeded for one in minutes),
+        failed=sum(one.failed for one in minutes),
+        dead=sum(one.dead for one in minutes),
+        expired=sum(one.expired for one in minutes),
+        skipped=sum(one.skipped for one in minutes),
+        duration_mean=sum(one.duration_us for one in minutes) / 1e6 / runs if runs else None,
+        duration_p50=_percentile(DURATIONS, durations, 0.5),
+        duration_p95=_percentile(DURATIONS, durations, 0.95),
+        duration_p99=_percentile(DURATIONS, durations, 0.99),
+        lag_p50=_percentile(LAGS, lags, 0.5),
+        lag_p95=_percentile(LAGS, lags, 0.95),
+        lag_p99=_percentile(LAGS, lags, 0.99),
+    )
+
+
+def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """Histograms added up. A different version may have written fewer buckets, or more."""
+    return [sum(numbers) for numbers in zip_longest(*histograms, fillvalue=0)]
+
+
+def _percentile(bounds: Sequence[float], buckets: Sequence[int], share: float) -> float | None:
+    number = len(bounds) + 1
+    known = [*buckets[: number - 1], sum(buckets[number - 1 :])] if buckets else []
+    return percentile(bounds, [*known, *[0] * (number - len(known))], share)
+
+
+def _within(within: object) -> timedelta:
+    if not isinstance(within, timedelta) or not MINUTE <= within <= LONGEST:
+        raise ConfigurationError(
+            f"within is {briefly(within)}; expected a timedelta of 1 minute to {LONGEST // timedelta(hours=1)} hours, "
+            "for which the figures are kept"
+        )
+    return within
+
+
+def _step(step: object, within: timedelta) -> timedelta:
+    if not isinstance(step, timedelta) or not MINUTE <= step <= within or step % MINUTE:
+        raise ConfigurationError(
+            f"step is {briefly(step)}; expected a timedelta of whole minutes, 1 or more, that is no longer than within"
+        )
+    return step
+
+
+def _floor(moment: datetime, step: timedelta) -> datetime:
+    """The last multiple of a step after midnight."""
+    midnight = datetime.min.replace(year=moment.year, month=moment.month, day=moment.day)
+    return midnight + (moment - midnight) // step * step

@@ -1,0 +1,92 @@
+"""Chromium without a window, and a site with the dashboard of a busy shop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from outboxio.dashboard import Access
+from tests.kit.busy import fill
+from tests.kit.looking import Looker
+from tests.kit.site import Site, served
+
+CHROMIUM = os.environ.get("OUTBOXIO_TEST_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+MISSING = "Chromium is missing: apt-get install --no-install-recommends chromium"
+OPTIONS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+def administrator(request: object) -> Access:
+    return Access.admin("ada@example.org")
+
+
+@pytest.fixture(scope="session")
+def busy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a busy shop, to be copied."""
+    file = tmp_path_factory.mktemp("busy") / "shop.sqlite"
+    asyncio.run(fill(f"sqlite:///{file}"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """The browser. It ends with the module: its event loop would be in the way of tests with coroutines."""
+    if CHROMIUM is None:
+        if os.environ.get("OUTBOXIO_TEST_REQUIRE"):
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(busy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The site that the tests of a module share. A test that changes rows makes a ``new_site``."""
+    with served(_copy(busy_file, tmp_path_factory), authorize=administrator) as made:
+        yield made
+
+
+@pytest.fixture
+def new_site(busy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Site]]:
+    """Makes a site of its own, with options of ``Dashboard``."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> Site:
+            options = {"authorize": administrator} | options
+            return stack.enter_context(served(_copy(busy_file, tmp_path_factory), **options))
+
+        yield make
+
+
+@pytest.fixture
+def look(chromium: Browser) -> Iterator[Callable[..., Looker]]:
+    """Opens pages; fails at the end of the test if a page said something to the console."""
+    with ExitStack() as stack:
+
+        def opened(site: Site, **options: Any) -> Looker:
+            options = {"viewport": {"width": 1280, "height": 800}} | options
+            context = chromium.new_context(base_url=site.url, **options)
+            stack.callback(context.close)
+            looker = Looker(site, context.new_page())
+            stack.callback(looker.refuse_complaints)
+            return looker
+
+        yield opened
+
+
+def _copy(file: Path, factory: pytest.TempPathFactory) -> str:
+    made = factory.mktemp("site") / "shop.sqlite"
+    shutil.copy(file, made)
+    return f"sqlite:///{made}"

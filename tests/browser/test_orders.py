@@ -1,0 +1,163 @@
+"""Orders in a real browser: without JavaScript, with the keyboard alone, for all that match, from a different site."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from playwright.sync_api import Page, expect
+
+from outboxio import Action, Filter, Outbox, Transaction
+from tests.kit.busy import PaymentTaken
+from tests.kit.looking import Looker
+from tests.kit.site import MOUNT, Site
+
+Look = Callable[..., Looker]
+NewSite = Callable[..., Site]
+MANY = 5_000
+LATER = 60_000  # milliseconds
+FAILED_PDF = Filter(states=("DEAD",), handler="invoice-pdf", error="ConnectionError")
+
+
+class TakePayments(Action):
+    """Takes payments whose invoices fail."""
+
+    number: int
+
+    async def perform(self, tx: Transaction) -> None:
+        for order in range(0, 3 * self.number, 3):
+            tx.emit(PaymentTaken(order, "customer-000", "1.00"), model_id=order, model_type="Order")
+
+
+async def dead(outbox: Outbox) -> int:
+    return int(await outbox.admin.count(FAILED_PDF))
+
+
+async def fail_many(outbox: Outbox) -> None:
+    """Have many notifications of ``invoice-pdf`` end DEAD."""
+    before = await dead(outbox)
+    await outbox.execute(TakePayments(MANY - before))
+    async with asyncio.timeout(120):
+        while await dead(outbox) < MANY:  # noqa: ASYNC110  # the handlers run in the loops of the outbox
+            await asyncio.sleep(0.2)
+
+
+def test_without_javascript_everything_that_matches_is_retried_with_progress(new_site: NewSite, look: Look) -> None:
+    site = new_site()
+    site.run(fail_many)
+    page = look(site, java_script_enabled=False).go("dead?handler=invoice-pdf&error=ConnectionError")
+
+    page.get_by_role("button", name=re.compile(r"^Retry all 5,000")).click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("5,000")
+    page.get_by_label("Reason").fill("the PDF service is back")
+    page.get_by_role("button", name=re.compile("5,000")).click()
+
+    expect(page).to_have_url(re.compile(r"/operations/"))
+    expect(page.get_by_role("progressbar")).to_be_visible()
+    for _ in range(300):
+        if page.locator(".state", has_text="DONE").count():
+            break
+        page.wait_for_timeout(200)
+        page.reload()
+    expect(page.locator("main")).to_contain_text("5,000 changed")
+    [operation] = site.run(lambda outbox: outbox.admin.operations(limit=1))
+    assert (operation.actor, operation.origin, operation.done) == ("ada@example.org", "dashboard", MANY)
+    assert operation.reason == "the PDF service is back"
+
+
+def test_the_progress_of_an_order_is_seen_without_reloading(new_site: NewSite, look: Look) -> None:
+    site = new_site()
+    site.run(fail_many)
+    looker = look(site)
+    looker.page.add_init_script("localStorage.setItem('outboxio-every', '2')")
+    operation = site.run(lambda outbox: outbox.admin.retry(FAILED_PDF, background=True))
+    page = looker.go_patiently(f"operations/{operation.id}")
+
+    expect(page.locator("main")).to_contain_text("5,000 changed", timeout=LATER)
+    expect(page.locator(".state", has_text="DONE")).to_be_visible(timeout=LATER)
+    looker.complaints.clear()  # a refresh may have been too slow, too
+
+
+def test_the_button_says_how_many_are_ticked(site: Site, look: Look) -> None:
+    page = look(site).go("dead")
+    button = page.get_by_role("button", name=re.compile(r"Retry \d+ selected"))
+    expect(button).to_be_disabled()
+
+    page.locator("input[data-one]").nth(0).check()
+    page.locator("input[data-one]").nth(2).check()
+
+    expect(button).to_have_text("Retry 2 selected")
+    page.locator("input[data-all]").check()
+    number = page.locator("input[data-one]").count()
+    expect(button).to_have_text(f"Retry {number} selected")
+
+
+def test_a_handler_is_paused_with_the_keyboard_alone(new_site: NewSite, look: Look) -> None:
+    site = new_site()
+    page = look(site).go("handlers/receipt")
+    press_until(page, "Pause")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("receipt")
+    press_until(page, "Reason")
+    page.keyboard.type("the printer is out of paper")
+    page.keyboard.press("Enter")
+
+    expect(page.get_by_role("button", name=re.compile("Unpause"))).to_be_visible()
+    [operation] = site.run(lambda outbox: outbox.admin.operations(limit=1))
+    assert (operation.kind, operation.reason) == ("pause", "the printer is out of paper")
+
+
+def press_until(page: Page, name: str) -> None:
+    """Press the tabulator until the element with this name has the focus, and can be seen to have it."""
+    told = "(e => e.innerText || e.labels?.[0]?.innerText || '')(document.activeElement)"
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if str(page.evaluate(told)).strip().startswith(name):
+            outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", f"{name} has the focus, and nobody sees it"
+            return
+    raise AssertionError(f"the tabulator does not reach {name!r}")
+
+
+def test_a_form_of_a_different_site_is_refused(new_site: NewSite, look: Look) -> None:
+    site = new_site()
+    looker = look(site)
+    looker.go("handlers/receipt")  # the browser has the cookie of the page now
+    form = f"""<form method="post" action="{site.origin}{MOUNT}/orders/pause">
+      <input name="handler" value="receipt"><input name="sure" value="yes"></form>
+      <script>document.forms[0].submit()</script>"""
+    with elsewhere(form) as url:
+        with looker.page.expect_navigation(url=re.compile("/orders/pause"), timeout=LATER) as navigation:
+            looker.page.goto(url)
+        answer = navigation.value
+
+    assert answer.status == 403
+    expect(looker.page.locator("body")).to_contain_text("different site")
+    assert not [
+        one for one in site.run(lambda outbox: outbox.admin.operations()) if one.request.get("handler") == "receipt"
+    ]
+    looker.complaints.clear()  # the browser tells of the 403
+
+
+@contextmanager
+def elsewhere(body: str) -> Iterator[str]:
+    """A page on a different site: ``localhost`` is not ``127.0.0.1``."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_address[1]}/"
+        server.shutdown()

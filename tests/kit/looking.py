@@ -1,0 +1,62 @@
+"""A person with a browser before the dashboard."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from playwright.sync_api import ConsoleMessage, Page
+
+from tests.kit.site import Site
+
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
+
+
+class Looker:
+    """A page of the browser, with what the browser complained about."""
+
+    def __init__(self, site: Site, page: Page) -> None:
+        self.site = site
+        self.page = page
+        self.complaints: list[str] = []
+        page.on("console", self._heard)
+        page.on("pageerror", lambda error: self.complaints.append(f"{page.url}: {error}"))
+
+    def _heard(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(f"{self.page.url}: {message.text}")
+
+    def refuse_complaints(self) -> None:
+        """Fail if a page said something to the console: a refused script or style, a missing file, an error."""
+        assert not self.complaints, "\n".join(self.complaints)
+
+    def go(self, path: str = "") -> Page:
+        """Open a page below the mount."""
+        answer = self.page.goto(self.site.url + path)
+        assert answer is not None
+        assert answer.status == 200, f"{path}: {answer.status}\n{self.page.inner_text('body')}"
+        return self.page
+
+    def go_patiently(self, path: str) -> Page:
+        """Open a page of a database that works hard: a page that takes longer than 2 s says so, and is asked again."""
+        for _ in range(30):
+            answer = self.page.goto(self.site.url + path)
+            if answer is not None and answer.status != 504:
+                break
+        self.complaints.clear()
+        return self.page
+
+    def faults(self) -> list[str]:
+        """What axe-core calls serious or critical on the page."""
+        self.page.evaluate(AXE)
+        found: dict[str, Any] = self.page.evaluate("axe.run()")
+        return [
+            f"{one['id']} ({one['impact']}): {json.dumps([node['html'] for node in one['nodes']][:3])}"
+            for one in found["violations"]
+            if one["impact"] in ("serious", "critical")
+        ]
+
+    def is_too_wide(self) -> bool:
+        """True if the page is wider than the screen."""
+        return bool(self.page.evaluate("document.scrollingElement.scrollWidth > innerWidth"))

@@ -1,0 +1,43 @@
+"""The pages name commands and options that exist, and the page of the command line names every command."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kit.sources import ROOT
+from tests.unit.test_cli_help import COMMANDS
+
+PAGES = ["command-line", "coming-from", "runbook", "operating", "health", "scaling-out", "guide", "web", "security"]
+_CODE = re.compile(r"```(?:bash|console|sh|text)\n(.*?)```|`(outboxio [^`]+)`", re.DOTALL)
+_TYPED = re.compile(r"^(?:\$ )?outboxio ([a-z][a-z-]*)([^\n#]*)", re.MULTILINE)
+
+
+def options_of(name: str) -> set[str]:
+    return {option for one in COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_commands_and_options_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+
+    code = "\n".join(block or inline for block, inline in _CODE.findall(text))
+    for name, rest in _TYPED.findall(code):
+        assert name in COMMANDS, f"outboxio {name}{rest}"
+        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest)
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", unquoted)) <= options_of(name), f"outboxio {name}{rest}"
+
+
+def test_the_page_of_the_command_line_has_every_command_and_only_options_that_exist() -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    begin, end = text.index("## The commands"), text.index("## Workers")
+    rows = [line for line in text[begin:end].splitlines() if line.startswith("| `")]
+
+    named = set[str]()
+    for row in rows:
+        first = re.findall(r"`([a-z][a-z-]*)[^`]*`", row.split("|")[1])
+        named |= set(first)
+        options = set(re.findall(r"--[a-z][a-z-]*", row))
+        assert options <= {option for name in first if name in COMMANDS for option in options_of(name)}, row
+    assert named == set(COMMANDS)

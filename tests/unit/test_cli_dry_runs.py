@@ -1,0 +1,154 @@
+"""A dry run gives no order: whatever the command, no row of any table changes, and no file appears."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from typer.testing import CliRunner
+
+from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
+from outboxio.cli.app import app
+from tests.unit.test_cli_help import COMMANDS
+
+APP = """
+from outboxio import Event, Outbox
+
+class Billed(Event):
+    order: int
+
+outbox = Outbox({url!r}, namespace="dry")
+"""
+
+
+class Shipped(Event):
+    order: int
+
+
+async def tell(url: str) -> tuple[UUID, UUID]:
+    """A dead letter that parks a key with two notifications behind, and an order under way; their ids."""
+    async with Outbox(url, namespace="dry") as outbox:
+        await outbox.migrate()
+
+        @outbox.handler(Shipped, name="ledger", ordered=True, retry=RetryPolicy(max_attempts=1))
+        async def ledger(envelope: EventEnvelope[Shipped]) -> None:
+            raise ConnectionError("the bank is closed")
+
+        @outbox.handler(Shipped, name="mail")
+        async def mail(envelope: EventEnvelope[Shipped]) -> None: ...
+
+        async with outbox.transaction("Ship") as tx:
+            for order in range(3):
+                tx.emit(Shipped(order), ordering_key="customer-7")
+        await outbox.drain()
+        await outbox.admin.pause("mail")
+        [dead] = await outbox.admin.list("DEAD")
+        order = await outbox.admin.retry([dead.id], reason="once more")
+        await outbox.drain()
+        return dead.id, order.id
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "dry.db"
+
+
+def rows(database: Path) -> list[str]:
+    connection = sqlite3.connect(database)
+    try:
+        return list(connection.iterdump())
+    finally:
+        connection.close()
+
+
+def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
+    url = f"sqlite:///{database}"
+    dead, done = map(str, asyncio.run(tell(url)))
+    with sqlite3.connect(database) as connection:  # a bulk order whose process is busy elsewhere
+        connection.execute("UPDATE eventlog_operations SET state = 'RUNNING', worker = 'web-1' WHERE id = ?", (done,))
+    connection.close()
+    (database.parent / "dry_app.py").write_text(APP.format(url=url))
+    # The words, the exit code, and a text of the answer.
+    orders: list[tuple[list[str], int, str]] = [
+        (["retry", dead], 0, "1 notification"),
+        (["retry", "--handler", "ledger"], 0, "1 notification"),
+        (["skip", "--all"], 0, "3 notifications"),
+        (["skip", "--all", "--background"], 0, "3 notifications"),
+        (["resume", "ledger", "customer-7"], 0, "skip 1 dead letter of key customer-7 of ledger, and let 2 notif"),
+        (["resume", "ledger", "customer-8"], 1, "not parked"),
+        (["replay", "mail", "--since", "1d"], 0, "replay would run mail again"),
+        (["backfill", "mail", "--since", "1d", "--type", "Shipped"], 0, "backfill would give mail all Shipped events"),
+        (["pause", "ledger"], 0, "no further run of ledger"),
+        (["pause", "mail"], 0, "paused already"),
+        (["unpause", "mail"], 0, "mail run again"),
+        (["unpause", "ledger"], 1, "not paused"),
+        (["purge"], 0, "more than 7d ago"),
+        (["unsubscribe", "mail"], 0, "0 waiting notifications"),
+        (["unsubscribe", "ledger"], 0, "2 waiting notifications"),
+        (["stop", done], 0, "stop would end retry"),
+        (["stop", dead], 1, "unknown"),
+        (["partitions", "ledger", "1"], 0, "1 already"),
+        (["emit", "dry_app:outbox", "Billed", '{"order": 7}'], 0, "emit would record Billed"),
+        (["migrate"], 0, "up to date"),
+        (["migrate", "--contract"], 0, "up to date"),
+    ]
+    before = rows(database)
+
+    for words, code, text in orders:
+        where = [] if "dry_app:outbox" in words else ["--database", url, "--namespace", "dry"]
+        for more in ([], ["--yes"], ["--json"]):
+            if words[0] == "migrate" and more == ["--yes"]:
+                continue
+            result = CliRunner().invoke(app, [*words, "--dry-run", *where, *more])
+            assert result.exit_code == code, (words, result.output)
+            if not more:
+                assert text in " ".join(result.stdout.split()), words
+            elif more == ["--json"] and words[0] not in ("retry", "skip", "migrate"):
+                assert json.loads(result.stdout)["dry_run"] is True
+            assert rows(database) == before, words
+    tried = {words[0] for words, _, _ in orders}
+    changing = {name for name, command in COMMANDS.items() if command.rich_help_panel == "Changing"}
+    assert changing | {"migrate"} <= tried
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "ledgre", "--since", "1d"],
+        ["backfill", "ledgre", "--since", "1d"],
+        ["pause", "ledgre"],
+        ["unpause", "ledgre"],
+        ["unsubscribe", "ledgre"],
+        ["resume", "ledgre", "customer-7"],
+        ["partitions", "ledgre", "2"],
+        ["retry", "--handler", "ledgre"],
+        ["backfill", "ledger", "--since", "1d", "--type", "Shiped"],
+    ],
+    ids=" ".join,
+)
+def test_a_dry_run_refuses_a_misspelt_name_as_the_order_does(database: Path, words: list[str]) -> None:
+    url = f"sqlite:///{database}"
+    asyncio.run(tell(url))
+
+    result = CliRunner().invoke(app, [*words, "--dry-run", "--database", url, "--namespace", "dry"])
+
+    assert result.exit_code == 2, result.output
+    assert "did you mean" in result.stderr.lower() or "ledger" in result.stderr
+
+
+def test_the_number_of_partitions_is_recorded_with_the_user_and_the_reason(database: Path) -> None:
+    url = f"sqlite:///{database}"
+    asyncio.run(tell(url))
+    where = ["--database", url, "--namespace", "dry", "--json"]
+
+    assert CliRunner().invoke(app, ["partitions", "ledger", "1", "--reason", "one writer", *where]).exit_code == 0
+    [order, *_] = json.loads(CliRunner().invoke(app, ["operations", *where]).stdout)["rows"]
+
+    assert (order["kind"], order["origin"], order["reason"]) == ("partitions", "cli", "one writer")
+    assert "@" in order["actor"]

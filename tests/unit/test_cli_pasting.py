@@ -1,0 +1,98 @@
+"""Each command that an answer names can be pasted: it names the same outbox, and reaches what the answer says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
+from outboxio.cli.app import app
+
+APP = """
+from outboxio import Outbox
+outbox = Outbox({url!r}, namespace="paste")
+"""
+HANDLER = "mail it's; all"
+
+
+class Posted(Event):
+    number: int
+
+
+async def tell(url: str) -> None:
+    async with Outbox(url, namespace="paste") as outbox:
+        await outbox.migrate()
+
+        @outbox.handler(Posted, name=HANDLER, ordered=True, retry=RetryPolicy(max_attempts=1))
+        async def handle(envelope: EventEnvelope[Posted]) -> None:
+            number = envelope.event.number
+            raise (LookupError(f"no 'address' {number} $HOME") if number % 3 else OSError("a * and a `tick`"))
+
+        async with outbox.transaction("Post") as tx:
+            for number in (*range(9), *range(9)):  # the second event of a key waits behind the first
+                tx.emit(Posted(number), ordering_key=f"key {number}")
+        await outbox.drain()
+        await outbox.admin.pause(HANDLER)
+
+
+@pytest.fixture(params=["paste_app:outbox", "--database"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    url = f"sqlite:///{tmp_path / 'paste.db'}"
+    (tmp_path / "paste_app.py").write_text(APP.format(url=url))
+    monkeypatch.delitem(sys.modules, "paste_app", raising=False)
+    asyncio.run(tell(url))
+    return [request.param] if ":" in request.param else ["--database", url, "--namespace", "paste"]
+
+
+def outboxio(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def commands_in(text: str) -> list[list[str]]:
+    return [shlex.split(found) for found in re.findall(r"(?:^|  )(outboxio .+)$", text, re.MULTILINE)]
+
+
+def test_the_commands_of_dead_letters_retry_their_groups(where: list[str]) -> None:
+    for by, numbers in (("error", [6, 3]), ("handler", [9])):
+        answer = outboxio("dead", *where, "--by", by, "--since", "1h")
+        found = commands_in(answer.stdout)
+        assert len(found) == len(numbers), answer.stdout
+        for (_, *words), number in zip(found, numbers, strict=True):
+            assert set(where) <= set(words)
+            assert "--since" in words
+            told = outboxio(*words, "--dry-run")
+            assert f"retry would reach {number} notifications" in told.stdout, told.output
+
+
+def test_the_commands_of_keys_pauses_and_faults_work(where: list[str]) -> None:
+    tried = 0
+    for command in ("keys", "paused", "doctor"):
+        answer = outboxio(command, *where)
+        for _, *words in commands_in(answer.stdout):
+            if words[0] == "worker":
+                continue
+            assert set(where) <= set(words), words
+            changes = words[0] in ("retry", "resume", "unpause")
+            told = outboxio(*words, *(["--dry-run"] if changes else []))
+            assert told.exit_code == 0, (words, told.output)
+            tried += 1
+    assert tried >= 5
+
+
+def test_a_password_is_not_repeated(tmp_path: Path) -> None:
+    from outboxio.cli import pasting
+
+    pasting.remember(None, "postgresql://ada:secret@localhost/app", None)
+    try:
+        assert "secret" not in pasting.command("retry", "1")
+        assert "secret" not in pasting.with_outbox("outboxio keys")
+    finally:
+        pasting.remember(None, None, None)

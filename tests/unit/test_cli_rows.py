@@ -1,0 +1,57 @@
+"""Rows fit the terminal: no header and no number is broken, and numbers are aligned."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outboxio.cli.rows import Column, Rows
+
+ID = "01a21485-8d0a-730d-a86e-d664b9dfd247"
+
+
+def printed(rows: Rows, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(rows)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def some() -> Rows:
+    rows = Rows("id", "handler", Column("tries", right=True), Column("due at", spare=1), Column("error", folds=True))
+    rows.add(ID, "invoice-pdf", "7", "2026-01-31 02:41:00", "ConnectionError: the server pdf:8080 refused")
+    rows.add(ID, "ledger", "1,234", "", "")
+    return rows
+
+
+def test_a_wide_terminal_shows_all_columns_with_aligned_numbers() -> None:
+    header, rule, first, second = printed(some(), 140)
+
+    assert header.split("  ")[0] == "id"
+    assert set(rule) == {"─"}
+    end = header.index("tries") + len("tries")
+    assert first[:end].endswith("    7")
+    assert second[:end].endswith("1,234")
+    assert first.endswith("refused")
+
+
+def test_a_narrower_terminal_leaves_spare_columns_out_and_folds_long_texts() -> None:
+    lines = printed(some(), 95)
+
+    assert "due at" not in lines[0]
+    assert lines[0].split() == ["id", "handler", "tries", "error"]
+    assert len(lines) == 5
+    assert all(len(line) <= 95 for line in lines)
+
+
+@pytest.mark.parametrize("width", [80, 60, 50])
+def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
+    lines = printed(some(), width)
+
+    assert lines[0] == f"{ID}  invoice-pdf"
+    assert lines[1].startswith("  tries 7")
+    assert "  tries 1,234" in lines
+    assert any("due at 2026-01-31 02:41:00" in line for line in lines)
+    assert all(len(line.rstrip()) <= width for line in lines)

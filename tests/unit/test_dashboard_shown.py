@@ -1,0 +1,229 @@
+"""Values, charts and words of the dashboard, and what a user without the right ``payloads`` gets to see of errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from xml.etree import ElementTree
+
+import pytest
+from markupsafe import Markup
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from outboxio import Event, EventEnvelope, Filter, Outbox, RetryPolicy
+from outboxio.dashboard import Access, Dashboard, allow_all
+from outboxio.dashboard.pages import ORDERS
+from outboxio.dashboard.pages.overview import parted, without_messages
+from outboxio.dashboard.showing import charts, shown, words
+from outboxio.model.notification import State
+from outboxio.model.operating.operation import OperationState
+from outboxio.operations.overview.values import Finding
+from outboxio.testing import memory_outbox
+from tests.kit.dashboards import browser
+
+NOON = datetime(2026, 11, 25, 12)
+
+
+class Paid(Event):
+    card: str
+
+
+async def filled(outbox: Outbox) -> None:
+    """A handler has failed for twelve events, with errors that quote a card."""
+
+    @outbox.handler(Paid, name="invoice: pdf", retry=RetryPolicy(max_attempts=1))
+    async def invoice(envelope: EventEnvelope[Paid]) -> None:
+        raise ConnectionError(f"no answer for card {envelope.event.card}")
+
+    async with outbox.transaction("Pay") as tx:
+        for number in range(12):
+            tx.emit(Paid(f"4111-secret-{number}"), model_id=number, model_type="Order")
+    await outbox.drain()
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (shown.number(8211), "8,211"),
+        (shown.number(0.44), "0.4"),
+        (shown.number(340.4), "340"),
+        (shown.number(0.0), "0"),
+        (shown.number(None), shown.NOTHING),
+        (shown.bounded(10_000), "10,000+"),
+        (shown.bounded(9_999), "9,999"),
+        (shown.bounded(100, 100), "100+"),
+        (shown.duration(0.0254), "25 ms"),
+        (shown.duration(0.44), "0.4 s"),
+        (shown.duration(840), "14 min"),
+        (shown.duration(None), shown.NOTHING),
+        (shown.share(0.92), "92 %"),
+        (shown.share(0.004), "< 1 %"),
+        (shown.share(0.0), "0 %"),
+        (shown.moment(NOON), "2026-11-25 12:00:00"),
+        (shown.iso(NOON), "2026-11-25T12:00:00Z"),
+        (shown.ago(NOON, NOON + timedelta(minutes=14)), "14 min ago"),
+        (shown.ago(NOON + timedelta(hours=3), NOON), "in 3 h"),
+        (shown.ago(NOON, NOON), "now"),
+        (shown.process("web-1:4711:a1b2c3d4"), "web-1:4711"),
+        (shown.shortened("a\n  b" + "c" * 200, 10), "a bcccccc…"),
+    ],
+)
+def test_values_are_shown_as_people_read_them(told: str, text: str) -> None:
+    assert told == text
+
+
+async def test_a_bounded_count_knows_whether_the_number_is_complete() -> None:
+    async with memory_outbox() as outbox:
+        await filled(outbox)
+        assert shown.bounded(await outbox.admin.count(Filter(states=("DEAD",)))) == "12"
+        assert shown.bounded(await outbox.admin.count(Filter(states=("DEAD",)), most=5)) == "5+"
+
+
+def test_names_in_a_sentence_are_code_and_never_markup() -> None:
+    told = shown.sentence("`a<b>` is behind: <i>, `")
+
+    assert isinstance(told, Markup)
+    assert told == "<code>a&lt;b&gt;</code> is behind: &lt;i&gt;, `"
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[0] * 60, [1, 2, 3], [7], [0, 10**12, 0]])
+def test_a_spark_stays_within_its_box(values: list[float]) -> None:
+    chart = ElementTree.fromstring(charts.spark(values, 120, 24))
+
+    points = [tuple(map(float, pair.split(","))) for pair in chart[1].attrib["points"].split()]
+    assert len(points) == len(values)
+    assert all(0 <= x <= 120 and 0 <= y <= 24 for x, y in points)
+    assert ("flat" in chart.attrib["class"]) == (not any(values))
+    assert charts.spark([]) == ""
+
+
+def test_bars_are_stacked_and_a_label_is_never_markup() -> None:
+    columns = [charts.Bar(90, 10, 0, "14:05"), charts.Bar(0), charts.Bar(1, 0, 100, "<script>14:06")]
+    chart = ElementTree.fromstring(charts.bars(columns, 300, 118))
+
+    assert " style=" not in charts.bars(columns)
+    groups = [node for node in chart if node.tag == "g"]
+    assert [node.attrib["class"] for node in groups[0][1:]] == ["bar-hover", "bar-ok", "bar-failed"]
+    assert groups[2][0].text == "script14:06 1 succeeded, 0 failed, 100 given up"
+    for group in groups:
+        heights = [float(node.attrib["height"]) for node in group[2:]]
+        assert sum(heights) <= 100.01
+    assert charts.bars([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("largest", "top"), [(0, 4), (4, 4), (5, 6), (11, 20), (21, 30), (61, 80), (401, 600), (99_999, 10**5)]
+)
+def test_the_top_of_a_scale_is_a_round_number(largest: int, top: int) -> None:
+    assert charts.nice_top(largest) == top
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def test_every_state_has_a_sentence_and_a_look() -> None:
+    assert set(words.STATES) == set(map(str, State))
+    assert set(map(str, State)) | set(map(str, OperationState)) <= set(words.MARKS)
+    assert set(words.MARKS.values()) == set(words.SIGNS)
+    assert set(words.OPERATIONS) == set(map(str, OperationState))
+
+
+async def test_every_term_of_the_pages_leads_to_its_place_in_the_glossary() -> None:
+    async with memory_outbox() as outbox, browser(Dashboard(outbox, authorize=allow_all)) as client:
+        await filled(outbox)
+        overview, glossary = (await client.get("/")).text, (await client.get("/glossary")).text
+
+    places = {part.partition('"')[0] for part in overview.split("/glossary#")[1:]}
+    assert len(places) > 8
+    assert {place for place in places if f'id="{place}"' not in glossary} == set()
+
+
+# --- what errors say ------------------------------------------------------------------------------
+
+
+async def test_a_user_without_the_right_to_payloads_sees_types_of_errors_only() -> None:
+    def viewer(request: Request) -> Access:
+        return Access.viewer("ada")
+
+    async with memory_outbox() as outbox:
+        await filled(outbox)
+        answers = {}
+        for name, authorize in {"all": allow_all, "viewer": viewer}.items():
+            async with browser(Dashboard(outbox, authorize=authorize)) as client:
+                answers[name] = (await client.get("/")).text + (await client.get("/?format=json")).text
+
+    assert "no answer for card" in answers["all"]
+    assert "no answer for card" not in answers["viewer"]
+    assert "secret" not in answers["viewer"]
+    assert "ConnectionError" in answers["viewer"]
+
+
+async def test_the_sentence_of_a_failing_handler_ends_before_the_message() -> None:
+    sentence = "`a: b` fails 92% of 12 runs of the last 5 minutes: ConnectionError: secret: more."
+    failing = Finding(rule="handler_failing", level="degraded", sentence=sentence, remedy="", handler="a: b", shard="x")
+    async with memory_outbox() as outbox:
+        overview = await outbox.admin.overview()
+    told = without_messages(replace(overview, findings=(failing,)))
+
+    assert told.verdict == ["`a: b` fails 92% of 12 runs of the last 5 minutes."]
+
+
+async def test_handlers_in_order_are_folded_below_handlers_with_a_finding() -> None:
+    async with memory_outbox() as outbox:
+        await filled(outbox)
+        [one] = (await outbox.admin.overview()).handlers
+    well = replace(one, level="ok", dead_hour=0)
+    bad, paused = replace(one, level="degraded"), replace(well, paused_since=NOON)
+
+    assert parted([bad, paused, well, well, well, well]) == ([bad, paused], [well] * 4)
+    assert parted([bad, well, well]) == ([bad, well, well], ())
+    assert parted([well] * 9) == ([well] * 9, ())
+
+
+# --- buttons --------------------------------------------------------------------------------------
+
+
+async def test_a_button_is_there_for_those_who_may_press_it_only() -> None:
+    def on_call(request: Request) -> Access:
+        return Access("ada", {"pause"})
+
+    async with memory_outbox() as outbox:
+        await filled(outbox)
+        pages = {}
+        for name, authorize in {"all": allow_all, "on call": on_call, "viewer": lambda _: Access.viewer("eve")}.items():
+            async with browser(Dashboard(outbox, authorize=authorize)) as client:
+                pages[name] = (await client.get("/")).text
+
+        if "pause" in {order.name for order in ORDERS}:
+            assert "/orders/pause" in pages["all"]
+            assert "/orders/pause" in pages["on call"]
+        assert "/orders/" not in pages["viewer"]
+
+
+async def test_an_order_is_told_once_by_its_record_and_no_text_of_the_address_is_shown() -> None:
+    async with memory_outbox() as outbox:
+        await filled(outbox)
+        await outbox.admin.pause("invoice: pdf", actor="ada")
+        [done] = await outbox.admin.operations()
+        async with browser(Dashboard(outbox, authorize=allow_all)) as client:
+            told = await client.get(f"/?did={done.id}")
+            unknown = await client.get("/?did=Your+password+has+expired")
+
+    assert 'class="did"' in told.text
+    assert 'class="did"' not in unknown.text
+    assert "password" not in unknown.text
+
+
+def test_without_the_extra_the_error_names_the_extra() -> None:
+    code = "import sys; sys.modules['jinja2'] = None; import outboxio; import outboxio.dashboard"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert "outboxio.dashboard needs jinja2: pip install 'outboxio[dashboard]'" in ended.stderr
