@@ -132,19 +132,20 @@ class WorkerPool:
                 continue
             if scheduler.runnable and not self._called:
                 self.call()
-            run.task = task
+            run.task, queue, due = task, run.queue, run.notification
+            spec, settled_now = queue.spec, self._settled_now
             if isinstance(run, BatchRun):
                 await self._run_batch(run, task)
                 now = loop.time()
-            elif (queue := run.queue).spec.is_too_old(notification := run.notification, self._settled_now):
+            elif settled_now > due.retention_us + spec.retention_us:  # HandlerSpec.is_too_old, without a call
                 self._leave(run)
                 settler.add(self._expire(run))
                 now = loop.time()
                 continue
             else:
                 # A transactional run waits for a connection first, and that wait is not the handler's time.
-                run.started = 0.0 if queue.spec.needs_transaction else now
-                lag = self._settled_now - notification.next_retry_us
+                run.started = 0.0 if spec.needs_transaction else now
+                lag = settled_now - due.next_retry_us
                 if watchdog.timer is None:
                     watchdog.watch()
                 outcome = await invoker.call(run, task)

@@ -25,8 +25,6 @@ from outboxio.storage.postgres import subscriptions as subscriptions_module
 from tests.kit.app import Emit, Journal, MoneyDeposited, WalletOpened, eventually
 from tests.kit.spies import Gate
 
-pytestmark = pytest.mark.with_tables
-
 MODULES = (
     database_module, events, ordering, lock, notifications, retention, schema, session, starts, subscriptions_module,
 )  # fmt: skip

@@ -545,6 +545,7 @@ async def test_a_server_without_tls_is_refused_where_tls_is_required(mysql_url: 
 # --- rights ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.with_tables(False)
 async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_administrator(
     outbox: Outbox, mysql_url: str, look: Look
 ) -> None:
@@ -563,6 +564,7 @@ async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_admini
         await look.fetch("DROP USER app_user")
 
 
+@pytest.mark.with_tables(False)
 async def test_no_database_of_the_applications_own_is_needed(mysql_url: str, look: Look) -> None:
     async with opened(Outbox(urlsplit(mysql_url)._replace(path="").geturl(), namespace="app")) as outbox:
         await check_flow(outbox, look)
@@ -579,6 +581,7 @@ def all_statements(dialect: str) -> Iterator[str]:
         yield from statements_in(file.text)
 
 
+@pytest.mark.with_tables(False)
 async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:
     async with Outbox(mysql_url, namespace="app") as first, Outbox(mysql_url, namespace="app") as second:
         assert await first.migrate() == {"default": FILES}
@@ -586,6 +589,7 @@ async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:
         assert await second.migrate() == {"default": []}
 
 
+@pytest.mark.with_tables(False)
 async def test_new_tables_have_no_index_for_older_versions(mysql_url: str, look: Look) -> None:
     async with Outbox(mysql_url, namespace="app") as outbox:
         await outbox.migrate()
@@ -597,6 +601,7 @@ async def test_new_tables_have_no_index_for_older_versions(mysql_url: str, look:
     }  # fmt: skip
 
 
+@pytest.mark.with_tables(False)
 async def test_processes_that_start_together_migrate_once(mysql_url: str) -> None:
     script = textwrap.dedent("""
         import asyncio, sys
@@ -617,6 +622,7 @@ async def test_processes_that_start_together_migrate_once(mysql_url: str) -> Non
     assert sorted(output for output, _ in outputs) == [b"0\n"] * 3 + [b"%d\n" % len(FILES)], outputs
 
 
+@pytest.mark.with_tables(False)
 async def test_an_interrupted_migration_is_taken_up_wherever_it_was_interrupted(mysql_url: str, look: Look) -> None:
     statements = list(all_statements(look.dialect))
     for done in range(len(statements) + 1):
@@ -635,6 +641,7 @@ async def test_an_interrupted_migration_is_taken_up_wherever_it_was_interrupted(
         assert [row["file"] for row in versions] == FILES, f"interrupted after {done} statements"
 
 
+@pytest.mark.with_tables(False)
 @pytest.mark.parametrize("lost", ["events", "event_notifications", "subscriptions", "leases", "consumed_events"])
 async def test_a_table_that_is_missing_is_made_again_once_its_version_is_forgotten(
     outbox: Outbox, look: Look, lost: str
@@ -647,6 +654,7 @@ async def test_a_table_that_is_missing_is_made_again_once_its_version_is_forgott
     await outbox.check()
 
 
+@pytest.mark.with_tables(False)
 @pytest.mark.parametrize(
     ("change", "missing"),
     [

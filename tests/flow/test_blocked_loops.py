@@ -25,8 +25,6 @@ from tests.kit.processes import ROOT, Worker
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.spies import counters
 
-pytestmark = pytest.mark.with_tables
-
 StartWorker = Callable[..., Awaitable[Worker]]
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

@@ -30,8 +30,6 @@ import asyncio, os
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
 
-pytestmark = pytest.mark.with_tables
-
 class Ordered(Event):
     number: int
 

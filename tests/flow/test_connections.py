@@ -36,8 +36,6 @@ from tests.kit.server_acts import ServerActs, acts_on, lock_session
 from tests.kit.spies import counters, nothing_is_handed_over
 from tests.kit.storage import Store
 
-pytestmark = pytest.mark.with_tables
-
 #: Polling cannot have found the rows.
 NO_POLLS = {"fanout_poll_delay": "60s", "handling_poll_delay": "60s"}
 

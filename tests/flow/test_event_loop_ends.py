@@ -17,8 +17,6 @@ from outboxio import Outbox
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
 from tests.kit.probes import open_transactions
 
-pytestmark = pytest.mark.with_tables
-
 ROOT = Path(__file__).parents[2]
 
 BEGINNING = """

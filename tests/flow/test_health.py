@@ -31,8 +31,6 @@ from outboxio import Event, EventEnvelope, Outbox, Settings
 from outboxio.health import verdict
 from outboxio.loops import pulse
 
-pytestmark = pytest.mark.with_tables
-
 verdict.REACHED_WITHIN = 3.0
 pulse.LONGEST_ROUND = 1.0
 pulse.SHORTEST = 1.5

@@ -36,8 +36,6 @@ from tests.kit.proxy import proxy_to
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.spies import nothing_is_handed_over
 
-pytestmark = pytest.mark.with_tables
-
 ERROR = '{"type": "ValueError", "message": "no"}'
 
 

@@ -18,8 +18,6 @@ from tests.kit.app import Emit, Look, MoneyDeposited, eventually, opened
 from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.processes import Worker
 
-pytestmark = pytest.mark.with_tables
-
 StartWorker = Callable[..., Awaitable[Worker]]
 
 PARTITIONS = 8

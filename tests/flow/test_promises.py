@@ -24,8 +24,6 @@ from tests.kit.processes import Worker
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.size import FULL
 
-pytestmark = pytest.mark.with_tables
-
 StartWorker = Callable[..., Awaitable[Worker]]
 
 LOCKS = ("app/fanout", "app/dispatch/receipt")

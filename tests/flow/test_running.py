@@ -34,8 +34,6 @@ from tests.kit.processes import ROOT
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.spies import nothing_is_handed_over, watch
 
-pytestmark = pytest.mark.with_tables
-
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 #: Connections that the pool for actions, or SQLite's writer, keeps open until ``close()``.

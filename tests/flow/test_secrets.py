@@ -30,8 +30,6 @@ SHOP = f"""
 import os
 from outboxio import Event, EventEnvelope, Outbox, Shard
 
-pytestmark = pytest.mark.with_tables
-
 class Ordered(Event):
     number: int
 

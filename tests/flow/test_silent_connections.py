@@ -27,8 +27,6 @@ from tests.kit.probes import doing
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.server_acts import acts_on
 
-pytestmark = pytest.mark.with_tables
-
 ALL_LINKS = b"\0"  # what every connection has sent
 BOUND = 20.0  # seconds: less than half of any limit in minutes, and more than a busy machine needs
 ALONE = Settings(notify=False)

@@ -18,8 +18,6 @@ from outboxio.support.clock import utc_now
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.kit.processes import Worker
 
-pytestmark = pytest.mark.with_tables
-
 StartWorker = Callable[..., Awaitable[Worker]]
 
 FANOUT, DISPATCH = "app/fanout", "app/dispatch/receipt"

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from outboxio.cli.rows import Column, Rows
+from outboxio.cli.commands.rows import Column, Rows
 
 ID = "01a21485-8d0a-730d-a86e-d664b9dfd247"
 

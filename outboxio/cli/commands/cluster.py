@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from outboxio.cli.answer import Exit, line, say, say_aside, say_json
+from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
 from outboxio.cli.pasting import command
-from outboxio.cli.rows import Column, Rows
 from outboxio.cli.shown import ago, moment, state_of
 from outboxio.outbox import Outbox
 

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from outboxio.cli.answer import Exit, line, say, say_aside, say_json
 from outboxio.cli.choice import Choice, words_of
+from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
 from outboxio.cli.pasting import command
-from outboxio.cli.rows import Column, Rows
 from outboxio.cli.shown import ago, counted, last_error, moment, say_lines, shortened, state_of
 from outboxio.cli.target import TargetError
 from outboxio.model.operating.group import Group

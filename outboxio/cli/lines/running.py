@@ -108,9 +108,15 @@ class Log(Options, frozen=True):
 
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="Level of outboxio's log: info, unless your application sets a level.", show_default=False),
+        typer.Option(
+            metavar="LEVEL",
+            help="Level of outboxio's log, debug, info, warning or error: info, unless your application sets a level.",
+            show_default=False,
+        ),
     ] = None
-    log_format: Annotated[LogFormat, typer.Option(help="How the log is written to stderr.")] = LogFormat.TEXT
+    log_format: Annotated[
+        LogFormat, typer.Option(metavar="FORMAT", help="How the log is written to stderr: text or json.")
+    ] = LogFormat.TEXT
     log_setup: Annotated[
         bool,
         typer.Option(
