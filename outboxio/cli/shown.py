@@ -13,6 +13,7 @@ from rich.text import Text
 from outboxio.cli.answer import line
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.page import BoundedCount
+from outboxio.support.json_values import is_list, is_object
 
 COLOURS: Mapping[str, str] = {
     State.DEAD: "bold red",
@@ -61,10 +62,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def last_error(record: NotificationRecord) -> str:
-    """The last error of a notification: ``TypeName: message``, or the empty text."""
-    if not record.errors:
-        return ""
-    last = record.errors[-1]
+    """The last error of a notification: ``TypeName: message``, or the empty text.
+
+    A foreign tool may have written errors of a different shape: such errors are shown as they are.
+    """
+    errors: object = record.errors
+    last = errors[-1] if is_list(errors) and errors else errors or {}
+    if not is_object(last):
+        return str(last)
     return f"{last.get('type')}: {last.get('message')}".removesuffix(": ").removesuffix(": None")
 
 

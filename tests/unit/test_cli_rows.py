@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from outboxio.cli.commands.rows import Column, Rows
+from outboxio.cli.shown import last_error
 
 ID = "01a21485-8d0a-730d-a86e-d664b9dfd247"
 
@@ -55,3 +58,19 @@ def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
     assert "  tries 1,234" in lines
     assert any("due at 2026-01-31 02:41:00" in line for line in lines)
     assert all(len(line.rstrip()) <= width for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ([], ""),
+        ([{"type": "KeyError", "message": "'ada'"}], "KeyError: 'ada'"),
+        ("broken", "broken"),
+        (["by hand"], "by hand"),
+        ({"type": "ByHand", "message": "x"}, "ByHand: x"),
+    ],
+)
+def test_errors_that_a_foreign_tool_has_written_are_shown_as_they_are(errors: object, told: str) -> None:
+    record = SimpleNamespace(errors=errors)  # the rest of a record does not matter
+
+    assert last_error(cast(Any, record)) == told
