@@ -66,8 +66,10 @@ def last_error(record: NotificationRecord) -> str:
 
     A foreign tool may have written errors of a different shape: such errors are shown as they are.
     """
+    if not record.errors:
+        return ""
     errors: object = record.errors
-    last = errors[-1] if is_list(errors) and errors else errors or {}
+    last = errors[-1] if is_list(errors) else errors
     if not is_object(last):
         return str(last)
     return f"{last.get('type')}: {last.get('message')}".removesuffix(": ").removesuffix(": None")
