@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Literal
 from uuid import UUID
@@ -28,6 +30,7 @@ from outboxio.model.operating.operation import Operation
 from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP, frozen
 from outboxio.operations.orders import given_ids
 
+LONGEST_COUNT = 5.0  # seconds
 MOST_AT_ONCE = 1_000
 """Notifications that are changed within the request, if no process works in the background."""
 COUNTED = "counted"
@@ -89,9 +92,12 @@ async def _change(kind: Kind, asked: Asked, form: Fields) -> Done | View:
 
 
 async def _planned(kind: Kind, asked: Asked, chosen: tuple[UUID, ...] | Filter, shard: str | None) -> Operation:
-    """What the order would reach; everything that a filter selects is counted up to 10,000."""
+    """What the order would reach: counted up to 100,000, or as far as a page of a list counts if that takes long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LONGEST_COUNT):
+            return await _order(kind, asked)(chosen, dry_run=True, shard=shard)
     if isinstance(chosen, tuple):
-        return await _order(kind, asked)(chosen, dry_run=True, shard=shard)
+        raise Refused(504, "The database has not answered within 5 s.", "The page Shards shows how fast it is.")
     count = await asked.admin.count(chosen, shard=shard)
     nothing = await _order(kind, asked)((), dry_run=True, shard=shard)  # for its date, and without a question
     return replace(nothing, matched=int(count), is_complete=count.is_complete)
