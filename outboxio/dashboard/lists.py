@@ -16,6 +16,7 @@ from outboxio.dashboard.filters import WORDS, filter_of, query_of, refuse_unknow
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import BoundedCount, Page
+from outboxio.support.json_values import is_list, is_object
 
 T = TypeVar("T")
 
@@ -129,11 +130,11 @@ def _row(record: NotificationRecord, *, tells: bool) -> Row:
     )
 
 
-def last_error(record: NotificationRecord) -> dict[str, Any] | None:
+def last_error(record: NotificationRecord) -> dict[str, object] | None:
     """The last error of a notification. A foreign tool may have written a different document."""
     errors: object = record.errors
-    last: object = errors[-1] if isinstance(errors, list) and errors else None
-    return last if isinstance(last, dict) else None
+    last: object = errors[-1] if is_list(errors) and errors else None
+    return last if is_object(last) else None
 
 
 async def filter_asked(asked: Asked, *states: State, words: Sequence[str] = WORDS) -> Filter:

@@ -76,7 +76,12 @@ def _field(field: str) -> Read:
 def _counts(field: str) -> Read:
     """A value for each key of a mapping."""
     get = attrgetter(field)
-    return lambda shard: [(key if isinstance(key, tuple) else (key,), value) for key, value in list(get(shard).items())]
+
+    def read(shard: ShardStatistics) -> Values:
+        counts: Mapping[str | Labels, int] = get(shard)
+        return [(key if isinstance(key, tuple) else (key,), value) for key, value in list(counts.items())]
+
+    return read
 
 
 def _of_handlers(field: str) -> Read:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,10 +15,9 @@ from playwright.sync_api import Browser, sync_playwright
 from outboxio.dashboard import Access
 from tests.kit.busy import fill
 from tests.kit.looking import Looker
+from tests.kit.programs import programs
 from tests.kit.site import Site, served
 
-CHROMIUM = os.environ.get("OUTBOXIO_TEST_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-MISSING = "Chromium is missing: apt-get install --no-install-recommends chromium"
 OPTIONS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -41,12 +39,9 @@ def busy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """The browser. It ends with the module: its event loop would be in the way of tests with coroutines."""
-    if CHROMIUM is None:
-        if os.environ.get("OUTBOXIO_TEST_REQUIRE"):
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+    program = programs.need("chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        browser = playwright.chromium.launch(executable_path=program, args=OPTIONS)
         yield browser
         browser.close()
 

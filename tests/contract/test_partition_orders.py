@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from outboxio import Batch, ConfigurationError, HandlerPartitions, Outbox, UnknownHandler
+from outboxio.cli.commands.manner import Manner
 from outboxio.cli.commands.partitions import Request, partitions
 from outboxio.cli.commands.status import status
 from outboxio.cli.commands.worker import _names_with_due_rows
@@ -472,12 +473,12 @@ async def test_the_command_shows_each_process_and_the_partitions_that_nobody_own
 ) -> None:
     outbox.handler(MoneyDeposited, name="score")(Journal())
 
-    await partitions(outbox, Request(handler="score"), as_json=False)
+    await partitions(outbox, Request(handler="score"), Manner())
     assert capsys.readouterr().out.split()[-4:] == ["1", "no", "process", "0"]
 
     async with outbox.running():
         await eventually(lambda: _owned(outbox, {"score"}))
-        await partitions(outbox, Request(handler="score"), as_json=False)
+        await partitions(outbox, Request(handler="score"), Manner())
         told = "".join(capsys.readouterr().out.split())
         assert owner_of(outbox)[:20] in told
         assert "noprocess" not in told
@@ -486,7 +487,7 @@ async def test_the_command_shows_each_process_and_the_partitions_that_nobody_own
 async def test_the_command_answers_machines(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
     outbox.handler(MoneyDeposited, name="score")(Journal())
 
-    await partitions(outbox, Request(), as_json=True)
+    await partitions(outbox, Request(), Manner(as_json=True))
 
     assert json.loads(capsys.readouterr().out) == [
         {
@@ -499,7 +500,7 @@ async def test_the_command_answers_machines(outbox: Outbox, capsys: pytest.Captu
 async def test_the_command_says_what_a_new_number_changes(server: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
     await server.admin.partitions("score", 4)
 
-    await partitions(server, Request(handler="score", number=16), as_json=False)
+    await partitions(server, Request(handler="score", number=16), Manner())
 
     told = capsys.readouterr().out
     assert "score: 4 -> 16 partitions" in told

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 PROGRAMS: Mapping[str, str] = {
+    "chromium": "apt-get install --no-install-recommends chromium",
     "git": "apt-get install git",
     "openssl": "apt-get install openssl",
     "pgbouncer": "apt-get install pgbouncer",

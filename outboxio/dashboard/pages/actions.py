@@ -79,7 +79,7 @@ async def action(asked: Asked) -> View:
     row = _row(found[0])
     page = await asked.admin.events(Filter(action=id), ROWS, asked.query.get("after"), documents=False, shard=row.shard)
     events = await event_rows(asked, [event for event in page if event.event_type is not None])
-    documents = await documents_of(asked, page[0].id, page[0].shard) if page else {}
+    documents: Mapping[str, Document] = await documents_of(asked, page[0].id, page[0].shard) if page else {}
     states: dict[str, int] = {}
     for event in events:
         for state, number in event.states.items():

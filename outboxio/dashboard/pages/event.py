@@ -23,6 +23,7 @@ from outboxio.dashboard.view import Download, Refused, View
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.operation import Operation
 from outboxio.model.operating.stored_event import EventTree, StoredEvent, worst_of
+from outboxio.support.json_values import is_list, is_object
 from outboxio.support.log import trace_id_in
 
 MOST_OPERATIONS = 500
@@ -169,7 +170,7 @@ def _names(order: Operation, event_id: UUID, records: Sequence[NotificationRecor
     request: Mapping[str, Any] = order.request
     named = request.get("ids")
     ids = {str(event_id), *(str(record.id) for record in records)}
-    if isinstance(named, list) and not ids.isdisjoint(map(str, named)):
+    if is_list(named) and not ids.isdisjoint(map(str, named)):
         return True
     key = request.get("ordering_key")
     handlers = {record.handler_name for record in records if record.ordering_key == key}
@@ -181,4 +182,4 @@ def _trace_id(headers: str | None) -> str | None:
         decoded = json.loads(headers or "null")
     except (ValueError, RecursionError):
         return None
-    return trace_id_in(decoded.get("traceparent")) if isinstance(decoded, dict) else None
+    return trace_id_in(decoded.get("traceparent")) if is_object(decoded) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -22,6 +23,7 @@ from outboxio.model.operating.operation import Operation
 from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus
 from outboxio.operations.partitions.owners import HandlerPartitions
 from outboxio.statistics.buckets import DURATIONS, LAGS
+from outboxio.support.json_values import is_object
 
 MOST_GROUPED = 200
 GROUPS, KEYS, OPERATIONS = 5, 10, 5
@@ -116,9 +118,9 @@ async def _operations(asked: Asked, name: str) -> list[Operation]:
     return found[:OPERATIONS]
 
 
-def _handler_in(request: dict[str, Any]) -> object:
-    filter: object = request.get("filter")
-    return filter.get("handler") if isinstance(filter, dict) else request.get("handler")
+def _handler_in(request: Mapping[str, object]) -> object:
+    filter = request.get("filter")
+    return filter.get("handler") if is_object(filter) else request.get("handler")
 
 
 def _bars(history: HandlerHistory) -> list[Bar]:

@@ -17,6 +17,7 @@ from outboxio.errors import OutboxError
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.operations.asking.filters import given_filter
+from outboxio.support.json_values import is_list, is_object
 
 HIDDEN = "(hidden)"
 MOST_LEFT = 10_000
@@ -94,10 +95,10 @@ async def operation(asked: Asked) -> View:
 def filter_in(operation: Operation) -> Filter | None:
     """The filter of a bulk order, with the moment before which notifications match."""
     given, search = operation.request.get("filter"), operation.request.get("search")
-    if not isinstance(given, dict):
+    if not is_object(given):
         return None
     fields: dict[str, Any] = {name: given[name] for name in Filter.__struct_fields__ if name in given}
-    if isinstance(search, dict) and search.get("until"):
+    if is_object(search) and search.get("until"):
         fields["until"] = search["until"]
     for name in fields.keys() & {"since", "until"}:
         fields[name] = datetime.fromisoformat(fields[name])
@@ -134,7 +135,7 @@ def _without_errors(operation: Operation) -> Operation:
 
 
 def _hidden(value: object) -> object:
-    return {**value, "error": HIDDEN} if isinstance(value, dict) and value.get("error") else value
+    return {**value, "error": HIDDEN} if is_object(value) and value.get("error") else value
 
 
 async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> Count | None:
@@ -163,7 +164,7 @@ def _waits(operation: Operation, now: datetime) -> bool:
 
 
 def _value(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) if is_list(value) else str(value)
 
 
 def _is_id(text: str) -> bool:

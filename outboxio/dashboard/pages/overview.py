@@ -83,7 +83,7 @@ async def overview(asked: Asked) -> View:
         found, needs = without_messages(found), _only_types(needs)
     shown, folded = parted(found.handlers)
     links = {finding: mended_at(finding, asked) for finding in found.findings}
-    like = [asked.url("dead", **query_of(group.filter)) for group in needs.groups]
+    like = [asked.url("notifications", **query_of(group.filter)) for group in needs.groups]
     return View(
         template="overview.html",
         title="Overview",

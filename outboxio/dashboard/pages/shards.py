@@ -41,12 +41,12 @@ async def shards(asked: Asked) -> View:
     refuse_unknown_words(asked.query, OTHER_WORDS)
     overview, settings = await overview_for(asked), asked.outbox.settings
     is_up = any(shard.is_reachable and shard.schema is None for shard in overview.shards)
-    operations = await asked.admin.operations(_LOOKED_AT) if is_up and len(overview.shards) == 1 else []
+    orders: list[Operation] = await asked.admin.operations(_LOOKED_AT) if is_up and len(overview.shards) == 1 else []
     facts = ShardsFacts(
         shards=overview.shards,
         findings=tuple(finding for finding in overview.findings if finding.rule in _RULES),
         kept=Kept(keep_finished=_kept(settings.keep_finished), keep_dead=_kept(settings.keep_dead)),
-        last_purge=next((one for one in operations if one.kind == "purge"), None),
+        last_purge=next((one for one in orders if one.kind == "purge"), None),
     )
     return View(template="shards.html", title="Shards", facts=facts, shown={"links": links_of(facts.findings, asked)})
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from uuid import UUID
 
 from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.support.clock import naive_utc
+from outboxio.support.json_values import is_list, is_object
 
 _LATE = timedelta(minutes=1)
 _DUE = (State.PENDING, State.FAILED, State.DYING)
@@ -63,7 +63,7 @@ def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> D
     """The notification for a page. ``tells``: False leaves out messages and tracebacks."""
     entries: object = record.errors
     due = record.next_retry_at if record.state in _DUE else None
-    errors = [_error(entry, tells) for entry in entries] if isinstance(entries, list) else []
+    errors = [_error(entry, tells) for entry in entries] if is_list(entries) else []
     return Delivery(
         id=record.id,
         handler_name=record.handler_name,
@@ -84,7 +84,7 @@ def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> D
 
 def _error(entry: object, tells: bool) -> ErrorRow:
     """An entry of the column ``errors``, which a foreign tool may have written."""
-    parts: Mapping[str, Any] = entry if isinstance(entry, dict) else {"type": "Unknown", "message": entry}
+    parts: Mapping[str, object] = entry if is_object(entry) else {"type": "Unknown", "message": entry}
     attempt = parts.get("attempt")
     return ErrorRow(
         attempt=attempt if isinstance(attempt, int) else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import Raw, Struct
@@ -40,9 +40,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
-        fields: Mapping[Any, Any] = value
+        fields = cast("Mapping[object, object]", value)
         return {_plain(str(key)): _plain(each) for key, each in fields.items()}
     if isinstance(value, Iterable):
-        members: Iterable[Any] = value
-        return [_plain(each) for each in members]
+        return [_plain(each) for each in cast("Iterable[object]", value)]
     return value

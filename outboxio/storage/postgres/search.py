@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import msgspec
@@ -255,7 +255,7 @@ def matching(search: Search, first: int) -> tuple[str, list[Any]]:
 def _parameter(field: str, value: Any) -> Any:
     if field == "error":
         return like(value)
-    return list(map(str, value)) if isinstance(value, tuple) else value
+    return list(map(str, cast("tuple[object, ...]", value))) if isinstance(value, tuple) else value
 
 
 def _columns(requests: Sequence[Request]) -> tuple[list[Any], ...]:
