@@ -121,6 +121,7 @@ async def test_a_selection_is_confirmed_with_its_number(tmp_path: Path) -> None:
         page = await at.order("skip", {"id": ids[:3]})
         assert "Skip 3 notifications?" in words(page)
         assert "the 3 selected notifications" in words(page).lower()
+        assert "this page as JSON" not in words(page), "a confirmation has no JSON"
         assert await at.states() == {"DEAD": 5}
 
         answer = await at.confirmed("skip", {"id": ids[:3]}, reason="test orders")

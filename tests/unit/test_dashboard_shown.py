@@ -20,6 +20,7 @@ from outboxio.dashboard.showing import charts, shown, words
 from outboxio.model.notification import State
 from outboxio.model.operating.operation import OperationState
 from outboxio.operations.overview.values import Finding
+from outboxio.operations.overview.wording import past
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser
 
@@ -69,6 +70,10 @@ async def filled(outbox: Outbox) -> None:
         (shown.ago(NOON, NOON + timedelta(minutes=14)), "14 min ago"),
         (shown.ago(NOON + timedelta(hours=3), NOON), "in 3 h"),
         (shown.ago(NOON, NOON), "now"),
+        (shown.ago(NOON, NOON + timedelta(seconds=4.4)), "4 s ago"),
+        (past(0.0), "just now"),
+        (past(4.4), "4 s ago"),
+        (past(840.0), "14 min ago"),
         (shown.process("web-1:4711:a1b2c3d4"), "web-1:4711"),
         (shown.shortened("a\n  b" + "c" * 200, 10), "a bcccccc…"),
     ],

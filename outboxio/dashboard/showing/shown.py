@@ -100,7 +100,8 @@ def ago(value: datetime | None, now: datetime | None = None) -> str:
     seconds = ((now or datetime.now(UTC).replace(tzinfo=None)) - value).total_seconds()
     if abs(seconds) < 1:
         return "now"
-    return f"in {spoken(-seconds)}" if seconds < 0 else f"{spoken(seconds)} ago"
+    told = f"{abs(seconds):.0f} s" if abs(seconds) < 10 else spoken(abs(seconds))
+    return f"in {told}" if seconds < 0 else f"{told} ago"
 
 
 def sentence(text: str) -> Markup:

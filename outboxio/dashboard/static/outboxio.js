@@ -35,7 +35,7 @@
         box.indeterminate = ticked > 0 && ticked < all.length;
       }
       for (const button of holder.querySelectorAll("[data-count]")) {
-        button.textContent = button.dataset.count.replace("{n}", ticked.toLocaleString("en"));
+        button.textContent = button.dataset.count.replace("{n} ", ticked ? `${ticked.toLocaleString("en")} ` : "");
         button.disabled = ticked === 0;
       }
     }

@@ -13,7 +13,7 @@ from datetime import timedelta
 from outboxio.handlers.subscription import LONGEST_UNSEEN
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, ShardFacts
 from outboxio.operations.overview.values import Finding, Level
-from outboxio.operations.overview.wording import counted, listed, of, spoken, waiting
+from outboxio.operations.overview.wording import counted, listed, of, past, spoken, waiting
 
 UNHELD_FOR = timedelta(seconds=30)
 FANOUT_BEHIND = timedelta(seconds=30)
@@ -55,7 +55,7 @@ def no_instance(facts: ShardFacts) -> Iterator[Finding]:
     if not facts.is_known or not has_work or any(instance.is_alive for instance in facts.instances):
         return
     seen = max((instance.last_seen for instance in facts.instances), default=None)
-    when = "" if seen is None else f", and the last was seen {spoken(facts.age(seen))} ago"
+    when = "" if seen is None else f", and the last was seen {past(facts.age(seen))}"
     sentence = f"No process works{when}: events and notifications wait."
     yield _finding(facts, "no_instance", sentence, "outboxio worker module:outbox", level="down")
 
@@ -139,8 +139,8 @@ def new_dead(facts: ShardFacts) -> Iterator[Finding]:
     for handler in facts.handlers:
         if handler.dead_hour and handler.newest_dead is not None:
             ended = of(handler.dead_hour, "notification")
-            last = spoken(facts.age(handler.newest_dead))
-            sentence = f"{ended} of `{handler.name}` ended DEAD or EXPIRED within the last hour, the last {last} ago."
+            last = past(facts.age(handler.newest_dead))
+            sentence = f"{ended} of `{handler.name}` ended DEAD or EXPIRED within the last hour, the last {last}."
             yield _finding(facts, "new_dead", sentence, f"outboxio dead --handler {_word(handler.name)}", handler)
 
 

@@ -36,6 +36,13 @@ def spoken(seconds: float) -> str:
     return f"{round(seconds)} days"
 
 
+def past(seconds: float) -> str:
+    """How long ago a moment is, as exact as a person needs: ``just now``, ``4 s ago``, ``14 min ago``."""
+    if seconds < 1:
+        return "just now"
+    return f"{seconds:.0f} s ago" if seconds < 10 else f"{spoken(seconds)} ago"
+
+
 def listed(names: Sequence[str]) -> str:
     """Names: ``a``, ``b``, ``c`` and 2 more."""
     shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMED])
