@@ -160,10 +160,12 @@ async def fill(url: str, *, orders: int = ORDERS) -> None:
         await outbox.execute(MoveCustomer(CUSTOMERS[0]))
         await outbox.drain(timeout=60)
         await spread(outbox, url)
-        await write_minutes(outbox)
         some = await outbox.admin.list(state="DEAD", handler="invoice-pdf", limit=3)
         await outbox.admin.retry([row.id for row in some], actor="ada@example.org", reason="is the PDF service back?")
         await outbox.drain(timeout=60)
+        look = Look(url)
+        await look.fetch(f"DELETE FROM {look.table('handler_minutes')}")  # of the drains: one huge minute
+        await write_minutes(outbox)
 
 
 async def spread(outbox: Outbox, url: str) -> None:
