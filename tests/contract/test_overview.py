@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 
 from outboxio import EventEnvelope, Outbox, RetryPolicy, Unprocessable
+from outboxio.dashboard import Dashboard, allow_all
 from outboxio.model.lock_name import LockName
 from outboxio.operations.overview import collector, questions
 from outboxio.operations.overview.rules import RULE_NAMES
@@ -20,6 +23,7 @@ from outboxio.storage.protocols import HandlerMinute, InstanceReport
 from outboxio.support.clock import utc_now
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.kit.dashboards import browser
 from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of
 from tests.kit.proxy import proxy_to
 from tests.kit.spies import counters
@@ -42,11 +46,20 @@ async def told(outbox: Outbox) -> list[str]:
 
 
 async def sentence(outbox: Outbox, rule: str) -> str:
-    """The sentence of the only finding, which a rule has made."""
+    """The sentence of the only finding, which a rule has made. The dashboard shows the sentence, too."""
     [finding] = (await fresh_overview(outbox)).findings
     assert finding.rule == rule
     assert finding.remedy
+    assert finding.sentence.replace("`", "") in await page_of(outbox)
     return finding.sentence
+
+
+async def page_of(outbox: Outbox) -> str:
+    """The text of the overview page."""
+    async with browser(Dashboard(outbox, authorize=allow_all)) as client:
+        answer = await client.get("/")
+    assert answer.status_code == 200
+    return " ".join(html.unescape(re.sub("<[^>]+>", "", answer.text)).split())
 
 
 async def report(outbox: Outbox, instance: str = "host-a:7:c0ffee", **content: Any) -> InstanceReport:

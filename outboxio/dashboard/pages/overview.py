@@ -147,4 +147,6 @@ async def _needs(asked: Asked) -> Needs:
         return Needs(error=f"The questions took longer than {PATIENCE:.0f} s.")
     except OutboxError as error:
         return Needs(error=str(error))
+    except Exception as error:  # of the driver, if a table or an index is missing: the verdict says what is wrong
+        return Needs(error=f"{type(error).__name__}: {error}")
     return Needs(groups=groups[:MOST_NEEDS], grouped_over=str(groups), keys=keys)
