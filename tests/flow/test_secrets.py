@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import typer.main
+from httpx import AsyncClient
 from typer.testing import CliRunner
 
 from outboxio import ConfigurationError, DatabaseUnavailable, Outbox, Settings, SettingsError, Shard
@@ -123,7 +124,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
 
 def test_every_command_is_tried() -> None:
     ask_no_database = {"alembic-revision", "describe", "completion"}
-    assert set(CALLS) == commands() - ask_no_database
+    serves = {"dashboard"}  # until a signal comes: tested below
+    assert set(CALLS) == commands() - ask_no_database - serves
 
 
 async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
@@ -146,6 +148,31 @@ def test_no_command_shows_the_password_of_a_database_that_is_not_there(shell: Sh
         assert code == 3, (arguments, written)
         assert "127.0.0.1:1/app" in written or command == "health"  # a probe names the shard only
         assert SECRET not in written, (arguments, verbose)
+
+
+async def test_the_dashboard_shows_no_password_of_a_database_that_is_not_there(tmp_path: Path) -> None:
+    url = f"postgresql://ada:{SECRET}@127.0.0.1:1/app"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOXIO_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outboxio.cli", "dashboard", url, "--namespace", "shop", "--port", "0"),
+        env={**inherited, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            told = (await process.stdout.readline()).decode()
+        async with AsyncClient(base_url=told.split()[-1], timeout=60) as client:
+            answers = [await client.get(path) for path in ("/", "/dead", "/shards", "/shards?format=json")]
+    finally:
+        process.terminate()
+        rest = (await process.stdout.read()).decode()
+        await process.wait()
+
+    assert "127.0.0.1:1/app" in answers[0].text
+    assert SECRET not in told + rest + "".join(answer.text for answer in answers)
 
 
 @pytest.mark.parametrize(
