@@ -13,7 +13,7 @@ from rich.text import Text
 from outboxio.cli.answer import line
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.page import BoundedCount
-from outboxio.support.json_values import is_list, is_object
+from outboxio.support.codec import is_list, is_object
 
 COLOURS: Mapping[str, str] = {
     State.DEAD: "bold red",

@@ -16,7 +16,7 @@ from outboxio.dashboard.filters import WORDS, filter_of, query_of, refuse_unknow
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import BoundedCount, Page
-from outboxio.support.json_values import is_list, is_object
+from outboxio.support.codec import is_list, is_object
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
@@ -175,3 +175,17 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
             yield from _leaves(item, f"{path}.{name}")
     else:
         yield path, value.value if isinstance(value, Enum) else value
+
+
+# A tool of an application may have written a document of any shape. A type checker knows the members of a value that
+# these functions have checked as ``object``; after ``isinstance(value, dict)`` every use of a member would be accepted.
+
+
+def is_object(value: object) -> TypeGuard[dict[str, object]]:
+    """True for a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[object]]:
+    """True for a JSON list."""
+    return isinstance(value, list)

@@ -23,7 +23,7 @@ from outboxio.dashboard.view import Download, Refused, View
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.operation import Operation
 from outboxio.model.operating.stored_event import EventTree, StoredEvent, worst_of
-from outboxio.support.json_values import is_list, is_object
+from outboxio.support.codec import is_list, is_object
 from outboxio.support.log import trace_id_in
 
 MOST_OPERATIONS = 500

@@ -23,7 +23,7 @@ from outboxio.model.operating.operation import Operation
 from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus
 from outboxio.operations.partitions.owners import HandlerPartitions
 from outboxio.statistics.buckets import DURATIONS, LAGS
-from outboxio.support.json_values import is_object
+from outboxio.support.codec import is_object
 
 MOST_GROUPED = 200
 GROUPS, KEYS, OPERATIONS = 5, 10, 5

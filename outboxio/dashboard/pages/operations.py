@@ -17,7 +17,7 @@ from outboxio.errors import OutboxError
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.operations.asking.filters import given_filter
-from outboxio.support.json_values import is_list, is_object
+from outboxio.support.codec import is_list, is_object
 
 HIDDEN = "(hidden)"
 MOST_LEFT = 10_000

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.support.clock import naive_utc
-from outboxio.support.json_values import is_list, is_object
+from outboxio.support.codec import is_list, is_object
 
 _LATE = timedelta(minutes=1)
 _DUE = (State.PENDING, State.FAILED, State.DYING)
