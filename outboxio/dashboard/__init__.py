@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from outboxio.errors import ConfigurationError
 
-try:
+try:  # imported only to name a missing package; the modules below import what they use
     import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
     import starlette  # noqa: F401  # pyright: ignore[reportUnusedImport]
 except ImportError as error:

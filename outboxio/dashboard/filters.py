@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from outboxio.errors import ConfigurationError
@@ -42,9 +43,9 @@ def filter_of(values: Values, *states: State | str, now: datetime | None = None)
         filter_of(asked.values, "DEAD", "EXPIRED")  # of /dead?handler=invoice-pdf&since=2h
     """
     named = [state.strip().upper() for state in values("state") if state.strip()]
-    fields: dict[str, object] = {field: _text(values, word) for word, field in _TEXTS.items()}
-    moments = {word: _moment(values, word, now) for word in ("since", "until")}
-    return given_filter(Filter(states=tuple(named) or states, **fields, **moments))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {field: _text(values, word) for word, field in _TEXTS.items()}
+    moments: dict[str, Any] = {word: _moment(values, word, now) for word in ("since", "until")}
+    return given_filter(Filter(states=tuple(named) or states, **fields, **moments))
 
 
 def refuse_unknown_words(given: Iterable[str], known: Iterable[str]) -> None:

@@ -117,7 +117,7 @@ def _uvicorn() -> Any:
 def _without_signals(uvicorn: Any) -> Any:
     """The server of uvicorn, which leaves the signals to this command."""
 
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class Server(uvicorn.Server):  # type: ignore[misc]  # imported by the call, so a checker knows no base
         def capture_signals(self) -> Any:
             return nullcontext()
 
