@@ -7,7 +7,13 @@ from typing import Protocol
 from uuid import UUID
 
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
+from outboxio.storage.protocols.events import (
+    ActionPlace,
+    EventSearchRepository,
+    EventSummary,
+    FoundAction,
+    FoundActions,
+)
 
 MOST_OF_ACTION = 20
 """Events of an action that a list shows."""
@@ -16,19 +22,8 @@ _AT_ONCE = 200  # events of a read
 _READS = 5  # of a page
 
 
-class Events(Protocol):
+class Events(EventSearchRepository, Protocol):
     """The reads of the walk."""
-
-    async def newest(
-        self,
-        namespace: str,
-        search: Search,
-        limit: int,
-        after: UUID | None = None,
-        *,
-        most: int = 10_000,
-        documents: bool = True,
-    ) -> FoundEvents: ...
 
     async def matching(self, namespace: str, search: Search, ids: Sequence[str]) -> list[str]: ...
 
