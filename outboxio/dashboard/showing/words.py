@@ -48,7 +48,7 @@ TERMS: Mapping[str, str] = {
     "waiting for fan-out": "Events that have no notifications yet. A healthy system fans an event out within a second.",
     "due": "Notifications that a handler should handle now.",
     "oldest due": "How long the first due notification has waited. A healthy handler keeps this short.",
-    "waiting": "Notifications that become due later: delayed, scheduled, or before their retry.",
+    "due later": "Notifications that are delayed, scheduled, or before their retry.",
     "blocked": "Notifications behind an unfinished notification with the same ordering key.",
     "dead letters": "DEAD and EXPIRED notifications: nothing happens to them until somebody retries or skips them.",
     "parked key": "An ordering key whose first unfinished notification stands behind a dead letter. "
