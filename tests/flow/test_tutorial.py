@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 
@@ -52,7 +53,7 @@ def lines_of(file: Path) -> list[str]:
 
 def test_there_are_seven_steps_and_each_says_where_to_go_on() -> None:
     assert len(STEPS) == 7
-    for page, following in zip(STEPS, STEPS[1:], strict=False):
+    for page, following in pairwise(STEPS):
         assert f"]({following.name})" in page.read_text("utf-8")
 
 
