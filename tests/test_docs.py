@@ -33,7 +33,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "examples" / "shop" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -50,7 +50,7 @@ def snippets(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 
 def by_name(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix()
 
 
 class Session:
@@ -110,11 +110,13 @@ def test_the_readme_lists_every_extra() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|.*\|.*\|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
-    assert listed == set(extras) - {"shop", "dev", "bench"}
+    assert listed == set(extras) - {"shop", "docs", "dev", "bench"}
 
 
 def test_the_guide_lists_every_setting_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "guide.md").read_text("utf-8"), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "how-to" / "guide.md").read_text("utf-8"), re.MULTILINE)
+    )
 
     assert rows == {leaf: spelled(getattr(Settings(), leaf)) for leaf in Settings.__struct_fields__}
 
@@ -157,7 +159,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_test_that_the_guarantees_name_exists() -> None:
-    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    text = (ROOT / "docs" / "reference" / "guarantees.md").read_text("utf-8")
     named = set(_TEST.findall(text))
     promises = re.findall(r"^### .+$", text, re.MULTILINE)
 
@@ -173,7 +175,7 @@ def functions_of(file: Path) -> set[str]:
 
 
 def test_every_promise_of_the_guarantees_names_a_test() -> None:
-    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    text = (ROOT / "docs" / "reference" / "guarantees.md").read_text("utf-8")
     _, *promises = re.split(r"^### ", text.split("\n## The promises\n")[1].split("\n## ")[0], flags=re.MULTILINE)
 
     assert [promise.splitlines()[0] for promise in promises if not _TEST.search(promise)] == []
@@ -181,7 +183,7 @@ def test_every_promise_of_the_guarantees_names_a_test() -> None:
 
 
 def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
-    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    text = (ROOT / "docs" / "reference" / "guarantees.md").read_text("utf-8")
 
     assert set(re.findall(r"^\| `([\w-]+)` \|.* \| [\d,]+ \|$", text, re.MULTILINE)) == set(FAULTS)
     rows = re.findall(r"^  \| (\d+) \| (.+) \|$", text, re.MULTILINE)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
 ALERTS = FOLDER / "alerts.yaml"
 DASHBOARDS = sorted(FOLDER.glob("*.json"))
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
+RUNBOOK = (ROOT / "docs" / "operate" / "runbook" / "index.md").read_text("utf-8")
 
 _METRIC = re.compile(r"\b(?:outboxio|messaging)_\w+")
 _LABELS = re.compile(r"\{[^}]*\}|\bby \([^)]*\)")
@@ -110,7 +110,7 @@ def test_every_alert_leads_to_a_section_of_the_runbook_and_every_rule_has_one() 
     headings = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
     links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules()}
 
-    assert {link.partition("#")[0] for link in links.values()} == {"docs/runbook.md"}
+    assert {link.partition("#")[0] for link in links.values()} == {"docs/operate/runbook/index.md"}
     assert {link.partition("#")[2] for link in links.values()} - headings == set()
     assert set(RULE_NAMES) - headings == set()
     for alert in links:
