@@ -44,7 +44,7 @@ types: $(VENV)/.with-dev
 bench: $(VENV)/.with-bench ## measure the speed, beside bare SQL and other projects; DATABASE=<url>, SCENARIO=drain,execute
 	@$(BENCH) --size quick $(ARGS)
 
-bench-full: $(VENV)/.with-bench ## measure in large sizes; ARGS=--write writes docs/performance.md
+bench-full: $(VENV)/.with-bench ## measure in large sizes; ARGS=--write writes docs/reference/performance.md
 	@$(BENCH) --size full $(ARGS)
 
 chaos: $(VENV)/.with-dev ## kill processes, stop servers, and check the promises; ARGS='--seed 7 --seconds 20'

@@ -1,7 +1,7 @@
 """The pytest plugin of outboxio: fixtures for an outbox in memory, its clock, and the events that a test emits.
 
 pytest imports this module in every test run, also in runs that use no fixture of outboxio. So this module is apart from
-the package, and imports the package inside of fixtures only. docs/testing.md describes the fixtures.
+the package, and imports the package inside of fixtures only. docs/how-to/testing.md describes the fixtures.
 """
 
 from __future__ import annotations

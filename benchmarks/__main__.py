@@ -22,7 +22,7 @@ from benchmarks.results import OURS, Results, Taker, joined
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
 from tests.kit.servers import Servers, Slot
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "reference"
 KEPT = Path("benchmarks.json")
 WIDTH = 140
 
@@ -143,7 +143,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what such files hold together")
     add(
         "--write", type=Path, nargs="?", const=DOCS, metavar="FOLDER",
-        help="write performance.md and its chart (default: into docs/)",
+        help="write performance.md and its chart (default: into docs/reference/)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     options.database, options.scenario = options.database or None, options.scenario or None

@@ -1,7 +1,8 @@
 """The handler's own log records get the fields of the run: event, handler, attempt, trace.
 
 :class:`Context` is a filter for Python's ``logging``, :func:`structlog_context` a processor for structlog, and
-:func:`fields` is for all other libraries. Outside of a handler all three add nothing. docs/logs.md lists the fields.
+:func:`fields` is for all other libraries. Outside of a handler all three add nothing. docs/reference/logs.md lists
+the fields.
 """
 
 from __future__ import annotations

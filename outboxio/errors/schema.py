@@ -95,7 +95,7 @@ class RightsMissing(SchemaError):
         self.statements = tuple(statements)
         super().__init__(
             f"shard {shard!r}: the database's user {who} lacks {lacking}: ask the owner of the tables to run "
-            f"{'; '.join(statements)}. docs/security.md says which rights each user needs"
+            f"{'; '.join(statements)}. docs/operate/security.md says which rights each user needs"
         )
 
 

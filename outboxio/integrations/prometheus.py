@@ -35,7 +35,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class OutboxCollector(Collector):
     """Exports the metrics of outboxes from memory.
 
-    docs/metrics.md lists the metrics. The process that fans out reads the numbers of the tables, such as
+    docs/reference/metrics.md lists the metrics. The process that fans out reads the numbers of the tables, such as
     ``outboxio_due_age_seconds``, every 15 s, from the moment at which the first collector was made. All other processes
     export no numbers of the tables. A process with several outboxes gives all outboxes to a single collector: a
     registry refuses a second collector, because a metric may appear only once.

@@ -237,7 +237,7 @@ def reading(dialect: str) -> dict[str, list[str]]:
 
 
 def ordering(dialect: str) -> Rights:
-    """The least rights of an operator who gives orders. ``docs/security.md`` lists the rights of all orders."""
+    """The least rights of an operator who gives orders. ``docs/operate/security.md`` lists the rights of all orders."""
     needed = reading(dialect)
     needed["event_notifications"] += ["UPDATE"]
     needed["operations"] += ["INSERT", "UPDATE"]
@@ -245,7 +245,7 @@ def ordering(dialect: str) -> Rights:
 
 
 def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
-    """The least rights of the loops. ``docs/security.md`` lists all rights that the loops may need later."""
+    """The least rights of the loops. ``docs/operate/security.md`` lists all rights that the loops may need later."""
     needed = reading(dialect)
     if fanout or handling:
         needed["leases"] += ["INSERT", "UPDATE"]

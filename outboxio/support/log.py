@@ -1,7 +1,7 @@
 """The log: every entry is a single line, and text from outside cannot forge an entry.
 
 An entry is a constant message with arguments, and fields: the keyword arguments of the call, as attributes of the
-record, each with the prefix ``outboxio_``. docs/logs.md lists all messages with their fields.
+record, each with the prefix ``outboxio_``. docs/reference/logs.md lists all messages with their fields.
 
 Names, sources and errors come from outside. A line break in such a text would forge an entry, and an escape sequence
 would reach the terminal of the reader. So every logger of the package is a :class:`Log`, which escapes all arguments.

@@ -1,6 +1,6 @@
 """Screenshots of the pages, with the data of the busy shop.
 
-``OUTBOXIO_TEST_WRITE_SCREENSHOTS=docs/dashboard`` writes the screenshots of the documentation, and
+``OUTBOXIO_TEST_WRITE_SCREENSHOTS=docs/operate/dashboard`` writes the screenshots of the documentation, and
 ``OUTBOXIO_TEST_WRITE_ALL_SCREENSHOTS=/tmp/pages`` writes every page, light, dark and on a phone.
 """
 

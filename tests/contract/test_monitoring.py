@@ -1,4 +1,4 @@
-"""Alerts and dashboards: every metric in them is exported, and every alert fires, and has a section in the runbook."""
+"""Alerts and dashboards: every metric in them is exported, and every alert fires, and has a page in the runbook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
 ALERTS = FOLDER / "alerts.yaml"
 DASHBOARDS = sorted(FOLDER.glob("*.json"))
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
+RUNBOOK = ROOT / "docs" / "operate" / "runbook"
 
 _METRIC = re.compile(r"\b(?:outboxio|messaging)_\w+")
 _LABELS = re.compile(r"\{[^}]*\}|\bby \([^)]*\)")
@@ -106,20 +106,24 @@ def test_prometheus_accepts_the_alerts() -> None:
     promtool.check_rules(ALERTS)
 
 
-def test_every_alert_leads_to_a_section_of_the_runbook_and_every_rule_has_one() -> None:
-    headings = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
+def test_every_alert_leads_to_a_page_of_the_runbook_and_every_rule_has_one() -> None:
+    pages = {page.stem: page.read_text("utf-8") for page in RUNBOOK.glob("*.md") if page.stem != "index"}
     links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules()}
+    index = (RUNBOOK / "index.md").read_text("utf-8")
 
-    assert {link.partition("#")[0] for link in links.values()} == {"docs/runbook.md"}
-    assert {link.partition("#")[2] for link in links.values()} - headings == set()
-    assert set(RULE_NAMES) - headings == set()
-    for alert in links:
-        assert f"`{alert}`" in RUNBOOK
-    for name in headings:
-        section = RUNBOOK.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        assert [word for word in ("**Means.**", "**Look.**", "**Mend.**") if word not in section] == []
+    assert {link.rpartition("/")[0] for link in links.values()} == {"docs/operate/runbook"}
+    assert {link.rpartition("/")[2].removesuffix(".md") for link in links.values()} - set(pages) == set()
+    assert set(RULE_NAMES) - set(pages) == set()
+    for alert, link in links.items():
+        assert f"`{alert}`" in index
+        assert f"`{alert}`" in (ROOT / link).read_text("utf-8")
+    for name, page in pages.items():
+        assert f"[{name}]({name}.md)" in index
+        assert f"Rule: `{name}`." in page
+        assert [head for head in HEADS if f"\n## {head}\n" not in page] == [], name
 
 
+HEADS = ("Meaning", "Where to look", "How to mend the fault")
 OF_HANDLER = '{namespace="shop",shard="default",handler="h",instance="a:1"}'
 OF_SHARD = '{namespace="shop",shard="default",instance="a:1"}'
 CONSUMED = 'messaging_client_consumed_messages_total{{namespace="shop",shard="default",handler="h",outcome="{}"}}'

@@ -20,7 +20,7 @@ from outboxio.testing import memory_outbox
 from tests.kit import promtool
 from tests.kit.app import Emit, MoneyDeposited, WalletOpened, eventually
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 Envelope = EventEnvelope[MoneyDeposited]
 Labels = tuple[tuple[str, str], ...]
 

@@ -1,4 +1,4 @@
-"""The rights in docs/security.md are enough for each user, and no right is superfluous."""
+"""The rights in docs/operate/security.md are enough for each user, and no right is superfluous."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "security.md"
 HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
 ROLES = ("app_producer", "app_worker", "app_operator")
 

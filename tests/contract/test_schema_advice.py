@@ -307,7 +307,7 @@ async def refused_until_granted(users: Users, way: Callable[[], Awaitable[Any]],
         for words in (
             "shard 'default'",
             "app_bare",
-            "docs/security.md",
+            "docs/operate/security.md",
             *refusal.statements,
             *says[: 9 * (not number)],
         ):

@@ -1,4 +1,4 @@
-"""TLS as docs/security.md describes it; more of MySQL's TLS is in ``test_mysql_storage.py``."""
+"""TLS as docs/operate/security.md describes it; more of MySQL's TLS is in ``test_mysql_storage.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The log messages of the package, read from the source: logger, levels, message, and fields.
 
-``python -m tests.kit.log_messages`` prints the table of docs/logs.md; ``--write`` puts it into the page.
+``python -m tests.kit.log_messages`` prints the table of docs/reference/logs.md; ``--write`` puts it into the page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tests.kit.sources import ROOT, modules
 
-PAGE = ROOT / "docs" / "logs.md"
+PAGE = ROOT / "docs" / "reference" / "logs.md"
 HEADING = "## All messages"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 RUN = "the run"

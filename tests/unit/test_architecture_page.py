@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
+ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "explanation" / "architecture.md", ROOT / "CONTRIBUTING.md"
 
 _PATH = re.compile(r"`((?:outboxio|sql|tests|docs)/[\w/.-]+?)(?::([\w.]+))?`")
 
@@ -57,17 +57,20 @@ def test_every_folder_of_the_package_is_on_the_architecture_page() -> None:
 
 def test_the_architecture_page_lists_every_decision_record_with_its_title() -> None:
     text = ARCHITECTURE.read_text("utf-8")
-    listed = re.findall(r"^\| \[\d+\]\(decisions/[\w.-]+\) \| .+ \|$", text, re.MULTILINE)
+    listed = re.findall(r"^\| \[\d+\]\(\.\./decisions/[\w.-]+\) \| .+ \|$", text, re.MULTILINE)
 
     rows = []
     for file in sorted((ROOT / "docs" / "decisions").glob("*.md")):
         number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
-        rows.append(f"| [{number}](decisions/{file.name}) | {title} |")
+        rows.append(f"| [{number}](../decisions/{file.name}) | {title} |")
     assert listed == rows
 
 
 def test_the_figures_of_the_readme_are_on_the_performance_page() -> None:
-    readme, measured = (ROOT / "README.md").read_text("utf-8"), (ROOT / "docs" / "performance.md").read_text("utf-8")
+    readme, measured = (
+        (ROOT / "README.md").read_text("utf-8"),
+        (ROOT / "docs" / "reference" / "performance.md").read_text("utf-8"),
+    )
     _, _, *rows = readme.split("Five figures")[1].split("\n\n")[1].splitlines()
     figures = {figure for row in rows for cell in row.split("|")[2:] for figure in re.findall(r"\d[\d,.]*\d", cell)}
 

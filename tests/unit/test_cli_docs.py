@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.kit.sources import ROOT
 from tests.unit.test_cli_help import COMMANDS
 
-PAGES = ["command-line", "coming-from", "runbook", "operating", "health", "scaling-out", "guide", "web", "security"]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 _CODE = re.compile(r"```(?:bash|console|sh|text)\n(.*?)```|`(outboxio [^`]+)`", re.DOTALL)
 _TYPED = re.compile(r"^(?:\$ )?outboxio ([a-z][a-z-]*)([^\n#]*)", re.MULTILINE)
 
@@ -18,9 +19,9 @@ def options_of(name: str) -> set[str]:
     return {option for one in COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_names_commands_and_options_that_exist(page: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_names_commands_and_options_that_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
 
     code = "\n".join(block or inline for block, inline in _CODE.findall(text))
     for name, rest in _TYPED.findall(code):
@@ -30,7 +31,7 @@ def test_a_page_names_commands_and_options_that_exist(page: str) -> None:
 
 
 def test_the_page_of_the_command_line_has_every_command_and_only_options_that_exist() -> None:
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     begin, end = text.index("## The commands"), text.index("## Workers")
     rows = [line for line in text[begin:end].splitlines() if line.startswith("| `")]
 

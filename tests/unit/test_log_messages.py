@@ -1,4 +1,4 @@
-"""Messages of the log are constant, fields are keyword arguments, and docs/logs.md lists them all."""
+"""Messages of the log are constant, fields are keyword arguments, and docs/reference/logs.md lists them all."""
 
 from __future__ import annotations
 

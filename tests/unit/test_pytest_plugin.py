@@ -208,7 +208,7 @@ def test_a_run_without_the_fixtures_imports_nothing_of_outboxio(project: pytest.
 
 def test_the_example_of_the_documentation_passes(project: pytest.Pytester) -> None:
     project.path.joinpath("conftest.py").unlink()
-    page = (ROOT / "docs" / "testing.md").read_text("utf-8")
+    page = (ROOT / "docs" / "how-to" / "testing.md").read_text("utf-8")
     project.makepyfile(test_page=page.split("```python\n")[1].split("```")[0])
 
     run(project, "--asyncio-mode=auto").assert_outcomes(passed=1)

@@ -3,5 +3,11 @@
 from outboxio import Outbox
 from shop.database import Sessions, sessions
 from shop.services import Bank, Mailer
+from shop.tracing import open_telemetry
 
-outbox = Outbox(sessions, namespace="shop", resources={Mailer: Mailer(), Bank: Bank(), Sessions: sessions})
+outbox = Outbox(
+    sessions,
+    namespace="shop",
+    resources={Mailer: Mailer(), Bank: Bank(), Sessions: sessions},
+    telemetry=open_telemetry(),
+)

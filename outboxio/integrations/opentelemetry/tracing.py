@@ -49,9 +49,9 @@ class OpenTelemetry(Telemetry):
     secrets. ``trace_unsampled=True`` makes spans for events whose trace is absent or not sampled too, and lets the
     sampler decide. ``internals=True`` adds spans of the rounds of fan-out, settling and retention that did something.
 
-    ``metrics=True`` exports the metrics of docs/metrics.md as well, to ``meter_provider`` or the global provider of the
-    process. Counters and gauges are read when they are collected. Durations and lags are histograms that are told of
-    each run, which costs 16 us a run; ``histograms=False`` leaves the histograms out.
+    ``metrics=True`` exports the metrics of docs/reference/metrics.md as well, to ``meter_provider`` or the global
+    provider of the process. Counters and gauges are read when they are collected. Durations and lags are histograms
+    that are told of each run, which costs 16 us a run; ``histograms=False`` leaves the histograms out.
 
     Raises :class:`ConfigurationError` for another ``propagation``, and :class:`SettingsError` for a ``child_within``
     that is no duration.
