@@ -17,7 +17,8 @@ from outboxio import (
     RegistrationError,
     RetryPolicy,
 )
-from outboxio.handlers.handler import Handler, HandlerRegistry, handler_from_object, make_handler
+from outboxio.handlers.handler import Handler, HandlerRegistry, make_handler
+from outboxio.handlers.handler_object import handler_from_object
 from outboxio.handlers.subscription import Subscription
 from outboxio.model.event import EventTypes
 from outboxio.support.signature import is_async
