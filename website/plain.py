@@ -22,6 +22,7 @@ SUMMARY = (
 )
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?: {4}.*\n|\n(?= {4}))*)", re.MULTILINE)
+_LAYOUT = re.compile(r"^</?div.*>\n\n?|\n?\{ \.[\w. -]+ \}", re.MULTILINE)
 _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
@@ -38,7 +39,7 @@ def write_plain(pages: Path, site: Path, navigation: list[Entry]) -> None:
 
 def plain(page: Path) -> str:
     """The Markdown of a page, with the docstrings that the HTML shows."""
-    text = _FRONT.sub("", page.read_text("utf-8"))
+    text = _LAYOUT.sub("", _FRONT.sub("", page.read_text("utf-8")))
     return _DIRECTIVE.sub(lambda match: "\n".join(_described(match[1])), text)
 
 
