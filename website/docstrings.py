@@ -33,8 +33,22 @@ def _fenced(block: re.Match[str]) -> str:
 
 
 class Marks(griffe.Extension):
-    """Griffe calls this for each object that has been read."""
+    """Griffe calls this for each object of a package that has been read."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+        if not obj.docstring:
+            return
+        obj.docstring.value = as_markdown(obj.docstring.value)
+        if isinstance(obj, griffe.Class) and (fields := _fields(obj)):
+            obj.docstring.value += f"\n\nFields:\n\n{FENCE}python\n{fields}\n{FENCE}"
+
+
+def _fields(cls: griffe.Class) -> str:
+    """The fields of a class without a constructor, such as a struct: a line for each with its type and default."""
+    found = [member for member in cls.members.values() if isinstance(member, griffe.Attribute) and member.annotation]
+    public = [field for field in found if not field.name.startswith("_")]
+    if "__init__" in cls.members:
+        return ""
+    return "\n".join(
+        f"{field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "") for field in public
+    )

@@ -1,7 +1,7 @@
 """The navigation of the site, read from the pages: no list of pages is kept beside the pages.
 
 The order of a folder is the order of the links on its ``index.md``; a heading of the second level there is a group. A
-page that the index does not link to comes last in its folder. The title of a page is its first heading.
+page that the index does not link to comes last in its folder. The title is the text of the link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def navigation(pages: Path) -> list[Entry]:
     """The navigation of all pages below a folder, as mkdocs.yml spells one."""
     sections: list[Entry] = [{"Home": "index.md"}]
     for name in SECTIONS:
-        sections.append({title_of(pages / name / "index.md"): list(_section(pages, name))})
+        title = title_of(pages / name / "index.md").partition(":")[0]
+        sections.append({title: list(_section(pages, name))})
     return sections
 
 
@@ -49,7 +50,7 @@ def _section(pages: Path, name: str) -> Iterator[Entry]:
         if page in listed or not page.startswith(f"{name}/") or not (pages / page).exists():
             continue
         listed.add(page)
-        entry = _entry(pages, page, listed)
+        entry = _entry(pages, page, item["title"].replace("`", ""), listed)
         if not title:
             yield entry
         else:
@@ -62,10 +63,10 @@ def _section(pages: Path, name: str) -> Iterator[Entry]:
         yield {"More": more}
 
 
-def _entry(pages: Path, page: str, listed: set[str]) -> Entry:
-    """A page; the index of a folder brings along the pages of that folder."""
+def _entry(pages: Path, page: str, title: str, listed: set[str]) -> Entry:
+    """A page under the title of its link; the index of a folder brings along the pages of that folder."""
     if not page.endswith("/index.md"):
-        return {title_of(pages / page): page}
+        return {title: page}
     below: list[Entry] = list(_section(pages, dirname(page)))
     listed.update(path.relative_to(pages).as_posix() for path in (pages / dirname(page)).rglob("*.md"))
-    return {title_of(pages / page): below}
+    return {title: below}

@@ -5,15 +5,16 @@ A line ``::: outboxio.Outbox``, for which the HTML shows signatures and docstrin
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-from website.docstrings import as_markdown
+import griffe
+
+from website.docstrings import FENCE, Marks
 from website.navigation import Entry
+from website.stage import ROOT
 
 SUMMARY = (
     "outboxio is an asyncio-native Python framework for the transactional outbox: an application commits its rows and "
@@ -22,6 +23,7 @@ SUMMARY = (
 )
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?: {4}.*\n|\n(?= {4}))*)", re.MULTILINE)
+_LAYOUT = re.compile(r"^</?div.*>\n\n?|\n?\{ \.[\w. -]+ \}", re.MULTILINE)
 _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
@@ -38,7 +40,7 @@ def write_plain(pages: Path, site: Path, navigation: list[Entry]) -> None:
 
 def plain(page: Path) -> str:
     """The Markdown of a page, with the docstrings that the HTML shows."""
-    text = _FRONT.sub("", page.read_text("utf-8"))
+    text = _LAYOUT.sub("", _FRONT.sub("", page.read_text("utf-8")))
     return _DIRECTIVE.sub(lambda match: "\n".join(_described(match[1])), text)
 
 
@@ -78,43 +80,29 @@ def _first_sentence(page: Path) -> str:
 
 def _described(path: str) -> Iterator[str]:
     """A public object and its public members, as Markdown."""
-    found, name = _imported(path)
-    if inspect.ismodule(found):
-        yield _docstring(found)
-        for each in getattr(found, "__all__", ()):
-            yield from _object(getattr(found, each), each, "##")
-    else:
-        yield from _object(found, name, "##")
+    package, _, name = path.partition(".")
+    yield from _object(_read(package)[name], "##")
 
 
-def _imported(path: str) -> tuple[Any, str]:
-    try:
-        return importlib.import_module(path), path
-    except ModuleNotFoundError:
-        owner, _, name = path.rpartition(".")
-        return getattr(_imported(owner)[0], name), name
+@cache
+def _read(package: str) -> griffe.Module:
+    read = griffe.load(
+        package, search_paths=[str(ROOT)], resolve_aliases=True, extensions=griffe.load_extensions(Marks())
+    )
+    assert isinstance(read, griffe.Module)
+    return read
 
 
-def _object(found: Any, name: str, level: str) -> Iterator[str]:
-    yield f"{level} `{name}{_signature(found)}`\n"
-    yield _docstring(found) + "\n"
-    if inspect.isclass(found):
-        for each, member in vars(found).items():
-            inner = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if each.startswith("_") or not inspect.getdoc(inner):
-                continue
-            if inspect.isfunction(inner) or isinstance(inner, property):
-                yield from _object(inner, f"{name}.{each}", level + "#")
-
-
-def _docstring(found: Any) -> str:
-    return as_markdown(inspect.getdoc(found) or "")
-
-
-def _signature(found: Any) -> str:
-    if not callable(found) or (inspect.isclass(found) and issubclass(found, BaseException)):
-        return ""
-    try:
-        return str(inspect.signature(found)).replace("'", "")
-    except (TypeError, ValueError):
-        return ""
+def _object(found: griffe.Object | griffe.Alias, level: str, owner: str = "") -> Iterator[str]:
+    name = f"{owner}{found.name}"
+    target = found.final_target if isinstance(found, griffe.Alias) else found
+    yield f"{level} `{name}`\n"
+    if isinstance(target, griffe.Function | griffe.Class) and (signature := target.signature()):
+        yield f"{FENCE}python\n{signature}\n{FENCE}\n"
+    if target.docstring:
+        yield target.docstring.value + "\n"
+    if isinstance(target, griffe.Class):
+        for each in target.all_members.values():
+            is_public = not each.name.startswith("_") and each.docstring
+            if is_public and (each.is_function or "property" in each.labels):
+                yield from _object(each, level + "#", f"{name}.")
