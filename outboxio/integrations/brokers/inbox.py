@@ -15,7 +15,7 @@ from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.batch import LARGEST_BATCH
 from outboxio.integrations.brokers.incoming import Incoming
 from outboxio.integrations.brokers.pending import receive_many
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import over, to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.log import log_of, type_name
 from outboxio.support.text import briefly
@@ -111,15 +111,17 @@ class BrokerInbox(ABC):
             raise ConfigurationError(f"the inbox of {self.place} is running; enter running() once")
         self._is_running = True
         self.stopping.clear()
+        receiving = asyncio.create_task(self._run(), name=f"outboxio inbox {self.place}")
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._run(), name=f"outboxio inbox {self.place}")
-                try:
-                    yield
-                finally:
-                    self.stopping.set()
+            yield
         finally:
+            self.stopping.set()
+            cancelled = await over(receiving, lambda: _cancel(receiving))
             self._is_running = False
+            if cancelled is not None:
+                raise cancelled
+            if not receiving.cancelled() and (error := receiving.exception()) is not None:
+                raise error
 
     async def _run(self) -> None:
         failures = 0
@@ -187,10 +189,9 @@ class BrokerInbox(ABC):
         for message in messages:
             if message.flaw is not None:
                 logger.error(
-                    "The inbox of %s refuses a message that cannot be stored: %s",
-                    self.place,
-                    message.flaw.without_value,
-                )
+                    "The inbox of %s refuses message %s, which cannot be stored: %s",
+                    self.place, message.place, message.flaw.without_value,
+                )  # fmt: skip
                 await self.refuse(message, message.flaw)
                 self.refused += 1
 
@@ -211,3 +212,7 @@ class BrokerInbox(ABC):
                 await self.stopping.wait()
         except TimeoutError:
             return
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

@@ -34,6 +34,8 @@ class Incoming(Struct, kw_only=True):
     key: str | None = None
     correlation_id: str | None = None
     headers: Mapping[str, str] | None = None
+    place: str = ""
+    """The place of the message in the broker, for the log."""
     raw: Any = None
     flaw: InvalidEvent | None = None
 
@@ -105,7 +107,8 @@ def incoming_of(
         else:
             found = _in_headers(named, body, fallback, escaped=escaped)
     except InvalidEvent as error:
-        return Incoming(raw=raw, flaw=error)
+        return Incoming(place=fallback.id, raw=raw, flaw=error)
+    found.place = fallback.id
     found.raw = raw
     if key is not None:
         found.key = key

@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from outboxio.integrations.brokers.pending import payload_of
 from outboxio.model.envelope import EventEnvelope
 
 VERSION = "eventversion"
@@ -78,6 +77,6 @@ def message_of(envelope: EventEnvelope[Any]) -> Message:
         subject=subject,
         key=key or event_id,
         time=envelope.event_date,
-        data=payload_of(envelope),
+        data=envelope.payload,
         attributes=attributes,
     )

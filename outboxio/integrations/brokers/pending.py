@@ -1,11 +1,9 @@
-"""Stand-ins for parts of the core that are on their way: ``Unavailable``, ``envelope.payload``, ``receive_many``."""
+"""Stand-ins for parts of the core that are on their way: ``Unavailable``, ``receive_many``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 import outboxio.errors
 from outboxio.errors import InvalidEvent, RetryAfter
@@ -21,10 +19,6 @@ class _Unavailable(RetryAfter):
 
 
 Unavailable: Any = getattr(outboxio.errors, "Unavailable", _Unavailable)
-
-
-def payload_of(envelope: Any) -> bytes:
-    return envelope.payload if hasattr(envelope, "payload") else msgspec.json.encode(envelope.event)
 
 
 async def receive_many(inbox: Any, messages: Sequence[Mapping[str, Any]], shard: str | None) -> list[Any]:

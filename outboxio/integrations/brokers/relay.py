@@ -18,11 +18,13 @@ from outboxio.integrations.brokers.message import Message, message_of
 from outboxio.integrations.brokers.pending import Unavailable
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy
+from outboxio.support.backoff import pause_after
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly, nearest
 
 PUBLISH_TIMEOUT = timedelta(seconds=5)
+LONGEST_REST = 3.0  # seconds
 HANDLER_TIMEOUT = timedelta(seconds=60)
 
 
@@ -82,15 +84,13 @@ class Relay(EventHandler[Any]):
 
     A subclass implements :meth:`connect`, :meth:`disconnect`, :meth:`publish` and :meth:`destination_of`. The relay
     connects at the first event, and :meth:`close`, which the outbox calls at its end, closes the connection. A client
-    that the application gave is used as it is, and not closed (``owns_client=False``).
+    that the application gave is used as it is, and not closed.
     """
 
     relay: ClassVar[bool] = True
     raw: ClassVar[bool] = True
 
-    def __init__(
-        self, *, prefix: str, escape: Escape = str, owns_client: bool = True, **options: Unpack[RelayOptions]
-    ) -> None:
+    def __init__(self, *, prefix: str, escape: Escape = str, **options: Unpack[RelayOptions]) -> None:
         """``prefix`` and ``escape``: as for :func:`~outboxio.integrations.brokers.formats.wire_format`."""
         self._refuse_unknown(options)
         self.__dict__.update(_handler_options(options))  # class variables, which a relay has for each object
@@ -103,8 +103,8 @@ class Relay(EventHandler[Any]):
         self.is_connected = False
         self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape)
         self._forwards_received = options.get("forwards_received", False)
-        self._owns_client = owns_client
         self._connecting = asyncio.Lock()
+        self._failures = 0
 
     @abstractmethod
     async def connect(self) -> None:
@@ -112,7 +112,7 @@ class Relay(EventHandler[Any]):
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """Close the connection that :meth:`connect` opened."""
+        """Close the connection that :meth:`connect` opened, if there is one. A client that was given stays open."""
 
     @abstractmethod
     async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
@@ -131,8 +131,28 @@ class Relay(EventHandler[Any]):
 
     async def handle(self, envelopes: list[EventEnvelope[Any]]) -> list[tuple[EventEnvelope[Any], Exception]]:
         """Send the events of a call; the events that failed, each with the reason."""
-        if not self.is_connected:
-            await self._connect_once()
+        sent, parcels, failed = self._parcels(envelopes)
+        if not parcels:
+            return failed
+        try:
+            if not self.is_connected:
+                await self._connect_once()
+            verdicts = await self.publish(parcels)
+        except Unavailable:
+            self._failures += 1
+            raise
+        is_away = False
+        for envelope, verdict in zip(sent, verdicts, strict=True):
+            if verdict is not None:
+                failed.append((envelope, verdict))
+                is_away = is_away or isinstance(verdict, Unavailable)
+        self._failures = self._failures + 1 if is_away else 0
+        return failed
+
+    def _parcels(
+        self, envelopes: Iterable[EventEnvelope[Any]]
+    ) -> tuple[list[EventEnvelope[Any]], list[Parcel], list[tuple[EventEnvelope[Any], Exception]]]:
+        """The events to send, their messages, and the events that make no message, each with the reason."""
         sent: list[EventEnvelope[Any]] = []
         parcels: list[Parcel] = []
         failed: list[tuple[EventEnvelope[Any], Exception]] = []
@@ -148,18 +168,27 @@ class Relay(EventHandler[Any]):
                 failed.append((envelope, error))
             else:
                 sent.append(envelope)
-        if parcels:
-            verdicts = await self.publish(parcels)
-            failed += [(envelope, verdict) for envelope, verdict in zip(sent, verdicts, strict=True) if verdict]
-        return failed
+        return sent, parcels, failed
 
     async def close(self) -> None:
         """Close the connection, unless the application gave the client. The outbox calls this at its end."""
         async with self._connecting:
-            if self.is_connected:
-                self.is_connected = False
-                if self._owns_client:
-                    await self.disconnect()
+            self.is_connected = False
+            await self.disconnect()
+
+    def unavailable(self, reason: str) -> Exception:
+        """The error for a broker that is away. The handler rests 0.1 s, doubled by each call that fails, up to 3 s.
+
+        So a relay is back at work soon after its broker, even after hours.
+        """
+        error: Exception = Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
+        return error
+
+    async def leave(self) -> None:
+        """Close a connection that is lost, so that the next call connects."""
+        async with self._connecting:
+            self.is_connected = False
+            await self.disconnect()
 
     async def _connect_once(self) -> None:
         """Connect, unless another call has connected meanwhile."""
@@ -168,7 +197,8 @@ class Relay(EventHandler[Any]):
                 try:
                     await self.connect()
                 except (OSError, TimeoutError) as error:
-                    raise Unavailable(f"{self.name!r} cannot reach the broker: {type_name(error)}: {error}") from error
+                    told = str(error) or type_name(error)
+                    raise self.unavailable(f"relay {self.name!r} cannot connect: {told}") from error
                 self.is_connected = True
 
     @staticmethod

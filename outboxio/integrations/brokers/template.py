@@ -49,6 +49,10 @@ class Template:
         """True if every message has the same destination."""
         return not self.fields
 
+    def example(self) -> str:
+        """The destination with ``x`` in each field, to see what the text around the fields makes."""
+        return "".join(literal + ("x" if field is not None else "") for literal, field in self._parts)
+
     def __call__(self, message: Message) -> str:
         """The destination of a message; :class:`Unprocessable` if the message lacks the value of a field."""
         if self._constant is not None:
