@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 E_co = TypeVar("E_co", bound=AnyEvent | bytes, covariant=True)
 
+_NO_HEADERS = len('"{}"')  # or null, or {}
+
 
 class Execute(Protocol):
     """Runs an action: ``ActionExecutor.execute``."""
@@ -201,6 +203,11 @@ class EventEnvelope(Generic[E_co]):
         headers = decode_object(self._row.context.headers)
         headers.pop(VERSION_HEADER, None)
         return headers
+
+    @property
+    def has_headers(self) -> bool:
+        """False if :attr:`headers` is surely empty and :attr:`event_version` is 1, found out without decoding."""
+        return len(bytes(self._row.context.headers)) > _NO_HEADERS
 
     @property
     def event_version(self) -> int:

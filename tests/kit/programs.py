@@ -15,6 +15,7 @@ import pytest
 PROGRAMS: Mapping[str, str] = {
     "chromium": "apt-get install --no-install-recommends chromium",
     "git": "apt-get install git",
+    "nats-server": "apt-get install --no-install-recommends nats-server",
     "openssl": "apt-get install openssl",
     "pgbouncer": "apt-get install pgbouncer",
     "promtool": "apt-get install --no-install-recommends prometheus",
