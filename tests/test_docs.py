@@ -27,6 +27,7 @@ from outboxio.cli.app import app
 from outboxio.support.duration import format_duration
 from tests.chaos.checker import INVARIANTS
 from tests.chaos.faults import FAULTS
+from tests.kit.words import words_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -201,6 +202,12 @@ def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
     assert set(re.findall(r"^\| `([\w-]+)` \|.* \| [\d,]+ \|$", text, re.MULTILINE)) == set(FAULTS)
     rows = re.findall(r"^  \| (\d+) \| (.+) \|$", text, re.MULTILINE)
     assert {int(number): words for number, words in rows} == INVARIANTS
+
+
+def test_a_page_has_at_most_1200_words_unless_it_is_for_reference() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "reference" not in page.parts]
+
+    assert {by_name(page): n for page in pages if (n := words_of(page).total()) > 1200} == {}
 
 
 def test_the_illustrations_are_few() -> None:

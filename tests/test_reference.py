@@ -17,7 +17,7 @@ import outboxio.integrations
 from outboxio import Batch, EventHandler, Outbox, RetryPolicy, Settings, State
 from tests.kit.sources import ROOT
 from website.meanings import COLUMNS, REMEDIES
-from website.tables import ERRORS, TABLES, error_classes, renewed
+from website.tables import SECTIONS, TABLES, error_classes, renewed
 
 REFERENCE = ROOT / "docs" / "reference"
 API = "".join(page.read_text("utf-8") for page in sorted((REFERENCE / "api").glob("*.md")))
@@ -85,7 +85,7 @@ def test_every_error_class_has_a_section_and_a_remedy() -> None:
     assert set(REMEDIES) - public == set()
 
 
-@pytest.mark.parametrize("page", [ERRORS, TABLES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", SECTIONS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_that_is_written_from_the_code_is_up_to_date(page: Path) -> None:
     assert page.read_text("utf-8") == renewed(page), "run python -m website.tables"
 

@@ -14,7 +14,9 @@ from typing import Any
 
 SECTIONS = ("tutorial", "how-to", "operate", "reference", "explanation")
 
-_ITEM = re.compile(r"^## (?P<group>.+)$|^(?:- |\d\. |\| )\[(?P<title>[^\]]+)\]\((?P<link>[^)#\s]+\.md)\)", re.MULTILINE)
+_ITEM = re.compile(
+    r"^## (?P<group>.+)$|^(?:- |\d\. |\|[^\[\n]*)\[(?P<title>[^\]]+)\]\((?P<link>[^)#\s]+\.md)\)", re.MULTILINE
+)
 
 Entry = str | dict[str, Any]
 

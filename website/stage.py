@@ -17,6 +17,9 @@ DOCS = ROOT / "docs"
 OUTSIDE = "project"
 """The folder of the site for pages made from files outside of docs/."""
 
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+"""Front matter of pages that a search for words should not find."""
+
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {
@@ -59,7 +62,7 @@ def _page(source: str) -> tuple[str, list[str]]:
     text = file.read_text("utf-8")
     if not source.endswith(".md"):
         fence = "````"
-        return f"# {source}\n\n{fence}{_LANGUAGES.get(file.suffix, 'text')}\n{text}\n{fence}\n", []
+        return f"{UNSEARCHED}# {source}\n\n{fence}{_LANGUAGES.get(file.suffix, 'text')}\n{text}\n{fence}\n", []
     linked: list[str] = []
 
     def turned(link: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Tables of the reference that are written from the code: errors, and the tables of the database.
+"""Pages that are written from the code: errors, the tables of the database, and the list of decision records.
 
 ``python -m website.tables`` writes the pages anew; a test fails while a page differs from the code.
 """
@@ -15,6 +15,7 @@ from website.meanings import COLUMNS, REMEDIES
 from website.stage import DOCS, ROOT
 
 ERRORS, TABLES = DOCS / "reference" / "errors.md", DOCS / "reference" / "tables.md"
+DECISIONS = DOCS / "decisions" / "index.md"
 MARK = "<!-- Written by python -m website.tables. -->"
 
 _TABLE = re.compile(r"((?:^-- [^\n]*\n)*)^CREATE TABLE eventlog\.(\w+) \(\n(.*?)\n\);", re.MULTILINE | re.DOTALL)
@@ -80,13 +81,24 @@ def tables_section() -> str:
     return "\n".join(lines)
 
 
+def decisions_section() -> str:
+    """A row for each decision record, with the title."""
+    rows = ["| number | decision |", "|---|---|"]
+    for file in sorted(DECISIONS.parent.glob("0*.md")):
+        number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
+        rows.append(f"| [{number}]({file.name}) | {title} |")
+    return "\n".join(rows)
+
+
 def renewed(page: Path) -> str:
     """The page with the part after the mark written anew."""
     head = page.read_text("utf-8").partition(MARK)[0]
-    section = errors_section() if page == ERRORS else tables_section()
+    section = SECTIONS[page]()
     return f"{head}{MARK}\n\n{section.rstrip()}\n"
 
 
+SECTIONS = {ERRORS: errors_section, TABLES: tables_section, DECISIONS: decisions_section}
+
 if __name__ == "__main__":
-    for each in (ERRORS, TABLES):
+    for each in SECTIONS:
         each.write_text(renewed(each), "utf-8")
