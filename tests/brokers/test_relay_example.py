@@ -29,7 +29,7 @@ def test_the_proof_fails_for_a_lost_a_double_and_a_swapped_event(
 ) -> None:
     told = story.Story(None, Path())  # type: ignore[arg-type]  # the proof needs no broker
     told._sent = 3 * len(story.CUSTOMERS)
-    right = dict.fromkeys(story.CUSTOMERS, [1, 2, 3])
+    right = {customer: [1, 2, 3] for customer in story.CUSTOMERS}
     assert told._proof(right)
     assert not told._proof(right | {"bob": numbers})
     assert "The proof FAILED" in capsys.readouterr().out
