@@ -72,7 +72,7 @@ Verdict = Exception | None
 
 * :class:`~outboxio.Unprocessable`: the broker will never take this message. The notification is DEAD.
 * :class:`~outboxio.Unavailable`: the broker is away. No attempt is used up.
-* any other error uses up an attempt, and the retry policy applies.
+* a different error uses up an attempt, and the retry policy applies.
 """
 
 
@@ -114,8 +114,8 @@ class Relay(EventHandler[Any]):
     async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
         """Send messages, at once; a verdict for each, in the order of ``parcels``.
 
-        With ``ordered``, messages of one key come in order. If one of these fails, the verdict of the later ones does
-        not count: they are sent again after the failed one.
+        With ``ordered``, messages of a key come in order. After the first failure of a key, the verdicts of the key's
+        later messages do not count: these messages are sent again after the failed message.
         """
 
     @abstractmethod
