@@ -85,7 +85,7 @@ def test_the_search_finds_a_page_without_another_server(chromium: Browser, addre
         page.on("request", lambda request: requested.append(request.url))
         page.goto(address)
         page.keyboard.press("/")
-        page.keyboard.type("dead letters")
+        page.get_by_role("combobox", name="Search").fill("dead letters")
         expect(page.get_by_text("New dead letters").first).to_be_visible(timeout=30_000)
 
     foreign = [url for url in requested if not url.startswith((address, "data:", "blob:"))]
