@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.actions.executor import ActionExecutor, WritableShard
-from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, Received
 from outboxio.invocation.claim import TakenByAnother
@@ -149,7 +149,8 @@ class Inbox:
         even if a handler before has failed, unless the handler has handled this id before. With ``on_error="raise"``
         the failures are raised together at the end, as an ``ExceptionGroup``, so that the broker delivers the message
         again and the failed handlers run again. With ``on_error="store"`` each failure becomes a notification, which
-        is retried as usual, so that the message can be acknowledged.
+        is retried as usual, so that the message can be acknowledged. A handler that raises :class:`Unavailable` gets
+        the message later, and has used up no attempt.
 
         The message is stored, and handled in its turn, for
 
@@ -210,6 +211,8 @@ class Inbox:
                 succeeded.append(handler.name)
             elif issubclass(type(error), TakenByAnother):  # isinstance() would read the error's __class__
                 done.append(handler.name)
+            elif stores and issubclass(type(error), Unavailable):
+                waiting.append(handler)
             else:
                 failed[handler.name] = error
         if waiting or (failed and stores):
