@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 
 from tests.kit.looking import AXE
 from tests.kit.sources import ROOT
-from website.build import build
+from website.build import add_version, build
 from website.docstrings import as_markdown
 from website.links import problems
 
@@ -66,6 +66,18 @@ def test_the_marks_of_docstrings_become_markdown() -> None:
     text = "See :meth:`~outboxio.Outbox.drain`.\n\nExample::\n\n    a = 1\n\n    b = 2\n\nNote::\n\n    c"
 
     assert as_markdown(text) == "See `Outbox.drain`.\n\n```python\na = 1\n\nb = 2\n```\n\nNote:\n\n```python\nc\n```"
+
+
+def test_a_version_is_a_folder_beside_the_older_versions(tmp_path: Path) -> None:
+    site, versions = tmp_path / "site", tmp_path / "sites"
+    site.mkdir()
+    for version in ("1.0", "1.1"):
+        (site / "index.html").write_text(version)
+        add_version(site, versions, version)
+
+    assert {folder.name: (folder / "index.html").read_text() for folder in versions.iterdir()} == {
+        "1.0": "1.0", "1.1": "1.1", "latest": "1.1",
+    }  # fmt: skip
 
 
 def test_a_broken_link_a_missing_anchor_and_a_foreign_script_are_found(tmp_path: Path) -> None:
