@@ -10,12 +10,11 @@ from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, cast
 
 from msgspec import Struct
 
-from outboxio.errors import ConfigurationError, Unprocessable
+from outboxio.errors import ConfigurationError, Unavailable, Unprocessable
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
 from outboxio.integrations.brokers.formats import Escape, Wire, wire_format
 from outboxio.integrations.brokers.message import Message, message_of
-from outboxio.integrations.brokers.pending import Unavailable
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.backoff import pause_after
@@ -72,7 +71,7 @@ Verdict = Exception | None
 
 * :class:`~outboxio.Unprocessable`: the broker will never take this message. The notification is DEAD.
 * :class:`~outboxio.Unavailable`: the broker is away. No attempt is used up.
-* any other error uses up an attempt, and the retry policy applies.
+* a different error uses up an attempt, and the retry policy applies.
 """
 
 
@@ -114,8 +113,8 @@ class Relay(EventHandler[Any]):
     async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
         """Send messages, at once; a verdict for each, in the order of ``parcels``.
 
-        With ``ordered``, messages of one key come in order. If one of these fails, the verdict of the later ones does
-        not count: they are sent again after the failed one.
+        With ``ordered``, messages of a key come in order. After the first failure of a key, the verdicts of the key's
+        later messages do not count: these messages are sent again after the failed message.
         """
 
     @abstractmethod
@@ -181,13 +180,12 @@ class Relay(EventHandler[Any]):
             self.is_connected = False
             await self.disconnect()
 
-    def unavailable(self, reason: str) -> Exception:
+    def unavailable(self, reason: str) -> Unavailable:
         """The error for a broker that is away. The handler rests 0.1 s, doubled by each call that fails, up to 3 s.
 
         So a relay is back at work soon after its broker, even after hours.
         """
-        error: Exception = Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
-        return error
+        return Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
 
     async def leave(self) -> None:
         """Close a connection that is lost, so that the next call connects."""
