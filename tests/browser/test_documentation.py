@@ -17,6 +17,7 @@ from tests.kit.sources import ROOT
 from website.build import add_version, build
 from website.docstrings import as_markdown
 from website.links import problems
+from website.navigation import navigation
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,7 @@ def test_a_page_can_be_read_on_a_phone(chromium: Browser, address: str, page: st
         rules = {"runOnly": ["color-contrast", "image-alt", "link-name", "heading-order"]}
         found = opened.evaluate("options => axe.run('article', options)", rules)
         assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+
+
+def test_every_page_is_linked_from_the_index_of_its_folder() -> None:
+    assert "{'More': " not in str(navigation(ROOT / "docs")), "add the page to the index.md of its folder"
