@@ -145,10 +145,14 @@ class Course:
     async def _send_again(self) -> None:
         """Make notifications that are done due once more: their messages come a second time."""
         look = Look(self._source)
+        again = self._plan.sent_again
+        ids = await look.fetch(
+            f"SELECT id FROM {{events}} WHERE event_type = 'Counted' ORDER BY sequence LIMIT {again}"
+        )
         await look.fetch(
-            "UPDATE {event_notifications} SET state = 'PENDING', attempts = 0 WHERE state = 'SUCCEEDED' AND "
-            "sequence <= (SELECT max(sequence) FROM (SELECT sequence FROM {events} WHERE event_type = 'Counted' ORDER BY sequence "
-            f"LIMIT {self._plan.sent_again}) AS first)"
+            "UPDATE {event_notifications} SET state = 'PENDING', attempts = 0 "
+            "WHERE state = 'SUCCEEDED' AND event_id = ANY($1)",
+            [row["id"] for row in ids],
         )
         self._again("relay")  # which looks for due rows from the beginning
         self._steps.append(f"{self._plan.sent_again} messages are sent again")
