@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
-from website.build import WORK, build, serve
+from website.build import WORK, add_version, build, serve
 from website.links import problems
 
 
@@ -22,10 +21,7 @@ def main() -> int:
     broken = problems(site)
     print("\n".join(broken), file=sys.stderr)
     if options.version:
-        for name in (options.version, "latest"):
-            shutil.rmtree(options.into / name, ignore_errors=True)
-            shutil.copytree(site, options.into / name)
-        print(f"{options.into / options.version} and {options.into / 'latest'}")
+        print(*add_version(site, options.into, options.version))
     if options.serve and not broken:
         serve(site, options.port)
     return 1 if broken else 0

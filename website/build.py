@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -35,6 +36,15 @@ def build(work: Path = WORK) -> Path:
     subprocess.run(command, cwd=work, check=True, env={**os.environ, "NO_COLOR": "1"})
     write_plain(pages, site, nav)
     return site
+
+
+def add_version(site: Path, versions: Path, version: str) -> list[Path]:
+    """Copy a site into the folder of the version and into ``latest``, and return both. Other versions stay."""
+    made = [versions / version, versions / "latest"]
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(site, folder)
+    return made
 
 
 def serve(site: Path, port: int) -> None:

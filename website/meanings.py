@@ -41,6 +41,7 @@ REMEDIES = {
     "TransactionEnded": "Leave out COMMIT, ROLLBACK and statements that commit; use a savepoint.",
     "TransactionError": "Read the message of the subclass.",
     "Undescribable": "Give the exception a `__str__` that does not fail.",
+    "Unavailable": "Raise the error in a handler when a service is away: the handler rests, and no attempt is used up.",
     "UnknownEventType": "Use the name that the message suggests.",
     "UnknownHandler": "Use the name that the message suggests.",
     "Unprocessable": "Raise the error in a handler when no retry can help.",

@@ -77,7 +77,8 @@ def _page(source: str) -> tuple[str, list[str]]:
         place = aim.removeprefix("docs/") if is_picture else placed(aim)
         return link[1] + relpath(place, dirname(placed(source)) or ".") + link[3]
 
-    return outside_code(text, lambda prose: _LINK.sub(turned, prose)), linked
+    changed = outside_code(text, lambda prose: _LINK.sub(turned, prose))
+    return UNSEARCHED * (source in ("CHANGELOG.md", "CONTRIBUTING.md")) + changed, linked
 
 
 def outside_code(text: str, change: object) -> str:

@@ -60,6 +60,8 @@ class BrokerInbox(ABC):
         self.topic = topic
         self.received = 0
         """How many messages were stored, without duplicates."""
+        self.duplicates = 0
+        """How many messages came again, or under the id of a different message (``outbox.inbox.conflicts``)."""
         self.refused = 0
         """How many messages went to the broker's dead letters."""
         self.stopping = asyncio.Event()
@@ -133,7 +135,7 @@ class BrokerInbox(ABC):
                     failures += 1
                     pause = pause_after(failures, longest=LONGEST_PAUSE)
                     logger.warning(
-                        "The inbox of %s has lost its broker, and connects again in %.1f s: %s: %s",
+                        "the inbox of %s has lost its broker, and connects again in %.1f s: %s: %s",
                         self.place, pause, type_name(error), error,
                     )  # fmt: skip
                     await self._leave()
@@ -166,7 +168,7 @@ class BrokerInbox(ABC):
                 failures += 1
                 pause = pause_after(failures, longest=LONGEST_PAUSE)
                 logger.warning(
-                    "The inbox of %s cannot store %d messages, and tries again in %.1f s: %s: %s",
+                    "the inbox of %s cannot store %d messages, and tries again in %.1f s: %s: %s",
                     self.place, len(sound), pause, type_name(error), error,
                 )  # fmt: skip
                 await self._rest(pause)
@@ -179,6 +181,8 @@ class BrokerInbox(ABC):
                 message.flaw = verdict
             elif verdict.name == "RECEIVED":
                 self.received += 1
+            else:
+                self.duplicates += 1
         return True
 
     async def _settle(self, messages: Sequence[Incoming]) -> None:
@@ -189,7 +193,7 @@ class BrokerInbox(ABC):
         for message in messages:
             if message.flaw is not None:
                 logger.error(
-                    "The inbox of %s refuses message %s, which cannot be stored: %s",
+                    "the inbox of %s refuses message %s, which cannot be stored: %s",
                     self.place, message.place, message.flaw.without_value,
                 )  # fmt: skip
                 await self.refuse(message, message.flaw)
@@ -203,7 +207,7 @@ class BrokerInbox(ABC):
         try:
             await self.disconnect()
         except Exception as error:
-            logger.info("The inbox of %s could not close its connection: %r", self.place, error)
+            logger.info("the inbox of %s could not close its connection: %r", self.place, error)
 
     async def _rest(self, seconds: float) -> None:
         """Wait, or until the application leaves."""

@@ -6,16 +6,15 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, cast
 
 from msgspec import Struct
 
-from outboxio.errors import ConfigurationError, Unprocessable
+from outboxio.errors import ConfigurationError, Unavailable, Unprocessable
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
 from outboxio.integrations.brokers.formats import Escape, Wire, wire_format
 from outboxio.integrations.brokers.message import Message, message_of
-from outboxio.integrations.brokers.pending import Unavailable
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.backoff import pause_after
@@ -35,8 +34,6 @@ class RelayOptions(TypedDict, total=False):
     * ``types``: the event types to send, as classes or as stored names; or ``topic``, all events on a topic.
     * ``format``: ``"cloudevents"`` (attributes in headers), ``"structured"`` (one JSON document) or ``"debezium"``.
     * ``ordered``: messages with the same key leave in order, and a key waits behind its first failure.
-    * ``forwards_received``: ``True`` sends events that came through the inbox as well. The default is ``False``:
-      two services that relay to each other would send such an event in a circle for ever.
     * ``publish_timeout``: how long the broker may take to acknowledge a message, 5 s by default.
     * The rest are options of handlers, as in ``@outbox.handler``.
     """
@@ -46,12 +43,11 @@ class RelayOptions(TypedDict, total=False):
     topic: str | None
     aliases: Iterable[str]
     format: Literal["cloudevents", "structured", "debezium"]
-    forwards_received: bool
     publish_timeout: timedelta | float | str
     ordered: bool
     on_dead_key: Any
     partitions: int
-    batch: Batch
+    batch: Batch | None
     retry: RetryPolicy | Backoff | None
     timeout: timedelta | float | str | None
     concurrency: int | None
@@ -75,7 +71,7 @@ Verdict = Exception | None
 
 * :class:`~outboxio.Unprocessable`: the broker will never take this message. The notification is DEAD.
 * :class:`~outboxio.Unavailable`: the broker is away. No attempt is used up.
-* any other error uses up an attempt, and the retry policy applies.
+* a different error uses up an attempt, and the retry policy applies.
 """
 
 
@@ -84,7 +80,7 @@ class Relay(EventHandler[Any]):
 
     A subclass implements :meth:`connect`, :meth:`disconnect`, :meth:`publish` and :meth:`destination_of`. The relay
     connects at the first event, and :meth:`close`, which the outbox calls at its end, closes the connection. A client
-    that the application gave is used as it is, and not closed.
+    that the application gave is used as it is, and not closed. Events that came through the inbox are not sent.
     """
 
     relay: ClassVar[bool] = True
@@ -102,7 +98,6 @@ class Relay(EventHandler[Any]):
             )
         self.is_connected = False
         self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape)
-        self._forwards_received = options.get("forwards_received", False)
         self._connecting = asyncio.Lock()
         self._failures = 0
 
@@ -118,8 +113,8 @@ class Relay(EventHandler[Any]):
     async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
         """Send messages, at once; a verdict for each, in the order of ``parcels``.
 
-        With ``ordered``, messages of one key come in order. If one of these fails, the verdict of the later ones does
-        not count: they are sent again after the failed one.
+        With ``ordered``, messages of a key come in order. After the first failure of a key, the verdicts of the key's
+        later messages do not count: these messages are sent again after the failed message.
         """
 
     @abstractmethod
@@ -129,8 +124,19 @@ class Relay(EventHandler[Any]):
         Raises :class:`~outboxio.Unprocessable` if the message has no such destination.
         """
 
-    async def handle(self, envelopes: list[EventEnvelope[Any]]) -> list[tuple[EventEnvelope[Any], Exception]]:
-        """Send the events of a call; the events that failed, each with the reason."""
+    async def handle(self, given: Any) -> list[tuple[EventEnvelope[Any], Exception]]:
+        """Send the events of a call; the events that failed, each with the reason.
+
+        ``given`` is a list of envelopes, or in a relay with ``batch=None`` one envelope, whose failure is raised.
+        """
+        if isinstance(given, list):
+            return await self.send(cast("list[EventEnvelope[Any]]", given))
+        for _, error in await self.send([given]):
+            raise error
+        return []
+
+    async def send(self, envelopes: list[EventEnvelope[Any]]) -> list[tuple[EventEnvelope[Any], Exception]]:
+        """Send events; the events that failed, each with the reason."""
         sent, parcels, failed = self._parcels(envelopes)
         if not parcels:
             return failed
@@ -156,10 +162,8 @@ class Relay(EventHandler[Any]):
         sent: list[EventEnvelope[Any]] = []
         parcels: list[Parcel] = []
         failed: list[tuple[EventEnvelope[Any], Exception]] = []
-        encode, destination_of, forwards = self._encode, self.destination_of, self._forwards_received
+        encode, destination_of = self._encode, self.destination_of
         for envelope in envelopes:
-            if not forwards and envelope.source is not None:
-                continue
             try:
                 message = message_of(envelope)
                 wire = encode(message)
@@ -176,13 +180,12 @@ class Relay(EventHandler[Any]):
             self.is_connected = False
             await self.disconnect()
 
-    def unavailable(self, reason: str) -> Exception:
+    def unavailable(self, reason: str) -> Unavailable:
         """The error for a broker that is away. The handler rests 0.1 s, doubled by each call that fails, up to 3 s.
 
         So a relay is back at work soon after its broker, even after hours.
         """
-        error: Exception = Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
-        return error
+        return Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
 
     async def leave(self) -> None:
         """Close a connection that is lost, so that the next call connects."""
@@ -212,14 +215,14 @@ class Relay(EventHandler[Any]):
                 )
 
 
-_OF_RELAYS = ("types", "format", "forwards_received", "publish_timeout")
+_OF_RELAYS = ("types", "format", "publish_timeout")
 
 
 def _handler_options(options: RelayOptions) -> dict[str, Any]:
     """The attributes that an :class:`EventHandler` has for these options."""
     return {
         "retry": RetryPolicy(base="1s", cap="1m"),
-        "batch": Batch(size=500, max_wait=0),
+        "batch": None if options.get("ordered") else Batch(size=500, max_wait=0),
         "event_types": options.get("types", ()),
         **{name: value for name, value in options.items() if name not in _OF_RELAYS},
     }
