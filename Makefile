@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop test lint style types format bench bench-full chaos chaos-mutants
+.PHONY: help demo shop relay docs docs-build test lint style types format bench bench-full chaos chaos-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -26,6 +26,15 @@ demo: $(VENV)/.with-demo ## show the wallet example at work; DATABASE=postgresql
 
 shop: $(VENV)/.with-shop ## open a shop on FastAPI and SQLAlchemy; DATABASE=<url> on your own server, ARGS=--serve leaves it open
 	@cd examples/shop && DATABASE="$(DATABASE)" $(abspath $(BIN))/python -m story $(ARGS)
+
+relay: $(VENV)/.with-dev ## send events from a shop to a warehouse through NATS, and prove that each came once, in order; ARGS=--private
+	@$(BIN)/python -m examples.relay $(ARGS)
+
+docs: $(VENV)/.with-docs ## build the documentation site and serve it; ARGS='--port 8001', ARGS='--version 1.2' for a release
+	@$(BIN)/python -m website --serve $(ARGS)
+
+docs-build: $(VENV)/.with-docs ## build the documentation site into build/site, and check its links
+	@$(BIN)/python -m website $(ARGS)
 
 test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
 	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
@@ -69,11 +78,16 @@ $(VENV)/.with-shop: pyproject.toml | $(VENV)/.made
 	@$(PIP) -e '.[shop]'
 	@touch $(VENV)/.with-demo $@
 
-# The developers' packages include those of the demo and of the shop, so this rule sets all stamps.
+$(VENV)/.with-docs: pyproject.toml | $(VENV)/.made
+	@echo 'Installing outboxio and the maker of the documentation into $(VENV) ...'
+	@$(PIP) -e '.[all,docs]'
+	@touch $(VENV)/.with-demo $@
+
+# The developers' packages include those of the demo, of the shop and of the documentation, so this rule sets all stamps.
 $(VENV)/.with-dev: pyproject.toml | $(VENV)/.made
 	@echo 'Installing outboxio and its tools into $(VENV), a minute the first time ...'
 	@$(PIP) -e '.[dev]'
-	@touch $(VENV)/.with-demo $(VENV)/.with-shop $@
+	@touch $(VENV)/.with-demo $(VENV)/.with-shop $(VENV)/.with-docs $@
 
 # The chart needs more packages than the tests.
 $(VENV)/.with-bench: $(VENV)/.with-dev

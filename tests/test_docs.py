@@ -1,8 +1,9 @@
 """The documentation is true: every snippet runs, and every setting and command is as described.
 
 The Python snippets of a page run one after the other in one module, in an empty directory, as a reader would enter them
-in ``python -m asyncio``. Functions that they define as tests are run as well. A snippet that is only an illustration
-says so in its first line, ``# illustration``.
+in ``python -m asyncio``. A page that says "The snippets continue [a page](page.md)." begins where that page ends.
+Functions that snippets define as tests are run as well. A snippet that is only an illustration says so in its first
+line, ``# illustration``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from outboxio.cli.app import app
 from outboxio.support.duration import format_duration
 from tests.chaos.checker import INVARIANTS
 from tests.chaos.faults import FAULTS
+from tests.kit.words import words_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -47,6 +49,16 @@ def snippets(page: Path, language: str) -> Iterator[tuple[int, str]]:
     for fence in _FENCE.finditer(text):
         if fence[1] == language:
             yield text.count("\n", 0, fence.start(2)) + 1, fence[2]
+
+
+def continued(page: Path) -> list[Path]:
+    """The pages whose snippets come before those of a page, in their order, each once."""
+    sentence = re.search(r"The\s+snippets\s+continue\s+(\[.+?\.md\))\.", page.read_text("utf-8"), re.DOTALL)
+    before: list[Path] = []
+    for link in _LINK.findall(sentence[1] if sentence else ""):
+        each = (page.parent / link).resolve()
+        before += [one for one in (*continued(each), each) if one not in before]
+    return before
 
 
 def by_name(page: Path) -> str:
@@ -89,21 +101,24 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list(snippets(page, "python"))], ids=by_name)
 def test_the_snippets_of_a_page_run_as_they_stand(page: Path, session: Session) -> None:
-    for line, source in snippets(page, "python"):
-        if not source.startswith("# illustration"):
-            session.run(page, line, source)
+    for each in (*continued(page), page):
+        for line, source in snippets(each, "python"):
+            if not source.startswith("# illustration"):
+                session.run(each, line, source)
 
     for name, value in list(session.names.items()):
         if name.startswith("test_"):
             session.wait_for(value())
 
 
-def test_the_first_example_of_the_readme_runs_twice(session: Session) -> None:
-    line, source = next(snippets(ROOT / "README.md", "python"))
+def test_the_example_of_the_readme_runs_twice(session: Session) -> None:
+    page = ROOT / "README.md"
+    example = list(snippets(page, "python"))[:2]
 
-    session.run(ROOT / "README.md", line, source)
-    session.close()
-    session.run(ROOT / "README.md", line, source)
+    for _ in range(2):
+        for line, source in example:
+            session.run(page, line, source)
+        session.close()
 
 
 def test_the_readme_lists_every_extra() -> None:
@@ -113,10 +128,9 @@ def test_the_readme_lists_every_extra() -> None:
     assert listed == set(extras) - {"shop", "docs", "dev", "bench"}
 
 
-def test_the_guide_lists_every_setting_with_its_default() -> None:
-    rows = dict(
-        re.findall(r"^\| `(\w+)` \| (\S+) \|", (ROOT / "docs" / "how-to" / "guide.md").read_text("utf-8"), re.MULTILINE)
-    )
+def test_the_page_of_settings_lists_every_setting_with_its_default() -> None:
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", page, re.MULTILINE))
 
     assert rows == {leaf: spelled(getattr(Settings(), leaf)) for leaf in Settings.__struct_fields__}
 
@@ -190,9 +204,15 @@ def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
     assert {int(number): words for number, words in rows} == INVARIANTS
 
 
+def test_a_page_has_at_most_1200_words_unless_it_is_for_reference() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "reference" not in page.parts]
+
+    assert {by_name(page): n for page in pages if (n := words_of(page).total()) > 1200} == {}
+
+
 def test_the_illustrations_are_few() -> None:
     illustrations = [
         source for page in PAGES for _, source in snippets(page, "python") if source.startswith("# illustration")
     ]
 
-    assert len(illustrations) <= 3
+    assert len(illustrations) <= 4

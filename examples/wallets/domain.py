@@ -14,7 +14,6 @@ TABLES = {
     "outboxio_demo_wallets": """
         CREATE TABLE outboxio_demo_wallets (
             id      VARCHAR(64) PRIMARY KEY,
-            owner   VARCHAR(64) NOT NULL,
             balance BIGINT      NOT NULL
         )""",
     # The reason for each balance: a row per change, with the id of the action.
@@ -25,10 +24,6 @@ TABLES = {
             cents     BIGINT      NOT NULL,
             PRIMARY KEY (action_id, wallet_id)
         )""",
-    "outboxio_demo_bonuses": """
-        CREATE TABLE outboxio_demo_bonuses (
-            wallet_id VARCHAR(64) PRIMARY KEY
-        )""",
 }
 
 # --- events --------------------------------------------------------------------------------------
@@ -36,7 +31,6 @@ TABLES = {
 
 class WalletOpened(Event):
     wallet_id: str
-    owner: str
 
 
 class MoneyMoved(Event):
@@ -49,18 +43,12 @@ class MoneyDeposited(MoneyMoved):
     wallet_id: str
 
 
-class MoneyTransferred(MoneyMoved):
-    source: str
+class MoneySent(MoneyMoved):
     target: str
-
-
-class BonusPaid(MoneyMoved):
-    wallet_id: str
 
 
 class ReceiptSent(Event):
     wallet_id: str
-    cents: int
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -85,15 +73,10 @@ class UnknownWallet(Exception):
 
 class OpenWallet(Action):
     wallet_id: str
-    owner: str
 
     async def perform(self, tx: Transaction) -> None:
-        await tx.execute(
-            sql(tx, "INSERT INTO outboxio_demo_wallets (id, owner, balance) VALUES ($1, $2, 0)"),
-            self.wallet_id,
-            self.owner,
-        )
-        tx.emit(WalletOpened(self.wallet_id, self.owner), model_id=self.wallet_id, model_type="Wallet")
+        await tx.execute(sql(tx, "INSERT INTO outboxio_demo_wallets (id, balance) VALUES ($1, 0)"), self.wallet_id)
+        tx.emit(WalletOpened(self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
 
 
 class DepositMoney(Action):
@@ -101,58 +84,23 @@ class DepositMoney(Action):
     cents: int
 
     async def perform(self, tx: Transaction) -> int:
-        balance = await _book(tx, self.wallet_id, self.cents)
+        balance = await book(tx, self.wallet_id, self.cents)
         tx.emit(MoneyDeposited(self.cents, self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
         return balance
 
 
-class TransferMoney(Action):
+class SendMoney(Action):
     source: str
     target: str
     cents: int
 
     async def perform(self, tx: Transaction) -> None:
-        # The target first: if the source is short, the rollback has a change to take back.
-        await _book(tx, self.target, self.cents)
-        await _book(tx, self.source, -self.cents)
-        tx.emit(MoneyTransferred(self.cents, self.source, self.target), model_id=self.source, model_type="Wallet")
+        await book(tx, self.target, self.cents)
+        await book(tx, self.source, -self.cents)
+        tx.emit(MoneySent(self.cents, self.target))
 
 
-class RenameWallet(Action):
-    """Emits no event, because no handler needs a new name."""
-
-    wallet_id: str
-    owner: str
-
-    async def perform(self, tx: Transaction) -> None:
-        await tx.expect_one(
-            sql(tx, "UPDATE outboxio_demo_wallets SET owner = $1 WHERE id = $2"),
-            self.owner,
-            self.wallet_id,
-            model_type="Wallet",
-            model_id=self.wallet_id,
-        )
-
-
-class PayBonus(Action):
-    """Pays the single bonus of a wallet. Handlers may run twice, so a second execution changes no row."""
-
-    house: str
-    wallet_id: str
-    cents: int
-
-    async def perform(self, tx: Transaction) -> bool:
-        if await tx.fetchrow(sql(tx, "SELECT 1 FROM outboxio_demo_bonuses WHERE wallet_id = $1"), self.wallet_id):
-            return False
-        # If two runs come here at the same time, the primary key refuses the second run, and its whole action.
-        await tx.execute(sql(tx, "INSERT INTO outboxio_demo_bonuses (wallet_id) VALUES ($1)"), self.wallet_id)
-        await _book(tx, self.wallet_id, self.cents)
-        await _book(tx, self.house, -self.cents)
-        tx.emit(BonusPaid(self.cents, self.wallet_id), model_id=self.wallet_id, model_type="Wallet")
-        return True
-
-
-async def _book(tx: Transaction, wallet_id: str, cents: int) -> int:
+async def book(tx: Transaction, wallet_id: str, cents: int) -> int:
     """Change a balance and write down the reason; return the new balance, which may not be below zero."""
     is_there = await tx.execute(
         sql(tx, "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2"), cents, wallet_id

@@ -1,17 +1,12 @@
-"""The handlers of the wallet service's events, and the two versions of the service with different handlers."""
+"""The handlers of the wallet service's events."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from msgspec import Struct
 
-from outboxio import EventEnvelope, EventHandler, Outbox, RetryPolicy
+from outboxio import EventEnvelope, EventHandler, Outbox, RetryPolicy, Unprocessable
 
-from .domain import MoneyDeposited, MoneyMoved, MoneyTransferred, PayBonus, ReceiptSent, WalletOpened
-
-HOUSE = "house"
-BONUS, BONUS_FROM = 5_00, 100_00
+from .domain import MoneyDeposited, MoneyMoved, MoneySent, ReceiptSent, WalletOpened
 
 # --- the world outside ---------------------------------------------------------------------------
 
@@ -26,18 +21,25 @@ class Mailbox:
         self.sent.append(text)
 
 
-class Bank:
-    """A bank that does not answer the first calls."""
+class AccountClosed(Exception):
+    """A repetition would not help."""
 
-    def __init__(self, outages: int) -> None:
+
+class Bank:
+    """A bank that does not answer the first calls, and has closed an account."""
+
+    def __init__(self, outages: int, closed: set[str]) -> None:
         self.reports: list[str] = []
+        self.closed = closed
         self._outages = outages
 
-    async def report(self, text: str) -> None:
+    async def report(self, sent: MoneySent) -> None:
+        if sent.target in self.closed:
+            raise AccountClosed(f"the account of {sent.target} is closed")
         if self._outages > 0:
             self._outages -= 1
             raise ConnectionError("no answer")
-        self.reports.append(text)
+        self.reports.append(f"{sent.target} {sent.cents}")
 
 
 class World(Struct):
@@ -53,21 +55,16 @@ class World(Struct):
 
 async def welcome(envelope: EventEnvelope[WalletOpened]) -> None:
     world: World = envelope.resources
-    await world.mailbox.send(f"Welcome, {envelope.event.owner}!")
+    await world.mailbox.send(f"Welcome, {envelope.event.wallet_id}!")
 
 
-async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
-    """The emitted event commits together with the handler's success."""
-    world: World = envelope.resources
-    wallet_id, cents = envelope.event.wallet_id, envelope.event.cents
-    await world.mailbox.send(f"{wallet_id}, we received {cents / 100:.2f}.")
-    envelope.emit(ReceiptSent(wallet_id, cents), model_id=wallet_id, model_type="Wallet")
+Deposited = EventEnvelope[MoneyDeposited]
 
 
-async def pay_bonus(envelope: EventEnvelope[MoneyDeposited]) -> None:
-    """Executes a second action, whose events name the cause."""
-    if envelope.event.cents >= BONUS_FROM:
-        await envelope.execute(PayBonus(HOUSE, envelope.event.wallet_id, BONUS))
+async def send_receipt(envelope: Deposited) -> None:
+    wallet_id = envelope.event.wallet_id
+    await envelope.resources.mailbox.send(wallet_id)
+    envelope.emit(ReceiptSent(wallet_id))
 
 
 async def keep_trail(envelope: EventEnvelope[MoneyMoved]) -> None:
@@ -75,33 +72,31 @@ async def keep_trail(envelope: EventEnvelope[MoneyMoved]) -> None:
     world.audit_trail.append(f"{envelope.event_type} {envelope.event.cents / 100:.2f}")
 
 
-class NotifyBank(EventHandler[MoneyTransferred]):
-    """The class form: options are attributes, and dependencies come through the constructor."""
+async def file_receipt(envelope: EventEnvelope[ReceiptSent]) -> None:
+    world: World = envelope.resources
+    world.audit_trail.append(f"receipt of {envelope.event.wallet_id}")
 
+
+Sent = EventEnvelope[MoneySent]
+
+
+class NotifyBank(EventHandler[MoneySent]):
     name = "notify-bank"
-    retry = RetryPolicy(base=timedelta(milliseconds=200), max_attempts=5)
+    retry = RetryPolicy(base="200ms")
 
     def __init__(self, bank: Bank) -> None:
         self._bank = bank
 
-    async def handle(self, envelope: EventEnvelope[MoneyTransferred]) -> None:
-        await self._bank.report(f"{envelope.event.source} to {envelope.event.target}: {envelope.event.cents / 100:.2f}")
+    async def handle(self, envelope: Sent) -> None:
+        try:
+            await self._bank.report(envelope.event)
+        except AccountClosed as error:
+            raise Unprocessable(f"{error}") from error
 
 
-# --- the two versions ------------------------------------------------------------------------------
-
-
-def version_1(outbox: Outbox) -> None:
+def register(outbox: Outbox, world: World) -> None:
     outbox.handler(WalletOpened, name="welcome-mail")(welcome)
     outbox.handler(MoneyDeposited, name="receipt")(send_receipt)
-    outbox.handler(MoneyDeposited, name="bonus")(pay_bonus)
-    outbox.handler(MoneyMoved, name="audit-trail")(keep_trail)
-
-
-def version_2(outbox: Outbox, world: World) -> None:
-    """``receipt`` has a new name, and the old name as an alias: rows under the old name are still found."""
-    outbox.handler(WalletOpened, name="welcome-mail")(welcome)
-    outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"})(send_receipt)
-    outbox.handler(MoneyDeposited, name="bonus")(pay_bonus)
+    outbox.handler(ReceiptSent, name="filing")(file_receipt)
     outbox.handler(MoneyMoved, name="audit-trail")(keep_trail)
     outbox.add_handler(NotifyBank(world.bank))

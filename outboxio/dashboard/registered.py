@@ -7,7 +7,6 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.handlers.described import DEFAULT_OPTIONS, changed
-from outboxio.model.event import type_name
 from outboxio.outbox import Outbox
 
 # pyright: reportPrivateUsage=false
@@ -36,7 +35,7 @@ def registered(outbox: Outbox, name: str) -> Registered | None:
         where=handler.where,
         delivery=str(handler.options.delivery),
         ordered=handler.options.ordered,
-        event_types=sorted(map(type_name, handler.event_types)),
+        event_types=handler.wanted_names,
         topic=handler.topic,
         options={name: value for name, value in options.items() if name not in ("delivery", "ordered")},
     )

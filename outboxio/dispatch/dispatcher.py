@@ -11,13 +11,14 @@ Three things go on at the same time:
 The three meet in the rows in flight (``in_flight.py``) and in a few counts (``state.py``). The parts are made in this
 order, and each part knows only earlier parts::
 
-    state, in_flight, settler, scheduler, watchdog, hooks, workers, limits, intake, rehoming, finder, handing,
+    state, in_flight, settler, scheduler, watchdog, hooks, rests, workers, limits, intake, rehoming, finder, handing,
     dispatcher
 
 A slot that moves to another process is halted first: none of its rows starts any more, and what runs is settled
 (:meth:`Dispatcher.halt`). ``slots/limits.py`` divides a limit of the whole cluster among slots, ``slots/rehoming.py``
 moves a backlog after the number of partitions was changed, ``slots/shares.py`` divides a read among slots, and
-``sickness.py`` finds out if this process runs nothing.
+``faults/sickness.py`` finds out if this process runs nothing, and ``faults/rests.py`` lets a handler rest
+while a service that the handler needs is away.
 
 The rules by which a due row waits are in ``runs/``: ``ordering.py`` for order, priority and schedule, ``poison.py`` for
 rows that may end the process. The calls of handlers, and the verdicts on runs, are in ``invocation/``.
@@ -30,6 +31,8 @@ from collections.abc import Coroutine, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from outboxio.dispatch.faults.rests import Rests
+from outboxio.dispatch.faults.sickness import Sickness
 from outboxio.dispatch.finder import Finder
 from outboxio.dispatch.handing import Handoffs
 from outboxio.dispatch.hooks import HookCaller
@@ -37,7 +40,6 @@ from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.sickness import Sickness
 from outboxio.dispatch.slots.limits import TotalLimits
 from outboxio.dispatch.slots.rehoming import Rehoming
 from outboxio.dispatch.state import DispatchState
@@ -90,36 +92,35 @@ class Dispatcher:
             database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
             crashes=self._guard,
         )  # fmt: skip
-        self._settler = Settler(setup, state, in_flight, self.caller, self._guard, wakeups)
+        self._settler = settler = Settler(setup, state, in_flight, self.caller, self._guard, wakeups)
         scheduler = Scheduler(
             queues, state, concurrency=settings.concurrency, transactions=database.handler_transactions
         )
-        self._watchdog = Watchdog(
-            queues, state, scheduler, self._settler, self.caller, stuck, replace=self._replace_task
-        )
-        self._hooks = HookCaller(state, scheduler, self._settler, self.caller, self._watchdog, ended=self._task_ended)
+        self._watchdog = Watchdog(queues, state, scheduler, settler, self.caller, stuck, replace=self._replace_task)
+        self._hooks = HookCaller(state, scheduler, settler, self.caller, self._watchdog, ended=self._task_ended)
+        self._rests = Rests(state, in_flight, scheduler, settler, setup, wake=self._call_workers)
         self._workers = WorkerPool(
-            setup, state, scheduler, self._settler, self.caller, self._watchdog, self._hooks, unproven=self._drop_all
-        )
+            setup, state, scheduler, settler, self.caller, self._watchdog, self._hooks, self._rests,
+            unproven=self._drop_all,
+        )  # fmt: skip
         self._limits = TotalLimits(setup, queues, self._cursors, self._partitions, scheduler, rose=self._workers.call)
         self._intake = intake = Intake(
-            queues, state, in_flight, self._settler, scheduler, self._workers, self.caller.judge, stuck,
+            queues, state, in_flight, settler, scheduler, self._workers, self.caller.judge, stuck,
             NewerRows(setup.handlers, setup.clock),
         )  # fmt: skip
-        rows = KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked)
         self._gate = AdmissionGate(
-            keys, rows, self._partitions, start=intake.start, release=in_flight.release, skip=intake.skip
-        )
+            keys, KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked), self._partitions,
+            start=intake.start, release=in_flight.release, skip=intake.skip,
+        )  # fmt: skip
         rehoming = Rehoming(setup, self._partitions, in_flight, stuck, moved=wakeups.moved)
         self._finder = Finder(
-            setup, state, in_flight, self._settler, self._gate, self._guard, intake, self._workers, rehoming,
+            setup, state, in_flight, settler, self._gate, self._guard, intake, self._workers, rehoming,
             self._partitions,
         )  # fmt: skip
         self._handoffs = Handoffs(
-            setup, state, in_flight, self._settler, self._guard, self._workers, intake, self._finder,
-            self._partitions,
+            setup, state, in_flight, settler, self._guard, self._workers, intake, self._finder, self._partitions,
         )  # fmt: skip
-        self._sickness = Sickness(queues, state, in_flight, self._settler, setup.clock)
+        self._sickness = Sickness(queues, state, in_flight, settler, setup.clock)
 
     @property
     def counters(self) -> Counters:
@@ -213,7 +214,7 @@ class Dispatcher:
         self._state.signals.find.set()
 
     def is_sick(self, now: float) -> bool:
-        """True if this process holds slots, and runs nothing (``sickness.py``). ``now``: the event loop's clock."""
+        """True if this process holds slots, and runs nothing. ``now``: the event loop's clock."""
         return self._sickness.is_sick(now)
 
     def trust_until(self, moment: float) -> None:
@@ -322,6 +323,9 @@ class Dispatcher:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._workers.ended(task)
 
+    def _call_workers(self) -> None:
+        self._workers.call()
+
     def _replace_task(self, task: asyncio.Task[None]) -> None:
         self._workers.replace(task)
 
@@ -356,7 +360,7 @@ class Dispatcher:
                     self._watchdog.keep(run)
         self._watchdog.report_stuck()
         await self._settler.settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)), patience=LONGEST_GRACE)
-        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits):
+        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits, self._rests):
             part.stop_timer()
         self._state.find_alarm.cancel()
 

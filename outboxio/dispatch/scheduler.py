@@ -131,7 +131,7 @@ class Scheduler:
         running = len(queue.running)
         if running < queue.spec.share:
             self._reserved += 1
-        if running == queue.gives_back_at:
+        if running == queue.quota.gives_back_at:
             state.signals.locks.set()
         if queue.claim is not None and not run.abandoned:
             self.give_back(run)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from outboxio.dispatch.faults.rests import Rests
 from outboxio.dispatch.hooks import HookCaller
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
@@ -42,6 +43,7 @@ class WorkerPool:
         invoker: HandlerInvoker,
         watchdog: Watchdog,
         hooks: HookCaller,
+        rests: Rests,
         *,
         unproven: Callable[[], None],
     ) -> None:
@@ -55,6 +57,7 @@ class WorkerPool:
         self._invoker = invoker
         self._watchdog = watchdog
         self._hooks = hooks
+        self._rests = rests
         self._unproven = unproven
         self._hired: set[asyncio.Task[None]] = set()
         """Workers that have not begun yet."""
@@ -159,7 +162,9 @@ class WorkerPool:
                         queue.statistics.ended(outcome, lag, now - began)
                     else:
                         queue.statistics.count(outcome)
-                if outcome is None or run.is_settled:
+                if (run.unavailable is not None or queue.quota.rest is not None) and self._rests.heed(run, outcome):
+                    pass  # the run is made again after the rest
+                elif outcome is None or run.is_settled:
                     settler.end(run, outcome)
                 else:
                     settler.add(outcome)
@@ -208,6 +213,7 @@ class WorkerPool:
         """Call a handler for many rows. The settler has each outcome as soon as the row is judged."""
         self._expire_old(batch)
         batch.queue.statistics.waited(self._settled_now - row.notification.next_retry_us for row in batch.undone)
+        number = len(batch.remaining)
         batch.started = 0.0  # the handler's time begins when the handler is called
         if self._watchdog.timer is None:
             self._watchdog.watch()
@@ -215,6 +221,12 @@ class WorkerPool:
         if batch.phase is STUCK:
             return self._watchdog.came_back(batch)
         self._leave(batch)
+        if batch.unavailable is not None:
+            left = list(batch.undone)
+            self._rests.begin(batch, left, progressed=len(left) < number)
+            return
+        if batch.queue.quota.rest is not None:
+            self._rests.heed(batch, None)
         for row in batch.undone:  # the rows that were not judged
             self._row_done(batch, row, None)
 

@@ -26,6 +26,7 @@ from outboxio.errors.handlers import (
     NotBegun,
     RetryAfter,
     ReturnedAsFailed,
+    Unavailable,
     Undescribable,
     Unprocessable,
     UnreadableRow,
@@ -60,8 +61,8 @@ __all__ = [
     "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
     "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",
     "SchemaNewer", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord", "TooManyHops",
-    "TransactionClosed", "TransactionEnded", "TransactionError", "Undescribable", "UnknownEventType", "UnknownHandler",
-    "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
+    "TransactionClosed", "TransactionEnded", "TransactionError", "Unavailable", "Undescribable", "UnknownEventType",
+    "UnknownHandler", "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
 ]  # fmt: skip
 
 # Tracebacks, logs, stored errors and pickles show the module from which applications import the errors.

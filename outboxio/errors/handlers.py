@@ -72,16 +72,16 @@ class Unprocessable(Exception):
 
 
 class InvalidRetryAfter(OutboxError, ValueError):
-    """The delay or the moment of a ``RetryAfter`` is invalid. In a handler, this error is an ordinary failure.
+    """A delay or moment of a ``RetryAfter``, or of an ``Unavailable``, is invalid. In a handler, this is a failure.
 
-    ``option`` is ``"delay"`` or ``"at"``, ``value`` the invalid value.
+    ``option`` is ``"delay"``, ``"at"`` or ``"retry_in"``, ``value`` the invalid value.
     """
 
-    def __init__(self, option: str, value: object, expected: str) -> None:
+    def __init__(self, option: str, value: object, expected: str, of: str = "RetryAfter") -> None:
         self.option = option
         self.value = value
         self.expected = expected
-        super().__init__(f"RetryAfter({option}={spelled(value)}): expected {expected}")
+        super().__init__(f"{of}({option}={spelled(value)}): expected {expected}")
 
 
 class RetryAfter(Exception):
@@ -118,6 +118,35 @@ class RetryAfter(Exception):
         self.at = at
         self.count_attempt = count_attempt
         super().__init__(f"retry after {delay}" if at is None else f"retry at {at}")
+
+
+class Unavailable(Exception):
+    """Raised by a handler, or returned for an envelope of a batch: a service that the handler needs is away.
+
+    The run uses up no attempt, and no row is written. The whole handler rests for ``retry_in``, a ``timedelta``, a
+    number of seconds, or text such as ``"5s"``; without ``retry_in`` for 0.1 s, then twice as long after each further
+    run that finds the service away, up to 30 s. After a rest a single run tries the service, and the rest follow.
+    ``reason`` is shown in the log, in the overview and by ``outbox.health()``.
+
+    A handler with ``delivery="at_most_once"`` has begun its only run, so the notification ends DEAD.
+
+    Raises :class:`InvalidRetryAfter` for a ``retry_in`` that is no duration, or not longer than zero.
+
+    Example::
+
+        except ConnectionRefusedError as error:
+            raise Unavailable(f"the mail server refuses connections: {error}") from error
+    """
+
+    # A subclass may forget to call __init__.
+    reason: str = ""
+    retry_in: timedelta | float | str | None = None
+
+    def __init__(self, reason: object, *, retry_in: timedelta | float | str | None = None) -> None:
+        _require_pause(retry_in)
+        self.reason = str(reason)
+        self.retry_in = retry_in
+        super().__init__(self.reason)
 
 
 class HandlerFailed(Exception):
@@ -165,3 +194,16 @@ def _require_moment(delay: object, at: object) -> None:
         parse_duration(delay)
     except SettingsError as error:
         raise InvalidRetryAfter("delay", delay, error.expected) from None
+
+
+def _require_pause(retry_in: object) -> None:
+    """Raise :class:`InvalidRetryAfter` unless ``retry_in`` is ``None`` or a duration longer than zero."""
+    from outboxio.support.duration import parse_duration  # duration imports this module
+
+    try:
+        if retry_in is None or parse_duration(retry_in):
+            return
+        expected = "a duration longer than zero"
+    except SettingsError as error:
+        expected = error.expected
+    raise InvalidRetryAfter("retry_in", retry_in, expected, "Unavailable") from None

@@ -34,6 +34,7 @@ class CallCheck(Struct, frozen=True, kw_only=True):
     where: str
     event_types: Sequence[type[AnyEvent]]
     is_batch: bool
+    is_raw: bool = False
 
     def refuse(self) -> None:
         """Raise :class:`RegistrationError` if the annotation of the first parameter is for a different argument."""
@@ -44,7 +45,16 @@ class CallCheck(Struct, frozen=True, kw_only=True):
         else:
             self._refuse_list(forms)
         self._refuse_bare_event(forms)
-        self._refuse_other_events(forms)
+        if self.is_raw:
+            self._refuse_decoded(forms)
+        else:
+            self._refuse_other_events(forms)
+
+    def _refuse_decoded(self, forms: Sequence[Any]) -> None:
+        """Refuse an envelope of an event class for a raw handler."""
+        for form in forms:
+            if is_envelope(form) and any(_is_event(cls) for part in get_args(form) for cls in members(part)):
+                self._contradicts(form, "raw=True decodes nothing: annotate EventEnvelope[bytes], or leave raw= out")
 
     def _refuse_single(self, forms: Sequence[Any]) -> None:
         if all(map(is_envelope, forms)):

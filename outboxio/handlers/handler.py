@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
-from inspect import isclass
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
     Concatenate,
     Generic,
-    NoReturn,
     TypeVar,
     Unpack,
     cast,
-    get_args,
-    get_origin,
 )
 
 from msgspec import Struct
@@ -27,8 +23,6 @@ from outboxio.handlers.batch import Batch
 from outboxio.handlers.in_thread import InThread, flaw_of
 from outboxio.handlers.options import (
     ALERT_AGE,
-    MISPLACED,
-    NEVER_A_USERS_OWN,
     AnyDelivery,
     AnyOnDeadKey,
     Delivery,
@@ -55,12 +49,11 @@ from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.fields import unfit_field
 from outboxio.payloads.versions import missing_step
 from outboxio.support.signature import is_async
-from outboxio.support.text import is_respelt, meant_by
 
 if TYPE_CHECKING:
     from outboxio.model.envelope import EventEnvelope
 
-E = TypeVar("E", bound=AnyEvent)
+E = TypeVar("E", bound=AnyEvent | bytes)
 T = TypeVar("T")
 
 # The parameters after the first are resources by type.
@@ -75,6 +68,8 @@ class Handler(Struct, frozen=True, kw_only=True):
     name: str
     aliases: frozenset[str]
     event_types: tuple[type[AnyEvent], ...]
+    type_names: tuple[str, ...]
+    """Event types that a raw handler names by their stored names, without a class."""
     topic: str | None
     options: HandlerOptions
     given: Callable[..., Any]
@@ -83,11 +78,18 @@ class Handler(Struct, frozen=True, kw_only=True):
     """Calls the handler: a plain function in a thread, and with the resources and contexts of a run."""
     thread: InThread | None
     where: str
+    close: Callable[[], Any] | None = None
+    """The method of a handler object that ``outbox.close()`` calls."""
 
     @property
     def names(self) -> frozenset[str]:
         """The names under which rows of this handler may be stored: the name and the aliases."""
         return self.aliases | {self.name}
+
+    @property
+    def wanted_names(self) -> list[str]:
+        """The names of the event types that the application has given, without subclasses."""
+        return sorted({*map(type_name, self.event_types), *self.type_names})
 
     def accepts(self) -> Iterator[type[AnyEvent]]:
         """The event classes of the handler, subclasses included."""
@@ -100,7 +102,8 @@ class EventHandler(Generic[E]):
 
     ``name`` is required and is stored with every notification: treat the name as part of your schema, and rename a
     handler through ``aliases``. Event types are read from ``event_types``, or else from the type parameter. The
-    remaining attributes are the options of ``@outbox.handler``.
+    remaining attributes are the options of ``@outbox.handler``. A raw handler names event types by class or by stored
+    name, and is an ``EventHandler[bytes]``.
 
     Example::
 
@@ -119,7 +122,7 @@ class EventHandler(Generic[E]):
 
     name: ClassVar[str]
     aliases: ClassVar[Iterable[str]] = ()
-    event_types: ClassVar[Iterable[type[AnyEvent]]] = ()
+    event_types: ClassVar[Iterable[type[AnyEvent] | str]] = ()
     topic: ClassVar[str | None] = None
     retry: ClassVar[RetryPolicy | Backoff | None] = None
     timeout: ClassVar[timedelta | float | str | None] = None
@@ -136,6 +139,7 @@ class EventHandler(Generic[E]):
     total_concurrency: ClassVar[int | None] = None
     alert_age: ClassVar[timedelta | float | str] = ALERT_AGE
     trace: ClassVar[bool] = True
+    raw: ClassVar[bool] = False
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
         """React to an event. After an error, the retry policy applies.
@@ -144,6 +148,14 @@ class EventHandler(Generic[E]):
         the argument is a list of envelopes. Further parameters are resources by type.
         """
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
+
+    async def close(self) -> None:
+        """Close what the handler has opened, such as a client of a broker.
+
+        Each ``outbox.close()`` awaits the method once, after all runs have ended, for at most ``shutdown_timeout``. An
+        error is raised by ``outbox.close()`` after all handlers and connections are closed. An outbox may be used again
+        after ``close()``, so a handler opens its client at the first run that needs the client.
+        """
 
 
 class HandlerRegistry:
@@ -238,7 +250,7 @@ def make_handler(
     function: AnyHandlerFunction,
     *,
     name: str,
-    event_types: Iterable[type[AnyEvent]],
+    event_types: Iterable[type[AnyEvent] | str],
     aliases: Iterable[str],
     topic: str | None,
     where: str,
@@ -246,8 +258,9 @@ def make_handler(
 ) -> Handler:
     """A handler of checked parts; the :class:`RegistrationError` names the wrong part."""
     others, wanted_topic = _checked_names(name, aliases, topic, where)
-    types = _checked_types(event_types, name, where)
-    if not types and topic is None:
+    is_raw = options.get("raw", False) is True
+    types, names = _checked_types(event_types, name, where, is_raw=is_raw)
+    if not types and not names and topic is None:
         raise RegistrationError(f"handler {name!r} names neither event types nor a topic ({where})")
     is_plain = not is_async(function)
     if is_plain and (flaw := flaw_of(function)) is not None:
@@ -257,6 +270,7 @@ def make_handler(
         name=name,
         aliases=others,
         event_types=types,
+        type_names=names,
         topic=wanted_topic,
         options=checked_options(name, where, options),
         given=function,
@@ -271,7 +285,8 @@ def make_handler(
         )
     _refuse_strict_batch(handler)
     is_batch = handler.options.batch is not None
-    CallCheck(function=function, name=name, where=where, event_types=types, is_batch=is_batch).refuse()
+    check = CallCheck(function=function, name=name, where=where, event_types=types, is_batch=is_batch, is_raw=is_raw)
+    check.refuse()
     return handler
 
 
@@ -283,7 +298,7 @@ def _checked_names(
         raise RegistrationError(f"aliases of handler {name!r} is one string; give a set of names: {{{aliases!r}}}")
     try:
         checked_name(name, "handler name")
-        given = _each(aliases, f"aliases of handler {name!r}", where, "names")
+        given = each_of(aliases, f"aliases of handler {name!r}", where, "names")
         others = frozenset(checked_name(alias, f"an alias of handler {name!r}") for alias in given)
         wanted_topic = None if topic is None else checked_name(topic, f"the topic of handler {name!r}")
     except InvalidEvent as error:
@@ -293,17 +308,41 @@ def _checked_names(
     return others, wanted_topic
 
 
-def _checked_types(event_types: Iterable[type[AnyEvent]], name: str, where: str) -> tuple[type[AnyEvent], ...]:
-    """The event classes. :class:`RegistrationError` for a value that is no event class, or cannot be stored."""
-    types = _each(event_types, f"event_types of handler {name!r}", where, "Event classes")
-    for cls in types:
-        if not is_event_class(cls):
-            raise RegistrationError(f"handler {name!r} is for {cls!r}, which is no Event class ({where})")
-        refuse_unfit(cls, f"handler {name!r} ({where})")
-    return types
+def _checked_types(
+    event_types: Iterable[type[AnyEvent] | str], name: str, where: str, *, is_raw: bool
+) -> tuple[tuple[type[AnyEvent], ...], tuple[str, ...]]:
+    """The event classes, and the names of event types without a class, which only a raw handler may give.
+
+    :class:`RegistrationError` for a value that is no event class or name, or cannot be stored.
+    """
+    subject = f"event_types of handler {name!r}"
+    if isinstance(event_types, str):
+        raise RegistrationError(f"{subject} is one string ({where}); give a tuple: ({event_types!r},)")
+    types, names = list[type[AnyEvent]](), list[str]()
+    for given in each_of(event_types, subject, where, "Event classes"):
+        if isinstance(given, str):
+            names.append(_checked_type_name(given, name, where, is_raw=is_raw))
+            continue
+        if not is_event_class(given):
+            raise RegistrationError(f"handler {name!r} is for {given!r}, which is no Event class ({where})")
+        refuse_unfit(given, f"handler {name!r} ({where})")
+        types.append(given)
+    return tuple(types), tuple(names)
 
 
-def _each(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T, ...]:
+def _checked_type_name(given: str, name: str, where: str, *, is_raw: bool) -> str:
+    if not is_raw:
+        raise RegistrationError(
+            f"handler {name!r} is for {given!r}, a name ({where}), and an event is decoded by its class: give the "
+            "Event class, or add raw=True, which decodes nothing"
+        )
+    try:
+        return checked_name(given, f"an event type of handler {name!r}")
+    except InvalidEvent as error:
+        raise RegistrationError(f"{error} ({where})") from None
+
+
+def each_of(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T, ...]:
     try:
         return tuple(values)
     except TypeError:
@@ -333,64 +372,6 @@ def _refuse_strict_batch(handler: Handler) -> None:
         )
 
 
-def handler_from_object(handler: EventHandler[Any]) -> Handler:
-    """The handler that an :class:`EventHandler` object describes."""
-    cls = type(handler)
-    where = f"{cls.__module__}.{cls.__qualname__}"
-    if not isinstance(handler, EventHandler):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-        raise RegistrationError(f"add_handler() takes an EventHandler object, not {handler!r}")
-    if not hasattr(handler, "name"):
-        raise RegistrationError(f'{where} has no name; write `name = "..."` in the class, it is stored with its rows')
-    _refuse_misspelt(cls, handler.name, where)
-    if getattr(handler.handle, "__func__", None) is vars(EventHandler)["handle"]:
-        raise RegistrationError(f"handler {handler.name!r} ({where}) has no method `async def handle(self, envelope)`")
-    types = _each(handler.event_types, f"event_types of handler {handler.name!r}", where, "Event classes")
-    options: Any = {option: getattr(handler, option) for option in HandlerKeywords.__annotations__}
-    # A function that is a class attribute would come bound to the handler. That is right for on_dead, a method.
-    options["retry"] = vars(handler).get("retry", cls.retry)
-    return make_handler(
-        handler.handle,
-        name=handler.name,
-        event_types=types or (_type_parameters(cls) if handler.topic is None else ()),
-        aliases=handler.aliases,
-        topic=handler.topic,
-        where=where,
-        **options,
-    )
-
-
-_OPTIONS = ("name", "aliases", "event_types", "topic", *HandlerKeywords.__annotations__)
-_METHODS = ("handle", "on_dead", "retry")
-
-
-def _refuse_misspelt(cls: type, name: str, where: str) -> None:
-    """Refuse an attribute that is probably a misspelt option.
-
-    A class may have any constants and methods. So a value is refused if the name is nearly the name of an option, and a
-    method only if it has the same letters in a different case. Names in capitals and names that begin with an
-    underscore always pass.
-    """
-    for base in cls.__mro__[: cls.__mro__.index(EventHandler)]:
-        for attribute, value in vars(base).items():
-            if attribute.startswith("_") or attribute.isupper() or attribute in _OPTIONS or attribute == "handle":
-                continue
-            if attribute in NEVER_A_USERS_OWN and issubclass(base, EventHandler):
-                raise RegistrationError(f"handler {name!r} has {attribute}= ({where}): {MISPLACED[attribute]}")
-            if isclass(value) or hasattr(value, "__get__"):
-                meant = next((method for method in _METHODS if is_respelt(attribute, method)), None)
-            else:
-                meant = meant_by(attribute, _OPTIONS)
-            if meant is not None:
-                _refuse_attribute(name, attribute, meant, where)
-
-
-def _refuse_attribute(name: str, attribute: str, meant: str, where: str) -> NoReturn:
-    raise RegistrationError(
-        f"handler {name!r} has the attribute {attribute!r} ({where}), which is no option; did you mean {meant!r}? An "
-        f"attribute of your own needs another name, such as '_{attribute}'"
-    )
-
-
 def _wanted_by(handler: Handler) -> list[Subscription]:
     def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
         return Subscription(
@@ -405,25 +386,5 @@ def _wanted_by(handler: Handler) -> list[Subscription]:
     if handler.topic is not None:
         return [wanted(topic=handler.topic)]
     names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
+    names.update(handler.type_names)
     return [wanted(event_type=name) for name in sorted(names)]
-
-
-def _type_parameters(cls: type) -> tuple[type[AnyEvent], ...]:
-    """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
-    parameter = _parameter_of(cls, {})
-    return tuple(cast("type[AnyEvent]", m) for m in get_args(parameter) or (parameter,) if isinstance(m, type))
-
-
-def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:
-    """The value that ``cls`` gives to EventHandler's type parameter, through generic classes in between, or None."""
-    for base in vars(cls).get("__orig_bases__", cls.__bases__):
-        origin: Any = get_origin(base) or base
-        arguments = [known.get(argument, argument) for argument in get_args(base)]
-        if origin is EventHandler:
-            return arguments[0] if arguments else None
-        if issubclass(origin, EventHandler):
-            names: tuple[Any, ...] = getattr(cast(Any, origin), "__parameters__", ())
-            found = _parameter_of(cast(Any, origin), dict(zip(names, arguments, strict=False)))
-            if found is not None:
-                return found
-    return None

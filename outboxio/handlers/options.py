@@ -70,6 +70,7 @@ class SingleKeywords(TypedDict, total=False):
     total_concurrency: int | None
     alert_age: timedelta | float | str
     trace: bool
+    raw: bool
 
 
 class HandlerKeywords(SingleKeywords, total=False):
@@ -97,6 +98,8 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     alert_age: timedelta
     """The age of a due notification from which the overview says that the handler is behind."""
     trace: bool
+    raw: bool
+    """True if nothing is decoded: the event of an envelope is the stored JSON, as bytes."""
 
 
 _IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
@@ -139,6 +142,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
         alert_age=_duration("alert_age", given.get("alert_age", ALERT_AGE), refuse),
         trace=_switch("trace", given.get("trace", True), refuse),
+        raw=_switch("raw", given.get("raw", False), refuse),
     )
     for makes_no_sense, why in _senseless(options, given):
         if makes_no_sense:

@@ -14,10 +14,10 @@ from outboxio.handlers.handler import (
     Handler,
     HandlerFunction,
     HandlerRegistry,
-    handler_from_object,
     make_handler,
     refuse_unfit,
 )
+from outboxio.handlers.handler_object import handler_from_object
 from outboxio.handlers.options import HandlerKeywords, SingleKeywords
 from outboxio.handlers.wiring import Wiring
 from outboxio.model.event import EventTypes
@@ -43,7 +43,7 @@ class Registration(ABC):
     @overload
     def handler(
         self,
-        *event_types: type[AnyEvent],
+        *event_types: type[AnyEvent] | str,
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -54,7 +54,7 @@ class Registration(ABC):
     @overload
     def handler(
         self,
-        *event_types: type[AnyEvent],
+        *event_types: type[AnyEvent] | str,
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -64,7 +64,7 @@ class Registration(ABC):
 
     def handler(
         self,
-        *event_types: type[AnyEvent],
+        *event_types: type[AnyEvent] | str,
         name: str,
         aliases: Iterable[str] = (),
         topic: str | None = None,
@@ -109,6 +109,9 @@ class Registration(ABC):
 
         ``trace=False`` leaves the runs of the handler out of traces (``Outbox(telemetry=...)``). The events that the
         handler emits continue the trace.
+
+        ``raw=True`` decodes nothing: ``envelope.event`` is the stored JSON of the event, as ``bytes``. Such a handler
+        may name event types by their stored names, as in ``@outbox.handler("InvoicePaid", name="mirror", raw=True)``.
 
         Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function cannot be
         called with one envelope (with ``batch``: a list) and the resources; a plain function has

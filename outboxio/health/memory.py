@@ -36,7 +36,9 @@ class ShardMemory(Struct, frozen=True, kw_only=True):
     failing: Sequence[str] = ()
     """The loops whose rounds fail, in sentences."""
     is_sick: bool = False
-    """True if due rows wait and no run ends (``dispatch/sickness.py``)."""
+    """True if due rows wait and no run ends (``dispatch/faults/sickness.py``)."""
+    resting: Mapping[str, str] = {}
+    """The handlers that rest because a service is unavailable, each with the reason."""
     dead: Sequence[str] = ()
     """The loops that do no rounds any more, in sentences."""
 
@@ -99,6 +101,7 @@ def _shard(shard: ShardRuntime, run: ShardRun | None, now: float) -> ShardMemory
             if each.failures >= FAILS
         ],
         is_sick=run.is_sick(now),
+        resting={name: one.rest.reason for name, one in shard.statistics.handlers.items() if one.rest is not None},
         dead=[] if run.is_leaving else _dead(every, now),
     )
 

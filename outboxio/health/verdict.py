@@ -122,6 +122,8 @@ def _of_memory(memory: Memory, now: Moment, *, tells_stuck: bool) -> Iterator[_R
             yield _Reason(
                 "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
             )
+        for handler, reason in shard.resting.items():
+            yield _Reason("degraded", f"handler {handler!r} rests, because a service is unavailable: {reason}")
     stuck = sum(shard.stuck for shard in memory.shards.values())
     if stuck and tells_stuck:
         yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")

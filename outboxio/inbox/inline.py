@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from outboxio.errors import CommitUnknown
+from outboxio.errors import CommitUnknown, Unavailable
 from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.handlers.options import DeadHook, Delivery
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResult
@@ -427,7 +427,7 @@ class _MessageClaim:
         """There is no notification to finish."""
 
     def failed(self, run: Run, error: BaseException, cause: BaseException | None) -> Outcome | None:
-        if cause is None and not issubclass(type(error), TakenByAnother) and error.__cause__ is not None:
+        if cause is None and not issubclass(type(error), TakenByAnother | Unavailable) and error.__cause__ is not None:
             cause = error.__cause__  # the error of ours that stands for CommitUnknown
         self.error = error if cause is None else cause
         return None

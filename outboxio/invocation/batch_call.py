@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from outboxio.errors import RetryAfter, ReturnedAsFailed
+from outboxio.errors import RetryAfter, ReturnedAsFailed, Unavailable
 from outboxio.handlers.options import Delivery
 from outboxio.invocation.claim import STARTABLE, Envelope, WorkResult
 from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, timeout_error
@@ -72,6 +72,8 @@ class BatchCall:
                 if seconds is not None:
                     batch.queue.statistics.successes.add(seconds)
                 await self._judge_rows(batch, rows, failed, done)
+            if batch.unavailable is not None:
+                batch.parts.clear()  # the rows that are left wait for the end of the handler's rest
             if batch.cancelled_at is not None:
                 task.uncancel()
                 if batch.interrupted or batch.abandoned:
@@ -145,6 +147,9 @@ class BatchCall:
         for run in rows:
             if run in failed and run in batch.remaining:
                 error = failed[run]
+                if issubclass(type(error), Unavailable):
+                    batch.unavailable = cast(Unavailable, error)
+                    continue
                 if id(error) not in described:
                     described[id(error)] = self._judge.describe(error)
                 done(run, self._judge(run, error, described[id(error)]))
@@ -154,6 +159,8 @@ class BatchCall:
     async def _split(self, batch: BatchRun, rows: Sequence[Run], cause: BaseException | None, done: Done) -> None:
         """Put the rows of a failed call back as two halves, or judge a row that is alone. Without a cause, end."""
         left = [run for run in rows if run in batch.remaining]
+        if batch.unavailable is not None:
+            return
         if cause is None or batch.interrupted or batch.abandoned:
             for part in (*batch.parts, left):
                 for run in part:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import traceback
-from typing import Any
+from typing import Any, cast
 
+from outboxio.errors import Unavailable
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
@@ -52,7 +53,8 @@ class Endings:
         * a second process has taken the event,
         * the COMMIT had an unknown result: the row shows that result,
         * the shutdown has interrupted the run, unless the handler may not run a second time,
-        * the run was given up as stuck, and judged then.
+        * the run was given up as stuck, and judged then,
+        * a service was away, unless the handler may not run a second time: the run is made again after a rest.
         """
         kind = type(error)  # isinstance() would read the error's __class__, and an error may refuse to answer
         if issubclass(kind, TakenByAnother):
@@ -63,6 +65,9 @@ class Endings:
             return None
         if run.interrupted or run.abandoned:
             return error if run.has_begun and not run.abandoned else None
+        if issubclass(kind, Unavailable):
+            run.unavailable = cast(Unavailable, error)
+            return error if run.has_begun else None
         if run.cancelled_at is not None:
             return timeout_error(run)
         if issubclass(kind, asyncio.CancelledError) and task.cancelling():

@@ -11,7 +11,7 @@ from outboxio.errors import InvalidEvent, UnreadableRow
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.invocation.resting import is_newer
 from outboxio.invocation.splitting import DecodedEvents
-from outboxio.model.envelope import EventEnvelope, HandlerContext
+from outboxio.model.envelope import EventEnvelope, HandlerContext, as_bytes
 from outboxio.model.event import upcasters_of, version_of
 from outboxio.model.notification import Notification
 from outboxio.payloads.classes import Decoder, decoder_of
@@ -50,7 +50,8 @@ class EnvelopeOpener:
         if event is not None:
             return EventEnvelope(event, run.notification, self._context)
         envelope = self.open(run)
-        decoded.keep(run, envelope.event)
+        if not run.queue.handler.options.raw:  # bytes cannot be changed, and cost nothing to make again
+            decoded.keep(run, envelope.event)
         return envelope
 
     def open_dead(self, run: Run) -> Envelope:
@@ -79,6 +80,8 @@ class EnvelopeOpener:
         Names on a topic are unlimited, so decoders of names are not kept.
         """
         handler, event_type = queue.handler, notification.event_type
+        if handler.options.raw:
+            return as_bytes
         cls = self._handlers.event_class(handler, event_type)
         if cls is None:
             if handler.topic is not None:

@@ -32,15 +32,15 @@ def rest_of(version: int) -> datetime:
 
 
 def readable_version(handlers: HandlerRegistry, handler: Handler) -> int:
-    """The newest version that the classes of a handler have. A handler of a topic may read any version."""
-    if handler.topic is not None:
+    """The newest version that the classes of a handler have. A raw handler, or one of a topic, may read any version."""
+    if handler.topic is not None or handler.options.raw:
         return LARGEST_VERSION
     return max(map(version_of, handler.accepts()), default=1)
 
 
 def is_newer(handlers: HandlerRegistry, handler: Handler, event_type: str, headers: msgspec.Raw | None) -> bool:
     """True if the class here has an older version than an event with these headers."""
-    if headers is None:
+    if headers is None or handler.options.raw:
         return False
     cls = handlers.event_class(handler, event_type)
     return cls is not None and version_in(headers) > version_of(cls)
@@ -60,7 +60,7 @@ class NewerRows:
         A row that is past the retention may run: it expires then. So may a verdict, whose hook is tried again.
         """
         row, handler = run.notification, run.queue.handler
-        if row.state == DYING or not row.has_context:
+        if row.state == DYING or handler.options.raw or not row.has_context:
             return None
         try:
             cls = self._handlers.event_class(handler, row.event_type)

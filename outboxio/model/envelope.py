@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co
     from outboxio.transaction import Transaction
 
-E_co = TypeVar("E_co", bound=AnyEvent, covariant=True)
+E_co = TypeVar("E_co", bound=AnyEvent | bytes, covariant=True)
+
+_NO_HEADERS = len('"{}"')  # or null, or {}
 
 
 class Execute(Protocol):
@@ -69,9 +71,10 @@ class HandlerContext(Struct, kw_only=True, eq=False):
 class EventEnvelope(Generic[E_co]):
     """An event with its context, as one handler receives it.
 
-    ``event`` is the decoded event. ``event_id`` stays the same over retries and over handlers, so it is the natural
-    idempotency key. ``attempt`` counts the runs of this handler for this event from 1. Dates are naive UTC.
-    ``stopping`` is set when the application leaves ``running()``: a long handler should end then.
+    ``event`` is the decoded event; in a raw handler, the stored JSON of the event. ``event_id`` stays the same over
+    retries and over handlers, so it is the natural idempotency key. ``attempt`` counts the runs of this handler for
+    this event from 1. Dates are naive UTC. ``stopping`` is set when the application leaves ``running()``: a long
+    handler should end then.
 
     Example::
 
@@ -105,6 +108,17 @@ class EventEnvelope(Generic[E_co]):
     def event_type(self) -> str:
         """The name under which the event is stored."""
         return self._row.event_type
+
+    @property
+    def payload(self) -> bytes:
+        """The stored JSON of the event, of the version :attr:`event_version`. PostgreSQL and MySQL store JSON in a form
+        of their own: keys may have another order than in the emitted event.
+
+        Example::
+
+            await client.publish(f"events.{envelope.event_type}", envelope.payload)
+        """
+        return as_bytes(self._row.payload)
 
     @property
     def notification_id(self) -> UUID:
@@ -189,6 +203,11 @@ class EventEnvelope(Generic[E_co]):
         headers = decode_object(self._row.context.headers)
         headers.pop(VERSION_HEADER, None)
         return headers
+
+    @property
+    def has_headers(self) -> bool:
+        """False if :attr:`headers` is surely empty and :attr:`event_version` is 1, found out without decoding."""
+        return len(bytes(self._row.context.headers)) > _NO_HEADERS
 
     @property
     def event_version(self) -> int:
@@ -339,6 +358,11 @@ class EventEnvelope(Generic[E_co]):
     def __repr__(self) -> str:
         row = self._row
         return f"<EventEnvelope {row.event_type} {row.event_id} for {row.handler_name!r}, attempt {self.attempt}>"
+
+
+def as_bytes(payload: Any) -> bytes:
+    """The JSON of a row's payload, which is text, or bytes, or ``None``."""
+    return payload.encode() if isinstance(payload, str) else b"null" if payload is None else bytes(payload)
 
 
 current_envelope: ContextVar[EventEnvelope[Any] | None] = ContextVar("outboxio_current_envelope", default=None)

@@ -55,6 +55,44 @@ class ReadAhead:
             self.window = min(self._spec.largest_window, max(self._spec.limit, self.window // 2))
 
 
+class Rest:
+    """The state of a handler that rests, because a service that the handler needs is away."""
+
+    __slots__ = ("is_probing", "older", "reason", "since", "step", "until")
+
+    def __init__(self, reason: str, since: float) -> None:
+        self.reason = reason
+        self.since = since
+        """When the first run found the service away, by the event loop's clock."""
+        self.until = since
+        """When a run may try the service again."""
+        self.step = 0.1
+        """The seconds of this rest, if the error names no time."""
+        self.is_probing = False
+        """True if a single run may start, which tries the service."""
+        self.older: set[Run] = set()
+        """The runs that began before this rest: their ends say nothing about the service."""
+
+    @property
+    def most(self) -> int:
+        """Runs at the same time, at most."""
+        return len(self.older) + 1 if self.is_probing else 0
+
+
+class Quota:
+    """How many runs of a handler may go on at the same time."""
+
+    __slots__ = ("allowed", "gives_back_at", "rest")
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        """Fewer than the spec says if this process has few of the cluster's runs."""
+        self.gives_back_at = -1
+        """With so many runs a halted slot can be given back (``dispatch/slots/limits.py``)."""
+        self.rest: Rest | None = None
+        """Set while the handler rests (``dispatch/faults/rests.py``)."""
+
+
 class HandlerQueue:
     """The state of a handler in this process."""
 
@@ -63,9 +101,8 @@ class HandlerQueue:
         self.statistics = statistics or HandlerStatistics()
         self.handler = spec.handler
         self.limit = spec.limit
-        """Runs at the same time, at most: fewer than the spec says if this process has few of the cluster's runs."""
-        self.gives_back_at = -1
-        """With so many runs a halted slot can be given back (``dispatch/slots/limits.py``)."""
+        """Runs at the same time, at most: the quota, or fewer while the handler rests."""
+        self.quota = Quota(spec.limit)
         self.function = spec.handler.function
         self.retention_renewed = 0
         """When the handler's last pause ended, in us since 1970: the retention of rows that waited begins there."""
@@ -92,6 +129,11 @@ class HandlerQueue:
         self.is_watched = is_watched
         self.is_plain = self.spec.delivery is Delivery.AT_LEAST_ONCE and self.spec.batch is None and not is_watched
 
+    def allow(self, number: int) -> None:
+        """Let so many runs go on at the same time, or fewer while the handler rests."""
+        self.quota.allowed, rest = number, self.quota.rest
+        self.limit = number if rest is None else min(number, rest.most)
+
     def starts_now(self, run: Run, now: float) -> None:
         """The handler's time begins now: the run had to wait for a connection, or is the next part of a call."""
         run.started = now
@@ -101,7 +143,10 @@ class HandlerQueue:
 
     @property
     def wants_more(self) -> bool:
-        """True if at most half of the window is ready, and few verdicts wait for hooks."""
+        """True if at most half of the window is ready, few verdicts wait for hooks, and the handler does not rest."""
+        rest = self.quota.rest
+        if rest is not None and not rest.is_probing:
+            return False
         read_ahead = len(self.ready) * self.spec.per_call + len(self.batch_buffer)
         return read_ahead <= self.ahead.window // 2 and len(self.hook_lane.ready) <= HOOKS_AHEAD
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from outboxio.errors import Unavailable
 from outboxio.model.notification import PENDING, Notification
 from outboxio.model.outcome import Lease, Verdict
 from outboxio.storage.protocols import Session
@@ -59,6 +60,8 @@ class Run(Struct, eq=False, gc=False):
     verdict: Verdict | None = None
     """The verdict on the notification, if the hooks of the verdict are owed."""
     task: asyncio.Task[None] | None = None
+    unavailable: Unavailable | None = None
+    """The error with which the handler has said that a service is away: the run is made again after a rest."""
 
     @property
     def undone(self) -> Iterable[Run]:
@@ -95,6 +98,12 @@ class Run(Struct, eq=False, gc=False):
     def go_on(self) -> None:
         """The next part of a call begins. The former part exceeded the deadline."""
         self.phase, self.cancelled_at = RUNNING, None
+
+    def begin_again(self) -> None:
+        """The run waits for a new start, as if no run had been made."""
+        self.go_on()
+        self.started = 0.0
+        self.session = self.task = self.unavailable = None
 
     def precedes(self, beginning: datetime) -> bool:
         """True if the event is older than ``beginning`` and no run was made for the notification yet."""

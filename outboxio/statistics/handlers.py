@@ -28,13 +28,39 @@ OUTCOMES = ("succeeded", "failed", "dead", "expired", "skipped")
 """The outcomes that are counted; a failed row will be retried."""
 
 
+class AnyRest(Protocol):
+    """The rest of a handler, as the statistics see the rest."""
+
+    @property
+    def reason(self) -> str:
+        """The error of the last run."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """When the first run found the service away, by the event loop's clock."""
+        ...
+
+
+class AnyQuota(Protocol):
+    """The quota of a queue, as the statistics see the quota."""
+
+    @property
+    def allowed(self) -> int:
+        """Runs at the same time in this process, at most."""
+        ...
+
+    @property
+    def rest(self) -> AnyRest | None:
+        """The rest of the handler, if the handler rests."""
+        ...
+
+
 class Queue(Protocol):
     """The queue of a handler, as the statistics see the queue."""
 
     @property
-    def limit(self) -> int:
-        """Runs at the same time in this process, at most."""
-        ...
+    def quota(self) -> AnyQuota: ...
 
     @property
     def running(self) -> Sized:
@@ -47,7 +73,7 @@ class HandlerStatistics:
 
     __slots__ = (
         "_consumer", "_queue", "alert_age", "dead", "error_types", "expired", "failed", "failures", "lag", "skipped",
-        "stuck", "succeeded", "successes",
+        "stuck", "succeeded", "successes", "unavailable",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,6 +85,8 @@ class HandlerStatistics:
         """Rows that ended by retention, after a failure or without a run."""
         self.skipped = 0
         """Rows that ended without a run, because the handler does not want such events."""
+        self.unavailable = 0
+        """Runs that found a service away. No row of such a run is counted."""
         self.successes = self.new_durations("succeeded", "")
         """The durations of the runs that succeeded. A batch is a single run."""
         self.failures: dict[tuple[str, str], Histogram] = {}
@@ -96,7 +124,13 @@ class HandlerStatistics:
     def limit(self) -> int | None:
         """Runs at the same time in this process, at most; ``None`` if the handler is not run here."""
         queue = self.queue
-        return None if queue is None else queue.limit
+        return None if queue is None else queue.quota.allowed
+
+    @property
+    def rest(self) -> AnyRest | None:
+        """Why and since when the handler rests; ``None`` if the handler does not rest, or is not run here."""
+        queue = self.queue
+        return None if queue is None else queue.quota.rest
 
     @property
     def in_flight(self) -> int:

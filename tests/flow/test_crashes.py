@@ -1,4 +1,4 @@
-"""Runs that repeat after a kill: the rows of the tables in docs/how-to/delivery.md and docs/explanation/lifecycle.md.
+"""Runs that repeat after a kill: the rows of the tables in docs/explanation/what-a-crash-repeats.md.
 
 For transactional and for ordered handlers see ``test_at_scale.py``.
 """

@@ -32,6 +32,7 @@ from tests.kit.servers import (
     _give_to_server_user,
     _keep_running,
     _private_directory,
+    _run_as_server_user,
     _tail,
 )
 

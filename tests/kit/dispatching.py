@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.dispatch.dispatcher import Dispatcher
+from outboxio.dispatch.faults.rests import Rests
 from outboxio.dispatch.hooks import HookCaller
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.intake import Intake
@@ -221,7 +222,7 @@ class Parts:
         self.settings = settings or Settings()
         self.database, self.locks, self.signals = Database(), Locks(), Signals()
         self.table = self.database.notifications
-        context: Any = type("Context", (), {"namespace": "app"})()
+        context: Any = type("Context", (), {"namespace": "app", "redact": str})()
         self.now = NOON
         self.setup = HandlingSetup(
             cast(Any, self.database), cast(Any, None), ShardClock(lambda: self.now), self.settings, context
@@ -247,8 +248,11 @@ class Parts:
         )
         self.hooks = HookCaller(self.state, self.scheduler, self.settler, invoker, self.watchdog, ended=self._ended)
         self.unproven = 0
+        self.rests = Rests(
+            self.state, self.in_flight, self.scheduler, self.settler, self.setup, wake=lambda: self.workers.call()
+        )
         self.workers = WorkerPool(
-            self.setup, self.state, self.scheduler, self.settler, invoker, self.watchdog, self.hooks,
+            self.setup, self.state, self.scheduler, self.settler, invoker, self.watchdog, self.hooks, self.rests,
             unproven=self._unproven,
         )  # fmt: skip
         self.intake = Intake(

@@ -16,7 +16,7 @@ PROGRAMS: Mapping[str, str] = {
     "chromium": "apt-get install --no-install-recommends chromium",
     "epmd": "apt-get install erlang-base",
     "git": "apt-get install git",
-    "nats-server": "apt-get install nats-server",
+    "nats-server": "apt-get install --no-install-recommends nats-server",
     "openssl": "apt-get install openssl",
     "pgbouncer": "apt-get install pgbouncer",
     "promtool": "apt-get install --no-install-recommends prometheus",

@@ -13,7 +13,7 @@ from outboxio.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
-FILES = [*sorted(DEPLOY.iterdir()), ROOT / "docs" / "operate" / "health.md"]
+FILES = [*sorted(DEPLOY.iterdir()), ROOT / "docs" / "operate" / "probes-in-deployments.md"]
 
 AFTER_HANDLERS = 10  # seconds to write outcomes and give locks back
 
@@ -42,7 +42,7 @@ def test_every_deployment_waits_for_the_grace_period_and_the_end_behind_it(file:
 
 
 def test_the_pieces_on_the_page_are_those_of_the_files() -> None:
-    page = (ROOT / "docs" / "operate" / "health.md").read_text("utf-8")
+    page = (ROOT / "docs" / "operate" / "probes-in-deployments.md").read_text("utf-8")
     lines = {line.strip() for file in DEPLOY.iterdir() for line in file.read_text("utf-8").splitlines()}
     [probes] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     [unit] = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from outboxio import Batch, Event, EventEnvelope, EventHandler, Outbox, RegistrationError, RetryPolicy
-from outboxio.handlers.handler import HandlerRegistry, handler_from_object
+from outboxio.handlers.handler import HandlerRegistry
+from outboxio.handlers.handler_object import handler_from_object
 from outboxio.handlers.registration import Registration
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def _described(handler: Handler) -> HandlerDescription:
         handler.name,
         handler.where,
         sorted(handler.aliases),
-        sorted(map(type_name, handler.event_types)),
+        handler.wanted_names,
         handler.topic,
         changed(handler.options, DEFAULT_OPTIONS),
     )

@@ -19,7 +19,6 @@ from outboxio.cli.logs import Teller
 from outboxio.handlers.handler import Handler
 from outboxio.health.listener import serve_health
 from outboxio.health.systemd import ServiceManager
-from outboxio.model.event import type_name
 from outboxio.model.operating.filter import Filter
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
@@ -164,7 +163,7 @@ def _equipment(outbox: Outbox, duties: Duties) -> list[tuple[str, str, str]]:
 
 def _subject(handler: Handler) -> str:
     """The events of a handler, and the aliases under which notifications may be stored."""
-    wants = f"topic {handler.topic}" if handler.topic is not None else ", ".join(map(type_name, handler.event_types))
+    wants = f"topic {handler.topic}" if handler.topic is not None else ", ".join(handler.wanted_names)
     return f"{wants} (also found as {', '.join(sorted(handler.aliases))})" if handler.aliases else wants
 
 

@@ -81,9 +81,9 @@ class TotalLimits:
         for queue in self._queues:
             former = self._former[queue] = [one for one in self._former.get(queue, ()) if one[1] > now]
             next_change = min([next_change, *(over_at for _, over_at in former)])
-            before = queue.limit
-            queue.limit = min(queue.spec.limit, self._sum(queue, self._open(queue)))
-            if queue.limit > before:
+            before = queue.quota.allowed
+            queue.allow(min(queue.spec.limit, self._sum(queue, self._open(queue))))
+            if queue.quota.allowed > before:
                 rose = True
                 self._scheduler.enlist(queue)
         self.stop_timer()
@@ -110,14 +110,14 @@ class TotalLimits:
         if cursor.slot not in self._cursors.halted:
             return 1  # until the slot is halted, further runs may start within the share of the slot
         running, excess = len(queue.running), 0
-        queue.gives_back_at = -1
+        queue.quota.gives_back_at = -1
         kept = self._sum(queue, [other.slot for other in self._cursors.of(queue)])
         for other in self._cursors.halted.values():
             if other.queue is not queue or other.in_flight:
                 continue
             kept -= self._sum(queue, [other.slot])
             if kept < running:
-                queue.gives_back_at = max(queue.gives_back_at, kept)
+                queue.quota.gives_back_at = max(queue.quota.gives_back_at, kept)
             if other is cursor:
                 excess = max(0, running - kept)
         return excess

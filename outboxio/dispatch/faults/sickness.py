@@ -54,7 +54,10 @@ class Sickness:
         busy = set[HandlerQueue]() if had_stuck else {queue for queue in self._queues if _has_time_left(queue, now)}
         due_by = as_micros(self._clock()) - LONG_DUE
         rows = self._in_flight.rows.values()
-        return any(run.notification.next_retry_us < due_by and run.queue not in busy for run in rows)
+        return any(
+            run.notification.next_retry_us < due_by and run.queue not in busy and run.queue.quota.rest is None
+            for run in rows
+        )
 
 
 def _has_time_left(queue: HandlerQueue, now: float) -> bool:

@@ -1,0 +1,132 @@
+"""The broker between the services: a NATS that answers on its usual port, or else an installed program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+import nats
+import nats.errors
+
+from outboxio import EventHandler, Outbox
+from outboxio.integrations.brokers import BrokerInbox
+from outboxio.integrations.nats import NatsInbox, NatsRelay
+
+USUAL = "nats://127.0.0.1:4222"
+PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/bin")
+
+
+class Nats:
+    """A stream of this run on a server. ``process`` is set for a server that this run has started."""
+
+    def __init__(self, url: str, start: AsyncServer | None = None) -> None:
+        self.url = url
+        self.name = f"NATS at {url.removeprefix('nats://')}{', started for this run' if start else ''}"
+        self._server = start
+        self._stream = f"SHOP-{token_hex(3)}"
+
+    async def prepare(self) -> None:
+        """Make the stream for the shop's events."""
+        client = await nats.connect(self.url)
+        await client.jetstream().add_stream(name=self._stream, subjects=[f"{self._stream}.>"])
+        await client.close()
+
+    async def remove(self) -> None:
+        """Remove the stream."""
+        client = await nats.connect(self.url)
+        await client.jetstream().delete_stream(self._stream)
+        await client.close()
+
+    def relay(self) -> EventHandler[bytes]:
+        return NatsRelay(
+            self.url, name="to-broker", types=("OrderChanged",), subject=f"{self._stream}.{{event_type}}", ordered=True
+        )
+
+    def inbox(self, outbox: Outbox, group: str) -> BrokerInbox:
+        return NatsInbox(outbox, self.url, stream=self._stream, durable=group, ordered=True)
+
+    async def restart(self) -> bool:
+        """Stop and start the server; False if the server is not ours."""
+        if self._server is None:
+            return False
+        await self._server.stop()
+        await self._server.start()
+        return True
+
+
+class AsyncServer:
+    """A private server."""
+
+    def __init__(self, program: str, home: Path, port: int) -> None:
+        self._command = [program, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(home), "-l", str(home / "log")]
+        self._port = port
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(*self._command)
+        async with asyncio.timeout(30):
+            while not answers(self._port):  # noqa: ASYNC110  # the server tells nobody when it listens
+                await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            await self._process.wait()
+            self._process = None
+
+
+@asynccontextmanager
+async def some_broker(*, private: bool) -> AsyncIterator[Nats]:
+    """A broker that is ready for the services; ``private``: a server for this run, although a server answers.
+
+    Raises :class:`LookupError` if there is none, with the remedy.
+    """
+    url = None if private else os.environ.get("NATS_URL") or (USUAL if answers(4222) else None)
+    server = None
+    with tempfile.TemporaryDirectory() as home:
+        if url is None:
+            server = AsyncServer(_program(), Path(home), port := _free_port())
+            await server.start()
+            url = f"nats://127.0.0.1:{port}"
+        try:
+            broker = Nats(url, server)
+            await broker.prepare()
+            try:
+                yield broker
+            finally:
+                with suppress(OSError, nats.errors.Error):
+                    await broker.remove()
+        finally:
+            if server is not None:
+                await server.stop()
+
+
+def answers(port: int) -> bool:
+    """True if a NATS server listens on this port of this machine."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+        return connection.recv(4) == b"INFO"
+    return False
+
+
+def _program() -> str:
+    found = shutil.which("nats-server", path=os.pathsep.join([os.environ.get("PATH", os.defpath), *PLACES]))
+    if found is None:
+        raise LookupError(
+            "there is no broker: start NATS (docker run -p 4222:4222 nats -js), install nats-server (apt-get install "
+            "nats-server, brew install nats-server), or set NATS_URL"
+        )
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

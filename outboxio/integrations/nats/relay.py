@@ -1,0 +1,183 @@
+"""The relay to NATS JetStream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import nats.errors
+
+from outboxio.errors import Unprocessable
+from outboxio.integrations.brokers.formats import percent_encoded
+from outboxio.integrations.brokers.message import Message
+from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict
+from outboxio.integrations.nats.connection import Connection, NoStream, NotPermitted, Servers
+from outboxio.integrations.nats.publisher import NO_STREAM, Outgoing, Publisher, Refusal
+from outboxio.integrations.nats.subjects import subject_template
+
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_STREAM = "Nats-Expected-Stream"
+LARGEST_HEADERS = 16_384  # bytes; ids and names of an event are far shorter
+AWAY = (10008, 10009, 10023, 10039, 10076)  # JetStream is off or has no leader, or its resources are used up
+TOO_LARGE = (10054, 10070)  # error codes: larger than max_msg_size of the stream, and than the header may be
+
+
+class NatsRelay(Relay):
+    """Publishes events to a stream of NATS JetStream.
+
+    ``servers``: one URL or several, or a connected client of nats-py, which the relay does not close. ``subject``: a
+    template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``.
+    ``stream``: the stream that must take the messages; ``None`` takes any. ``connect``: keywords of ``nats.connect``.
+    ``options`` are those of all relays (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
+
+    Each message has the header ``Nats-Msg-Id``, the event's id: a message that is sent again within the
+    ``duplicate_window`` of the stream is stored once. Messages of a batch are published together. With ``ordered=True``
+    a message waits for the acknowledgement of the message before with the same key.
+
+    * A stream that is missing, or full, uses up an attempt, and the retry policy applies.
+    * A message that is too large ends DEAD.
+    * While the server is away, or refuses the credentials, the handler rests, and no attempt is used up.
+
+    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+
+    Example::
+
+        outbox.add_handler(
+            NatsRelay("nats://localhost", name="to-nats", types=(MoneyDeposited,), subject="wallets.{event_type}")
+        )
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        subject: str,
+        stream: str | None = None,
+        connect: Mapping[str, Any] | None = None,
+        **options: Unpack[RelayOptions],
+    ) -> None:
+        super().__init__(prefix="ce-", escape=percent_encoded, **options)
+        self._subject = subject_template(subject)
+        self._stream = stream
+        self._connection = Connection(servers, connect or {}, name=f"relay {self.name!r}", lost=self._lost)
+        self._publisher: Publisher | None = None
+        self._largest = 0
+
+    def destination_of(self, message: Message) -> str:
+        return self._subject(message)
+
+    async def connect(self) -> None:
+        await self._connection.open()
+        client = self._connection.client
+        publisher = Publisher(client)
+        await publisher.subscribe()
+        self._publisher, self._largest = publisher, client.max_payload
+
+    async def disconnect(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None and self._connection.is_up:
+            await publisher.unsubscribe()
+        await self._connection.close()
+
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+        if not self._connection.is_up:
+            await self.leave()
+            raise self.unavailable(self._connection.reason())
+        if not self.ordered:
+            return await self._publish(parcels)
+        verdicts: list[Verdict] = [None] * len(parcels)
+        failed: set[str] = set()
+        for wave in waves(parcel.message.key for parcel in parcels):
+            going = [place for place in wave if parcels[place].message.key not in failed]
+            for place, verdict in zip(going, await self._publish([parcels[i] for i in going]), strict=True):
+                if verdict is not None:
+                    verdicts[place] = verdict
+                    failed.add(parcels[place].message.key)
+        return verdicts
+
+    async def _publish(self, parcels: Sequence[Parcel]) -> list[Verdict]:
+        """Publish messages together, and wait for all acknowledgements."""
+        verdicts: list[Verdict] = [None] * len(parcels)
+        places: list[int] = []
+        outgoing: list[Outgoing] = []
+        largest = self._largest - LARGEST_HEADERS
+        for place, parcel in enumerate(parcels):
+            headers, body = self._headers_of(parcel), parcel.wire.body
+            if len(body) > largest and (flaw := self._too_large(parcel, headers)) is not None:
+                verdicts[place] = flaw
+                continue
+            places.append(place)
+            outgoing.append(Outgoing(parcel.destination, body, headers))
+        publisher = self._publisher
+        if publisher is None:  # closed meanwhile
+            raise self.unavailable(self._connection.reason())
+        answers = await publisher.publish(outgoing, len(outgoing), self.publish_timeout)
+        for place, answer in zip(places, answers, strict=True):
+            if answer is not None:
+                verdicts[place] = self._verdict(parcels[place], answer)
+        return verdicts
+
+    def _headers_of(self, parcel: Parcel) -> dict[str, str]:
+        headers = parcel.wire.headers
+        headers[MESSAGE_ID] = parcel.message.id
+        headers["content-type"] = parcel.wire.content_type
+        if self._stream is not None:
+            headers[EXPECTED_STREAM] = self._stream
+        return headers
+
+    def _too_large(self, parcel: Parcel, headers: Mapping[str, str]) -> Unprocessable | None:
+        """The server would close the connection for such a message, and with it fail all others."""
+        size = len(parcel.wire.body) + sum(len(name) + len(value) + 4 for name, value in headers.items()) + 14
+        if size <= self._largest:
+            return None
+        return Unprocessable(
+            f"event {parcel.message.id} makes a message of {size} bytes, and the server takes {self._largest}: raise "
+            "max_payload of the server, or store the large part elsewhere and send its address"
+        )
+
+    def _verdict(self, parcel: Parcel, answer: Refusal | Exception) -> Exception:
+        subject = parcel.destination
+        if answer is NO_STREAM:
+            return NoStream(subject)
+        if isinstance(answer, Refusal):
+            told = f"JetStream refused the message to {subject!r}: {answer.description} (error {answer.err_code})"
+            if answer.err_code in TOO_LARGE:
+                return Unprocessable(f"{told}; event {parcel.message.id} has {len(parcel.wire.body)} bytes")
+            return self.unavailable(told) if answer.err_code in AWAY else PublishRefused(told)
+        if isinstance(answer, TimeoutError):
+            if self._connection.forbids(subject):
+                return NotPermitted(subject)
+            return self.unavailable(
+                f"NATS has not acknowledged a message to {subject!r} within {self.publish_timeout:g} s"
+            )
+        if isinstance(answer, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
+            return Unprocessable(f"event {parcel.message.id} cannot be published to {subject!r}: {answer}")
+        return self.unavailable(self._connection.reason())
+
+    def _lost(self) -> None:
+        """The connection is gone, and with it the acknowledgements of the messages that are under way."""
+        self.is_connected = False
+        if self._publisher is not None:
+            self._publisher.lost()
+
+
+class PublishRefused(Exception):
+    """JetStream answered with an error, for example because the stream is full."""
+
+
+def waves(keys: Iterable[str]) -> Iterator[list[int]]:
+    """The places of keys in waves: a wave has each key once, and the waves keep the order of each key.
+
+    Example::
+
+        list(waves(["a", "b", "a"]))  # [[0, 1], [2]]
+    """
+    seen: dict[str, int] = {}
+    gathered: list[list[int]] = []
+    for place, key in enumerate(keys):
+        number = seen.get(key, 0)
+        seen[key] = number + 1
+        if number == len(gathered):
+            gathered.append([])
+        gathered[number].append(place)
+    yield from gathered

@@ -1,0 +1,347 @@
+"""The relay to NATS JetStream, on a real server."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.msg import Msg
+from nats.js.api import DiscardPolicy, StreamConfig
+
+from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
+from outboxio.integrations.nats import NatsRelay
+from outboxio.integrations.nats.relay import waves
+from tests.contract.test_tls import certificate
+from tests.kit.app import Look, eventually
+from tests.kit.nats_server import NatsServer, nats_server
+from tests.kit.programs import programs
+from tests.kit.proxy import free_port
+
+pytestmark = pytest.mark.above_statements
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+Add = Callable[..., NatsRelay]
+
+
+class Noted(Event):
+    number: int
+    text: str = ""
+
+
+class Other(Event):
+    number: int
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@asynccontextmanager
+async def stream(server: NatsServer, **config: Any) -> AsyncIterator[Any]:
+    """An empty stream for the subjects ``notes.>``."""
+    client = await nats.connect(server.url)
+    try:
+        jetstream = client.jetstream()
+        await jetstream.add_stream(StreamConfig(name="NOTES", subjects=["notes.>"], **config))
+        try:
+            yield jetstream
+        finally:
+            await jetstream.delete_stream("NOTES")
+    finally:
+        await client.close()
+
+
+async def stored(jetstream: Any) -> list[Msg]:
+    count = (await jetstream.stream_info("NOTES")).state.messages
+    subscription = await jetstream.pull_subscribe("notes.>")
+    messages: list[Msg] = []
+    while len(messages) < count:
+        messages += await subscription.fetch(count - len(messages), timeout=10)
+    await subscription.unsubscribe()
+    return messages
+
+
+async def note(outbox: Outbox, *numbers: int, **emit: Any) -> None:
+    async with outbox.transaction("note") as tx:
+        for number in numbers:
+            tx.emit(Noted(number), **emit)
+
+
+def relay(servers: Any, **options: Any) -> NatsRelay:
+    return NatsRelay(servers, **{"name": "to-nats", "types": (Noted,), "subject": "notes.{event_type}"} | options)
+
+
+@pytest.fixture
+async def outbox(make_outbox: MakeOutbox) -> Outbox:
+    return await make_outbox()
+
+
+@pytest.fixture
+async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
+    """Adds a relay to the outbox; the relay is closed at the end, also if a test has cancelled the outbox."""
+    added: list[NatsRelay] = []
+
+    def add(servers: Any, **options: Any) -> NatsRelay:
+        added.append(relay(servers, **options))
+        outbox.add_handler(added[-1])
+        return added[-1]
+
+    yield add
+    for one in added:
+        await one.close()
+
+
+def numbers_of(messages: list[Msg]) -> list[int]:
+    return [
+        int(message.data.partition(b'"number":')[2].strip(b" ").split(b",")[0].rstrip(b"}")) for message in messages
+    ]
+
+
+async def test_each_event_is_a_message_with_the_attributes_of_cloudevents(
+    outbox: Outbox, add: Add, broker: NatsServer
+) -> None:
+    add(broker.url)
+    async with stream(broker) as jetstream:
+        async with outbox.transaction("note", correlation_id="c-1") as tx:
+            tx.emit(Noted(1), model_id="\u00e4 1", model_type="Note")
+            tx.emit(Other(2))
+        await outbox.drain()
+        [message] = await stored(jetstream)
+    headers = message.headers or {}
+    assert (message.subject, numbers_of([message])) == ("notes.Noted", [1])
+    assert headers["ce-type"] == "Noted"
+    assert headers["ce-source"] == f"/{outbox.namespace}"
+    assert headers["ce-subject"] == headers["ce-partitionkey"] == "%C3%A4%201"
+    assert headers["ce-correlationid"] == "c-1"
+    assert headers["content-type"] == "application/json"
+    assert headers["Nats-Msg-Id"] == headers["ce-id"]
+
+
+async def test_a_message_that_is_sent_again_is_stored_once(
+    outbox: Outbox, add: Add, broker: NatsServer, look: Look
+) -> None:
+    add(broker.url)
+    async with stream(broker) as jetstream:
+        await note(outbox, 1, 2, 3)
+        await outbox.drain()
+        await look.fetch("UPDATE {event_notifications} SET state = 'PENDING', attempts = 0")
+        async with outbox.running():
+            await eventually(lambda: succeeded(look, 3))
+        assert numbers_of(await stored(jetstream)) == [1, 2, 3]
+
+
+async def succeeded(look: Look, number: int) -> bool:
+    return (await look.states()).get("SUCCEEDED", 0) == number
+
+
+async def row_of(look: Look, ends: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The only notification, when it has ended so."""
+
+    async def has_ended() -> bool:
+        rows = await look.notifications()
+        return bool(rows) and ends(rows[0])
+
+    await eventually(has_ended)
+    return (await look.notifications())[0]
+
+
+async def test_a_subject_without_a_stream_is_tried_again_and_says_so(
+    outbox: Outbox, add: Add, broker: NatsServer, look: Look
+) -> None:
+    add(broker.url, retry=RetryPolicy(base=0.01, cap=0.01))
+    await note(outbox, 1)
+    async with outbox.running():
+        row = await row_of(look, lambda row: row["attempts"] >= 2)
+        assert "no stream takes the subject 'notes.Noted'" in row["errors"]
+        async with stream(broker) as jetstream:
+            await eventually(lambda: succeeded(look, 1))
+            assert numbers_of(await stored(jetstream)) == [1]
+
+
+@pytest.mark.parametrize("where", ["server", "stream"])
+async def test_a_message_that_is_too_large_is_dead_and_blocks_nothing(
+    where: str, outbox: Outbox, add: Add, broker: NatsServer, look: Look
+) -> None:
+    add(broker.url)
+    config = {"max_msg_size": 20_000} if where == "stream" else {}
+    async with stream(broker, **config) as jetstream:
+        async with outbox.transaction("note") as tx:
+            tx.emit(Noted(1))
+            tx.emit(Noted(2, "x" * (1_048_400 if where == "server" else 30_000)))
+            tx.emit(Noted(3))
+        async with outbox.running():
+            await eventually(lambda: succeeded(look, 2))
+        assert numbers_of(await stored(jetstream)) == [1, 3]
+    [row] = [row for row in await look.notifications() if row["state"] == "DEAD"]
+    assert ("the server takes 1048576" if where == "server" else "message size exceeds") in row["errors"]
+
+
+async def test_a_full_stream_uses_up_attempts_and_names_the_reason(
+    outbox: Outbox, add: Add, broker: NatsServer, look: Look
+) -> None:
+    add(broker.url, retry=RetryPolicy(max_attempts=2, base=0.01))
+    async with stream(broker, max_msgs=1, discard=DiscardPolicy.NEW) as jetstream:
+        await jetstream.publish("notes.first", b"{}")
+        await note(outbox, 1)
+        async with outbox.running():
+            row = await row_of(look, lambda row: row["state"] == "DEAD")
+    assert "JetStream refused the message to 'notes.Noted': maximum messages exceeded" in row["errors"]
+
+
+async def test_order_holds_within_each_key(outbox: Outbox, add: Add, broker: NatsServer, look: Look) -> None:
+    add(broker.url, ordered=True)
+    async with stream(broker) as jetstream:
+        for number in range(60):
+            await note(outbox, number, ordering_key=f"k{number % 3}")
+        async with outbox.running():
+            await eventually(lambda: succeeded(look, 60))
+        got = numbers_of(await stored(jetstream))
+    assert sorted(got) == list(range(60))
+    for key in range(3):
+        assert [number for number in got if number % 3 == key] == list(range(key, 60, 3))
+
+
+async def test_events_that_came_through_the_inbox_do_not_leave_again(
+    outbox: Outbox, add: Add, broker: NatsServer
+) -> None:
+    add(broker.url)
+    async with stream(broker) as jetstream:
+        await outbox.inbox.receive(source="/other", external_id="1", type="Noted", payload={"number": 1})
+        await note(outbox, 2)
+        await outbox.drain()
+        assert numbers_of(await stored(jetstream)) == [2]
+
+
+async def test_a_client_that_was_given_stays_open(outbox: Outbox, add: Add, broker: NatsServer) -> None:
+    async with stream(broker) as jetstream:
+        client = await nats.connect(broker.url)
+        given = add(client)
+        await note(outbox, 1)
+        await outbox.drain()
+        await given.close()
+        assert client.is_connected
+        assert numbers_of(await stored(jetstream)) == [1]
+        await client.close()
+
+
+@pytest.mark.parametrize("connect", [{"user": "app", "password": "wrong"}, {}, {"token": "t"}])
+async def test_wrong_credentials_have_a_clear_reason(connect: dict[str, Any], tmp_path: Path) -> None:
+    told = r"relay 'to-nats' has no connection to NATS .*Authorization"
+    with nats_server(tmp_path / "nats", "authorization { user: app, password: right }") as server:
+        one = relay(server.url, connect=connect)
+        with pytest.raises(ConnectionError, match=told):
+            await one.connect()
+
+
+async def test_a_certificate_that_does_not_fit_has_a_clear_reason(tmp_path: Path) -> None:
+    programs.need("openssl")
+    made = certificate(tmp_path, "elsewhere.example")
+    tls = f'tls {{ cert_file: "{made}", key_file: "{made.with_suffix(".key")}" }}'
+    with nats_server(tmp_path / "nats", tls) as server:
+        for trusts, told in ((None, "self-signed certificate"), (str(made), "not valid for '127.0.0.1'")):
+            context = ssl.create_default_context(cafile=trusts)
+            with pytest.raises(ConnectionError, match=told):
+                await relay(server.url, connect={"tls": context}).connect()
+
+
+async def test_a_reason_has_no_password() -> None:
+    secret = relay(f"nats://app:geheim@127.0.0.1:{free_port()}")
+    with pytest.raises(ConnectionError, match=r"\*\*\*@127.0.0.1") as raised:
+        await secret.connect()
+    assert "geheim" not in str(raised.value)
+    assert "Connect call failed" in str(raised.value)
+
+
+async def test_wrong_credentials_use_no_attempt_until_they_are_right(
+    outbox: Outbox, add: Add, tmp_path: Path, look: Look
+) -> None:
+    with nats_server(tmp_path / "nats", "authorization { user: app, password: old }") as server:
+        calls = 0
+
+        def password() -> str:
+            nonlocal calls
+            calls += 1
+            return "new"
+
+        add(server.url, connect={"user": "app", "password": password})
+        await note(outbox, 1)
+        async with outbox.running():
+            await eventually(lambda: calls >= 3)
+            [row] = await look.notifications()
+            assert (row["state"], row["attempts"], row["errors"]) == ("PENDING", 0, "[]")
+            server.configure("authorization { user: app, password: new }")
+            server.restart()
+            client = await nats.connect(server.url, user="app", password="new")
+            await client.jetstream().add_stream(name="NOTES", subjects=["notes.>"])
+            await client.close()
+            await eventually(lambda: succeeded(look, 1))
+
+
+async def test_a_subject_that_the_user_may_not_publish_to_blocks_no_other_subject(
+    outbox: Outbox, add: Add, tmp_path: Path, look: Look
+) -> None:
+    allowed = 'authorization { users: [{ user: app, password: a, permissions: { publish: { deny: "notes.Other" } } }] }'
+    with nats_server(tmp_path / "nats", allowed) as server:
+        secret = server.url.replace("//", "//app:a@")
+        add(secret, types=(Noted, Other), publish_timeout=1, retry=RetryPolicy(max_attempts=1))
+        client = await nats.connect(secret)
+        await client.jetstream().add_stream(name="NOTES", subjects=["notes.>"])
+        await client.close()
+        async with outbox.transaction("note") as tx:
+            tx.emit(Noted(1))
+            tx.emit(Other(2))
+        async with outbox.running():
+            await eventually(lambda: succeeded(look, 1))
+            await eventually(lambda: dead(look))
+    [row] = [row for row in await look.notifications() if row["state"] == "DEAD"]
+    assert "may not publish to 'notes.Other'" in row["errors"]
+
+
+async def dead(look: Look) -> bool:
+    return (await look.states()).get("DEAD", 0) == 1
+
+
+async def test_a_broker_that_is_away_uses_no_attempt_and_work_goes_on_when_the_broker_is_back(
+    outbox: Outbox, add: Add, tmp_path: Path, look: Look
+) -> None:
+    with nats_server(tmp_path / "nats") as server:
+        add(server.url)
+        client = await nats.connect(server.url)
+        await client.jetstream().add_stream(name="NOTES", subjects=["notes.>"])
+        await client.close()
+        async with outbox.running():
+            await note(outbox, 1)
+            await eventually(lambda: succeeded(look, 1))
+            server.kill()
+            await note(outbox, 2, 3)
+            await eventually(lambda: rows(look, 3))
+            states = await look.states()
+            assert states == {"SUCCEEDED": 1, "PENDING": 2}
+            assert sum(row["attempts"] for row in await look.notifications()) == 1
+            server.start()
+            await eventually(lambda: succeeded(look, 3))
+        client = await nats.connect(server.url)
+        assert sorted(numbers_of(await stored(client.jetstream()))) == [1, 2, 3]
+        await client.close()
+
+
+async def rows(look: Look, number: int) -> bool:
+    return len(await look.notifications()) == number
+
+
+def test_waves_have_each_key_once_and_keep_the_order_of_keys() -> None:
+    assert list(waves("abacaab")) == [[0, 1, 3], [2, 6], [4], [5]]
+    assert list(waves("")) == []
+
+
+@pytest.mark.parametrize("subject", ["notes..x", "notes.*", "notes. x", ".{event_type}", "notes.{even_type}", ""])
+def test_a_template_that_makes_no_subject_is_refused(subject: str) -> None:
+    with pytest.raises(ConfigurationError, match="subject"):
+        relay("nats://localhost", subject=subject)

@@ -1,0 +1,122 @@
+"""The documentation site builds, with whole links, without another server, and with plain text beside each page."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.kit.looking import AXE
+from tests.kit.sources import ROOT
+from website.build import add_version, build
+from website.docstrings import as_markdown
+from website.links import problems
+from website.navigation import navigation
+
+
+@pytest.fixture(scope="module")
+def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def address(documentation: Path) -> Iterator[str]:
+    """The address of a server of static files with the site."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(documentation))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_every_link_and_anchor_of_the_site_leads_somewhere_and_no_page_loads_from_another_server(
+    documentation: Path,
+) -> None:
+    assert problems(documentation) == []
+
+
+def test_every_page_of_the_documentation_is_in_the_site_as_html_and_as_markdown(documentation: Path) -> None:
+    pages = {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
+
+    assert {page for page in pages if not (documentation / page).exists()} == set()
+    assert {page for page in pages if not (documentation / page.with_suffix(".html")).exists()} == set()
+
+
+def test_every_page_but_the_decision_records_is_in_the_list_for_language_models(documentation: Path) -> None:
+    listed = re.findall(r"^- \[.+?\]\(([^)]+)\)", (documentation / "llms.txt").read_text("utf-8"), re.MULTILINE)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith("decisions/"))
+    everything = (documentation / "llms-full.txt").read_text("utf-8")
+    assert [page for page in listed if f"<!-- {page} -->" not in everything] == []
+    assert "\n:::" not in everything, "the docstrings are in the text"
+
+
+def test_the_marks_of_docstrings_become_markdown() -> None:
+    text = "See :meth:`~outboxio.Outbox.drain`.\n\nExample::\n\n    a = 1\n\n    b = 2\n\nNote::\n\n    c"
+
+    assert as_markdown(text) == "See `Outbox.drain`.\n\n```python\na = 1\n\nb = 2\n```\n\nNote:\n\n```python\nc\n```"
+
+
+def test_a_version_is_a_folder_beside_the_older_versions(tmp_path: Path) -> None:
+    site, versions = tmp_path / "site", tmp_path / "sites"
+    site.mkdir()
+    for version in ("1.0", "1.1"):
+        (site / "index.html").write_text(version)
+        add_version(site, versions, version)
+
+    assert {folder.name: (folder / "index.html").read_text() for folder in versions.iterdir()} == {
+        "1.0": "1.0", "1.1": "1.1", "latest": "1.1",
+    }  # fmt: skip
+
+
+def test_a_broken_link_a_missing_anchor_and_a_foreign_script_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html">b</a><a href="#c">c</a><script src="https://x.org/d.js"></script>'
+    )
+
+    assert problems(tmp_path) == [
+        "a.html: loads https://x.org/d.js", "a.html: b.html", "a.html: #c (no such anchor)"
+    ]  # fmt: skip
+
+
+def test_the_search_finds_a_page_without_another_server(chromium: Browser, address: str) -> None:
+    requested: list[str] = []
+    with chromium.new_context(viewport={"width": 1280, "height": 800}) as context:
+        page = context.new_page()
+        page.on("request", lambda request: requested.append(request.url))
+        page.goto(address)
+        page.keyboard.press("/")
+        page.get_by_role("combobox", name="Search").fill("dead letters")
+        expect(page.get_by_text("New dead letters").first).to_be_visible(timeout=30_000)
+
+    foreign = [url for url in requested if not url.startswith((address, "data:", "blob:"))]
+    assert foreign == []
+
+
+@pytest.mark.parametrize("page", ["index", "tutorial/1-first-event", "operate/runbook/new_dead", "reference/settings"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_can_be_read_on_a_phone(chromium: Browser, address: str, page: str, scheme: str) -> None:
+    with chromium.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme) as context:  # type: ignore[arg-type]
+        opened = context.new_page()
+        opened.goto(f"{address}{page}.html")
+        assert not opened.evaluate("document.scrollingElement.scrollWidth > innerWidth"), "the page is too wide"
+        opened.evaluate(AXE)
+        rules = {"runOnly": ["color-contrast", "image-alt", "link-name", "heading-order"]}
+        found = opened.evaluate("options => axe.run('article', options)", rules)
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+
+
+def test_every_page_is_linked_from_the_index_of_its_folder() -> None:
+    assert "{'More': " not in str(navigation(ROOT / "docs")), "add the page to the index.md of its folder"

@@ -1,0 +1,104 @@
+"""Pages that are written from the code: errors, the tables of the database, and the list of decision records.
+
+``python -m website.tables`` writes the pages anew; a test fails while a page differs from the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from website.docstrings import FENCE, as_markdown
+from website.meanings import COLUMNS, REMEDIES
+from website.stage import DOCS, ROOT
+
+ERRORS, TABLES = DOCS / "reference" / "errors.md", DOCS / "reference" / "tables.md"
+DECISIONS = DOCS / "decisions" / "index.md"
+MARK = "<!-- Written by python -m website.tables. -->"
+
+_TABLE = re.compile(r"((?:^-- [^\n]*\n)*)^CREATE TABLE eventlog\.(\w+) \(\n(.*?)\n\);", re.MULTILINE | re.DOTALL)
+_COLUMN = re.compile(r"^ +([a-z_]+) +([A-Z]+(?:\(\d+\))?)", re.MULTILINE)
+_ADDED = re.compile(r"ALTER TABLE eventlog\.(\w+)\s+(ADD COLUMN.*?);", re.DOTALL)
+_ADDED_COLUMN = re.compile(r"ADD COLUMN (?:IF NOT EXISTS )?([a-z_]+) +([A-Z]+(?:\(\d+\))?)")
+
+
+def error_classes() -> dict[str, ast.ClassDef]:
+    """The classes of outboxio/errors, by name."""
+    bodies = (ast.parse(file.read_text("utf-8")).body for file in sorted((ROOT / "outboxio" / "errors").glob("*.py")))
+    return {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
+
+
+def errors_section() -> str:
+    """A section for each error: when it is raised, its text, and its remedy."""
+    return "\n".join(line for name, node in sorted(error_classes().items()) for line in _error(name, node))
+
+
+def _error(name: str, node: ast.ClassDef) -> Iterator[str]:
+    bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
+    yield f"### {name}\n"
+    words = as_markdown(ast.get_docstring(node) or "")
+    yield words.replace(f"{FENCE}python", f"{FENCE}py") + "\n"  # an example that the test of snippets does not run
+    yield f"A subclass of {bases}.\n"
+    if text := " ".join(_message(node)):
+        yield f"```text\n{text}\n```\n"
+    if name in REMEDIES:
+        yield f"**Remedy.** {REMEDIES[name]}\n"
+
+
+def _message(node: ast.ClassDef) -> Iterator[str]:
+    """The text of the error's message, with a name in angle brackets for each value."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
+            for argument in call.args:
+                if isinstance(argument, ast.JoinedStr):
+                    yield "".join(map(_part, argument.values))
+            return
+
+
+def _part(part: ast.expr) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    assert isinstance(part, ast.FormattedValue)
+    names = [each.id for each in ast.walk(part.value) if isinstance(each, ast.Name)]
+    return f"<{names[-1]}>" if names else "<value>"
+
+
+def tables_section() -> str:
+    """A section for each table of the database, with columns and types of PostgreSQL."""
+    files = "\n".join(file.read_text("utf-8") for file in sorted((ROOT / "sql" / "postgres").glob("*.sql")))
+    added: dict[str, list[tuple[str, str]]] = {}
+    for table, columns in _ADDED.findall(files):
+        added.setdefault(table, []).extend(_ADDED_COLUMN.findall(columns))
+    lines = []
+    for comment, table, body in _TABLE.findall(files):
+        words = " ".join(line.removeprefix("-- ") for line in comment.splitlines())
+        lines += [f"### {table}\n", f"{words}\n" if words else "", "| column | type | meaning |", "|---|---|---|"]
+        for column, type_ in [*_COLUMN.findall(body), *added.get(table, [])]:
+            lines.append(f"| `{column}` | {type_.lower()} | {COLUMNS.get(column, '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def decisions_section() -> str:
+    """A row for each decision record, with the title."""
+    rows = ["| number | decision |", "|---|---|"]
+    for file in sorted(DECISIONS.parent.glob("0*.md")):
+        number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
+        rows.append(f"| [{number}]({file.name}) | {title} |")
+    return "\n".join(rows)
+
+
+def renewed(page: Path) -> str:
+    """The page with the part after the mark written anew."""
+    head = page.read_text("utf-8").partition(MARK)[0]
+    section = SECTIONS[page]()
+    return f"{head}{MARK}\n\n{section.rstrip()}\n"
+
+
+SECTIONS = {ERRORS: errors_section, TABLES: tables_section, DECISIONS: decisions_section}
+
+if __name__ == "__main__":
+    for each in SECTIONS:
+        each.write_text(renewed(each), "utf-8")
