@@ -26,7 +26,7 @@ FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.s
          "0005_partitions.sql", "0007_operating.sql", "0008_jobs.sql"]  # fmt: skip
 CONTRACT = "0006_partitions_contract.sql"
 """Drops the part for which only the older version has a use. On SQLite a handler has a single partition."""
-NEWEST = 7
+NEWEST = 8
 
 IDS = ("id", "action_id", "event_id", "notification_id")
 

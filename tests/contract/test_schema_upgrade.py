@@ -94,7 +94,7 @@ async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: O
     await add_notification(look, 3, "SUCCEEDED")
     await add_event(look, 4)
 
-    assert await outbox.migrate() == {"default": [EXPAND, LATER]}
+    assert await outbox.migrate() == {"default": [EXPAND, LATER, JOBS]}
     await add_notification(look, 5)  # by a process of the previous version that still runs
 
     journal = Journal()
@@ -106,7 +106,7 @@ async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: O
 
 async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(outbox: Outbox, look: Look) -> None:
     steps: list[tuple[bool, list[str], set[str]]] = [
-        (False, [EXPAND, LATER], {OLD_INDEX, NEW_INDEX}),
+        (False, [EXPAND, LATER, JOBS], {OLD_INDEX, NEW_INDEX}),
         (False, [], {OLD_INDEX, NEW_INDEX}),
         (True, [CONTRACT], {NEW_INDEX}),
         (True, [], {NEW_INDEX}),
@@ -121,7 +121,7 @@ async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(ou
 
 
 async def test_both_steps_may_be_made_at_once(outbox: Outbox, look: Look) -> None:
-    assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT, LATER]}
+    assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT, LATER, JOBS]}
     await outbox.check()
     assert await indexes_of(look) == {NEW_INDEX}
 
@@ -197,11 +197,11 @@ async def test_both_steps_at_once_are_refused_beside_the_previous_version_and_no
         await outbox.migrate(contract=True)
 
     assert await indexes_of(look) == {OLD_INDEX}
-    assert await outbox.migrate() == {"default": [EXPAND, LATER]}
+    assert await outbox.migrate() == {"default": [EXPAND, LATER, JOBS]}
 
 
 async def test_a_process_of_this_version_does_not_start_on_the_previous_tables(outbox: Outbox) -> None:
-    files = rf"sql/\w+/{EXPAND}, sql/\w+/{LATER}"
+    files = rf"sql/\w+/{EXPAND}, sql/\w+/{LATER}, sql/\w+/{JOBS}"
     says = rf"column event_notifications\.partition_number, .*call `await outbox\.migrate\(\)`.*apply {files}$"
     with pytest.raises(SchemaMissing, match=says) as caught:
         await outbox.check()
@@ -245,7 +245,7 @@ async def test_processes_that_migrate_at_once_take_turns(server_url: str, outbox
     finally:
         for other in outboxes:
             await other.close()
-    assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND, LATER]]
+    assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND, LATER, JOBS]]
 
 
 async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) -> None:
@@ -262,7 +262,7 @@ async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) 
     number = "SELECT 'eventlog.event_notifications_partition'::regclass::oid"
     before = await look.value(number)
     async with Outbox(postgres_url, namespace="app") as outbox:
-        assert await outbox.migrate() == {"default": [EXPAND, LATER]}
+        assert await outbox.migrate() == {"default": [EXPAND, LATER, JOBS]}
         await outbox.check()
     assert await look.value(number) == before
 
@@ -287,7 +287,7 @@ async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for
         async with asyncio.timeout(10):
             await fanout.execute("UPDATE eventlog.event_notifications SET attempts = 0")
             await round_of_fanout.commit()
-            assert await migrating == {"default": [EXPAND, LATER]}
+            assert await migrating == {"default": [EXPAND, LATER, JOBS]}
     await fanout.close()
 
 
@@ -325,7 +325,7 @@ async def test_transactions_that_write_both_tables_in_either_order_are_no_victim
         await eventually(waits_for_the_second)
         await write(*(turns[0][0], turns[0][1][1]))
         await transactions[0].commit()
-        assert await migrating == {"default": [LATER]}
+        assert await migrating == {"default": [LATER, JOBS]}
     for writer in writers:
         await writer.close()
 
@@ -408,7 +408,7 @@ async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql
 @pytest.mark.parametrize("dialect", ["mysql", "mariadb"])
 def test_large_tables_are_changed_without_a_copy_and_without_a_lock(dialect: str) -> None:
     """The clauses make a server refuse the statement instead of copying or locking the table."""
-    text = "".join(file.text for file in sql_files(dialect) if file.name in (EXPAND, LATER))
+    text = "".join(file.text for file in sql_files(dialect) if file.name in (EXPAND, LATER, JOBS))
     clauses = {"column": "ALGORITHM=INSTANT", "index": "ALGORITHM=INPLACE, LOCK=NONE"}
     changed = [(statement, change) for statement in statements_in(text) if (change := change_of(statement)) is not None]
     large = [(statement, change) for statement, change in changed if change.table in ("events", "event_notifications")]
@@ -431,7 +431,7 @@ async def test_the_command_line_says_what_waits_and_applies_it_when_asked(
         "version runs any more"
     )
     assert await migrate_command(outbox, contract=False, as_json=False) == 0
-    assert told() == [f"ok default: applied {EXPAND}, {LATER}", waits]
+    assert told() == [f"ok default: applied {EXPAND}, {LATER}, {JOBS}", waits]
     assert await check_command(outbox, as_json=False) == 0
     assert told()[1:] == [waits]
     assert await migrate_command(outbox, contract=True, as_json=False) == 0
@@ -458,7 +458,7 @@ async def test_the_command_line_tells_machines_what_waits(outbox: Outbox, capsys
         return msgspec.json.decode(capsys.readouterr().out)
 
     await migrate_command(outbox, contract=False, as_json=True)
-    assert told() == {"applied": {"default": [EXPAND, LATER]}, "pending": {"default": [CONTRACT]}}
+    assert told() == {"applied": {"default": [EXPAND, LATER, JOBS]}, "pending": {"default": [CONTRACT]}}
     await check_command(outbox, as_json=True)
     assert told()["shards"]["default"]["pending"] == [CONTRACT]
     await migrate_command(outbox, contract=True, as_json=True)
