@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar, Token
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ from outboxio.errors import (
     TransactionEnded,
 )
 from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.mapped import named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
@@ -203,6 +204,10 @@ class Transaction:
         """Write the row of an inbox message, unless the row exists; the row that exists now."""
         return await self._session.consume(consumed)
 
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        """Write the rows of many inbox messages, except rows that exist; the rows afterwards."""
+        return await self._session.consume_all(consumed)
+
     def joined_by(self, action: ActionRecord) -> Transaction:
         """The same transaction for an action that joins. The joined action keeps its events apart."""
         if self._closed:
@@ -378,6 +383,30 @@ def _open_ones(innermost: _Around) -> Iterator[Transaction]:
         tx, around = around
         if not tx.is_closed:
             yield tx
+
+
+async def write_received(tx: Transaction, received: Sequence[ReceivedEvent], *, commits: bool) -> None:
+    """Write the events of inbox messages; :class:`TransactionEnded` if the transaction has ended.
+
+    ``commits``: outboxio commits the transaction, and tells watchers of the events after the COMMIT.
+    """
+    tx.require_open("a statement on tx.connection")
+    tx.was_joined = True  # fan-out is woken for events of other actions
+    emitter, marked = tx._emitter, list[ReceivedEvent]()
+    try:
+        with ExitStack() as stack:
+            for record, event in received:
+                sending = emitter.telemetry.chosen.sending(tx.shard, record, [event])
+                marked.append((sending.marked(record), event))
+                stack.enter_context(sending)
+            await tx._session.insert_received(marked)
+    except TransactionLost as error:
+        raise TransactionEnded(tx.action_name, "an earlier statement") from error.__cause__
+    emitter.count([event for _, event in marked])
+    if commits and tx._untold is None:
+        tx._untold = []
+    for record, event in marked if watchers else ():
+        tx._tell((record, [event]))
 
 
 async def roll_back(session: Session) -> None:

@@ -21,6 +21,7 @@ from outboxio.telemetry.choice import use_no_more
 from outboxio.testing import MovableClock
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
+from tests.kit.brokers import Broker, OwnNats, OwnRabbitmq, OwnRedis, brokers
 from tests.kit.inside import telemetry_of_process
 from tests.kit.programs import programs
 from tests.kit.properties import use_profile
@@ -114,6 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
     use_profile()
     servers = config.stash[SERVERS] = Servers.find(os.environ)
     config.add_cleanup(servers.close)
+    config.add_cleanup(brokers.close)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -183,11 +185,48 @@ def _why_left_out(item: pytest.Item) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lines = [*config.stash[SERVERS].report(), *((line, False) for line in programs.report())]
+    there = [*config.stash[SERVERS].report(), *((line, True) for line in brokers.report())]
+    lines = [*there, *((line, False) for line in programs.report())]
     if lines:
-        terminalreporter.section("databases and programs")
+        terminalreporter.section("databases, brokers and programs")
     for line, is_there in lines:
         terminalreporter.line(line, **{} if is_there else {"red": True, "bold": True})
+
+
+@pytest.fixture
+def nats() -> Broker:
+    """A running NATS with JetStream, which other tests use too."""
+    return brokers.take("nats")
+
+
+@pytest.fixture
+def rabbitmq() -> Broker:
+    """A running RabbitMQ, which other tests use too."""
+    return brokers.take("rabbitmq")
+
+
+@pytest.fixture
+def redis() -> Broker:
+    """A running Redis, which other tests use too."""
+    return brokers.take("redis")
+
+
+@pytest.fixture
+def own_nats() -> OwnNats:
+    """A running private NATS, which the test may stop."""
+    return brokers.take_own(OwnNats)
+
+
+@pytest.fixture
+def own_rabbitmq() -> OwnRabbitmq:
+    """A running private RabbitMQ, which the test may stop."""
+    return brokers.take_own(OwnRabbitmq)
+
+
+@pytest.fixture
+def own_redis() -> OwnRedis:
+    """A running private Redis, which the test may stop."""
+    return brokers.take_own(OwnRedis)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
@@ -280,6 +281,22 @@ class ActionExecutor:
         tx.events.extend(events)
         await self._write(target, tx, record)
 
+    async def within(
+        self,
+        target: WritableShard,
+        session: Session,
+        action_name: str,
+        work: Callable[[Transaction, datetime], Awaitable[object]],
+    ) -> None:
+        """Do work that writes rows of outboxio in a transaction that the application has open."""
+        record = self.action_record(target, action_name, {}, None, uuid7(), None, current_cause())
+        tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
+        try:
+            await work(tx, target.clock())
+        except Exception as error:
+            await _explain(target, error)
+            raise
+
     def shard(self, name: str | None) -> WritableShard:
         """The shard with this name, or the first shard; the :class:`ConfigurationError` lists the shards."""
         if name is None:
@@ -328,7 +345,8 @@ class ActionExecutor:
 
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
         """The emitted events of an action, or the sentinel event of an action without events."""
-        return tx.events or ([EventRecord(id=uuid7())] if self._record_empty_actions else ())
+        has_none = not (tx.events or tx.was_joined)
+        return [EventRecord(id=uuid7())] if has_none and self._record_empty_actions else tx.events
 
 
 def _end(target: WritableShard, tx: Transaction | None, action_name: str, outcome: str) -> None:

@@ -78,6 +78,8 @@ class Handler(Struct, frozen=True, kw_only=True):
     """Calls the handler: a plain function in a thread, and with the resources and contexts of a run."""
     thread: InThread | None
     where: str
+    close: Callable[[], Any] | None = None
+    """The method of a handler object that ``outbox.close()`` calls."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -146,6 +148,14 @@ class EventHandler(Generic[E]):
         the argument is a list of envelopes. Further parameters are resources by type.
         """
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
+
+    async def close(self) -> None:
+        """Close what the handler has opened, such as a client of a broker.
+
+        Each ``outbox.close()`` awaits the method once, after all runs have ended, for at most ``shutdown_timeout``. An
+        error is raised by ``outbox.close()`` after all handlers and connections are closed. An outbox may be used again
+        after ``close()``, so a handler opens its client at the first run that needs the client.
+        """
 
 
 class HandlerRegistry:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from inspect import isclass
 from typing import Any, NoReturn, cast, get_args, get_origin
 
+from msgspec.structs import replace
+
 from outboxio.errors import RegistrationError
 from outboxio.handlers.handler import EventHandler, Handler, each_of, make_handler
 from outboxio.handlers.options import MISPLACED, NEVER_A_USERS_OWN, HandlerKeywords
@@ -28,7 +30,7 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
     options: Any = {option: getattr(handler, option) for option in HandlerKeywords.__annotations__}
     # A function that is a class attribute would come bound to the handler. That is right for on_dead, a method.
     options["retry"] = vars(handler).get("retry", cls.retry)
-    return make_handler(
+    made = make_handler(
         handler.handle,
         name=handler.name,
         event_types=types or (_type_parameters(cls) if handler.topic is None else ()),
@@ -37,6 +39,8 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
         where=where,
         **options,
     )
+    is_inherited = getattr(handler.close, "__func__", None) is vars(EventHandler)["close"]
+    return made if is_inherited else replace(made, close=handler.close)
 
 
 _OPTIONS = ("name", "aliases", "event_types", "topic", *HandlerKeywords.__annotations__)
@@ -52,7 +56,12 @@ def _refuse_misspelt(cls: type, name: str, where: str) -> None:
     """
     for base in cls.__mro__[: cls.__mro__.index(EventHandler)]:
         for attribute, value in vars(base).items():
-            if attribute.startswith("_") or attribute.isupper() or attribute in _OPTIONS or attribute == "handle":
+            if (
+                attribute.startswith("_")
+                or attribute.isupper()
+                or attribute in _OPTIONS
+                or attribute in ("handle", "close")
+            ):
                 continue
             if attribute in NEVER_A_USERS_OWN and issubclass(base, EventHandler):
                 raise RegistrationError(f"handler {name!r} has {attribute}= ({where}): {MISPLACED[attribute]}")

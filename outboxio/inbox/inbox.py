@@ -7,27 +7,23 @@ the event and is kept longer. Its hash of the payload tells a redelivery from a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from datetime import datetime
-from hashlib import sha256
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack
 
-import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, Received
+from outboxio.inbox.many import Messages, OnInvalid, checked_all
+from outboxio.inbox.message import Given, MessageParts, hash_of, parts_of
 from outboxio.invocation.claim import TakenByAnother
-from outboxio.model.emitter import Emitter
-from outboxio.model.event import RECEIVED_ACTION, EventRecord, checked_name
+from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.payloads.classes import AnyEvent
-from outboxio.payloads.versions import checked_version, header_of
 from outboxio.storage.protocols import ConsumeResult, Session
-from outboxio.support.codec import decode_given, encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
@@ -87,7 +83,7 @@ class Inbox:
             )
             await message.ack()
         """
-        given = _Given(
+        given = Given(
             source=source, external_id=external_id, event=event, type=type, payload=payload, version=version,
             topic=topic, ordering_key=ordering_key, headers=headers, correlation_id=correlation_id,
             available_at=available_at,
@@ -127,6 +123,72 @@ class Inbox:
                 except _Seen as seen:
                     execution.was_duplicate()
                     return seen
+                except Exception as error:
+                    delay = executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id, shard)
+                    if delay is None:
+                        raise
+                await asyncio.sleep(delay)
+                execution.repeated()
+
+    async def receive_many(
+        self,
+        messages: Iterable[object],
+        *,
+        on_invalid: OnInvalid = "raise",
+        connection: Any = None,
+        shard: str | None = None,
+    ) -> list[Received | InvalidEvent]:
+        """Store many messages in a single transaction; the result of each message, in the order of ``messages``.
+
+        A message is a mapping with the parts of :meth:`receive`, or an object with attributes of these names. The
+        events are written in the order of ``messages``, each as by :meth:`receive`: with its own headers, correlation
+        id and ordering key. Of two messages with the same id, the second is a DUPLICATE, or a CONFLICT. At most 10,000
+        messages.
+
+        With ``on_invalid="raise"`` a message that cannot be stored raises :class:`InvalidEvent`, which names the index
+        of the message, and no row is written. With ``on_invalid="return"`` the :class:`InvalidEvent` is the result of
+        that message, and all other messages are stored. ``connection`` is as for :meth:`receive`.
+
+        Example::
+
+            messages = await subscription.fetch(500)
+            results = await outbox.inbox.receive_many(
+                [
+                    {"source": "billing", "external_id": message.id, "type": message.type, "payload": message.body}
+                    for message in messages
+                ],
+                on_invalid="return",
+            )
+            for message, result in zip(messages, results):
+                await (message.reject() if isinstance(result, InvalidEvent) else message.ack())
+        """
+        target = self._executor.shard(shard)
+        many = checked_all(self._executor, target, messages, on_invalid, self._consumer)
+        if not many.given:
+            return many.results(self._count_conflict)
+        if connection is None:
+            await self._store_many(many, shard)
+        else:
+            session = await self._wrap(target, connection)
+            await self._executor.within(target, session, RECEIVED_ACTION, many.store_in)
+        return many.results(self._count_conflict)
+
+    async def _store_many(self, many: Messages, shard: str | None) -> None:
+        """Store messages in a new transaction. Transient failures are retried."""
+        executor, action_id = self._executor, uuid7()
+        retries = executor.retries((), shard)
+        with executor.executing(RECEIVED_ACTION, shard, None) as execution:
+            while True:
+                try:
+                    async with executor.attempt(
+                        RECEIVED_ACTION, {}, shard=shard, correlation_id=None, headers=None, action_id=action_id
+                    ) as tx:
+                        if not await many.store_in(tx, tx.now, commits=True):
+                            raise _NothingNew
+                    return
+                except _NothingNew:
+                    execution.was_duplicate()
+                    return
                 except Exception as error:
                     delay = executor.delay_before_retry(retries, error, RECEIVED_ACTION, action_id, shard)
                     if delay is None:
@@ -174,8 +236,8 @@ class Inbox:
         if on_error not in ("raise", "store"):
             raise ConfigurationError(f"on_error is {briefly(on_error)}; expected 'raise' or 'store'")
         self._executor.refuse_nesting(RECEIVED_ACTION)
-        given: dict[str, Any] = {**_parts_of(message), **parts}
-        inbound = self._message(_Given(**given), shard)
+        given: dict[str, Any] = {**parts_of(message), **parts}
+        inbound = self._message(Given(**given), shard)
         inline = self._inline(self._executor.shard(shard).database.name)
         handlers = inline.interested(inbound.event)
         if not handlers:
@@ -231,14 +293,14 @@ class Inbox:
             raise BaseExceptionGroup(told, list(failed.values()))
         return result
 
-    def _message(self, given: _Given, shard: str | None) -> Message:
+    def _message(self, given: Given, shard: str | None) -> Message:
         """The message, checked and encoded."""
         target = self._executor.shard(shard)
         record = given.checked(target.emitter)
         action = self._executor.action_record(
             target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
         )
-        return Message(given.source, given.external_id, _hash_of(record), action, record)
+        return Message(given.source, given.external_id, hash_of(record), action, record)
 
     def _count_conflict(self, source: str, external_id: str) -> None:
         self.conflicts += 1
@@ -262,6 +324,10 @@ class _Seen(Exception):
         super().__init__(payload_hash)
 
 
+class _NothingNew(Exception):
+    """All messages of a call were received before: the transaction is rolled back."""
+
+
 class _Delivery(Struct, frozen=True):
     """One message on its way into the tables."""
 
@@ -272,7 +338,7 @@ class _Delivery(Struct, frozen=True):
 
     @property
     def payload_hash(self) -> str:
-        return _hash_of(self.event)
+        return hash_of(self.event)
 
     async def require_new(self, writer: Transaction | Session, now: datetime) -> None:
         """Write the inbox message's row; :class:`_Seen` if the row is there already."""
@@ -280,93 +346,3 @@ class _Delivery(Struct, frozen=True):
         found = await writer.consume(ConsumeResult(*key, self.event.id, self.payload_hash, now))
         if found.event_id != self.event.id:
             raise _Seen(found.payload_hash)
-
-
-class MessageParts(TypedDict, total=False):
-    """The parts of a message, as keywords of ``consume``."""
-
-    source: str
-    external_id: str
-    event: AnyEvent | None
-    type: str | None
-    payload: object
-    version: int
-    topic: str | None
-    ordering_key: object
-    headers: Mapping[str, Any] | None
-    correlation_id: str | None
-    available_at: datetime | None
-
-
-class _Given(Struct, frozen=True, kw_only=True):
-    """The parts of a message as the application gives them."""
-
-    source: str = ""
-    external_id: str = ""
-    event: AnyEvent | None = None
-    type: str | None = None
-    payload: object = None
-    version: int = 1
-    topic: str | None = None
-    ordering_key: object = None
-    headers: Mapping[str, Any] | None = None
-    correlation_id: str | None = None
-    available_at: datetime | None = None
-
-    @property
-    def params(self) -> dict[str, str]:
-        """The parameters of the action that receives the message."""
-        return {"source": self.source, "external_id": self.external_id}
-
-    def checked(self, emitter: Emitter) -> EventRecord:
-        """The record of the event; :class:`InvalidEvent` if a part cannot be stored."""
-        checked_name(self.source, "source")
-        external_id = checked_name(self.external_id, f"external_id of {self.source!r}")
-        subject = f"what {self.source!r} delivered as {external_id!r}"
-        record = self._record(emitter, subject)
-        routing = emitter.routing(
-            subject, ordering_key=self.ordering_key, topic=self.topic, available_at=self.available_at
-        )
-        return replace(record, **routing)
-
-    def _record(self, emitter: Emitter, subject: str) -> EventRecord:
-        event, payload = self.event, self.payload
-        if (event is None) == (self.type is None) or (event is not None and payload is not None):
-            raise InvalidEvent(subject, "give either event=, or type= and payload=")
-        version = checked_version(self.version, f"version of {subject}")
-        if event is not None:
-            if version != 1:
-                raise InvalidEvent(subject, "give version= with type= and payload=; the class of event= has a version")
-            return emitter.record(event)
-        return EventRecord(
-            id=emitter.new_id(),
-            event_type=checked_name(self.type, f"type of {subject}"),
-            payload=encode_object(_decoded(payload, subject), f"payload of {subject}", stores_nul=emitter.stores_nul),
-            headers=header_of(version),
-        )
-
-
-def _parts_of(message: object) -> dict[str, Any]:
-    """The parts of a message that is given as a mapping or an object."""
-    if message is None:
-        return {}
-    if isinstance(message, Mapping):
-        given = dict(cast(Mapping[str, Any], message))
-        for key in given.keys() - MessageParts.__annotations__.keys():
-            parts = ", ".join(MessageParts.__annotations__)
-            raise InvalidEvent("the message", f"it has {briefly(key)}, which is no part of one; there is {parts}")
-        return given
-    return {part: getattr(message, part) for part in MessageParts.__annotations__ if hasattr(message, part)}
-
-
-def _hash_of(event: EventRecord) -> str:
-    """The hash of type and content. The order of keys and white space do not count."""
-    content = msgspec.json.decode(event.payload or "null")
-    return sha256(msgspec.json.encode([event.event_type, content], order="deterministic")).hexdigest()
-
-
-def _decoded(payload: object, subject: str) -> object:
-    """The payload, decoded if it is JSON text or bytes: so a value that cannot be stored is found."""
-    if not isinstance(payload, str | bytes | bytearray):
-        return payload
-    return decode_given(payload, f"payload of {subject}")

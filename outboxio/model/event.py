@@ -259,3 +259,7 @@ class EventRecord(Struct, frozen=True, kw_only=True):
     available_at: datetime | None = None
     headers: str | None = None
     """Headers of this event beside the headers of the action: the version, if it is not 1."""
+
+
+ReceivedEvent = tuple[ActionRecord, EventRecord]
+"""The event of an inbox message, with the action that receives the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Literal
@@ -11,6 +12,7 @@ from msgspec.structs import astuple
 
 from outboxio.actions.nesting import refuse_in_handler, refuse_in_transaction
 from outboxio.errors import RegistrationError
+from outboxio.handlers.handler import Handler
 from outboxio.loops.flood import end_floods
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import handler_around
@@ -117,10 +119,20 @@ class Lifecycle:
             try:
                 await self._stop()
             finally:
+                errors = await self._close_handlers()
                 for shard in self._shards.values():
                     await shard.close()
                 end_floods()
                 self._guard.leave()
+            if errors:
+                raise errors[0] if len(errors) == 1 else ExceptionGroup("handlers could not be closed", errors)
+
+    async def _close_handlers(self) -> list[Exception]:
+        """Close the handler objects, all at the same time; the errors of those that could not be closed."""
+        environment = next(iter(self._shards.values())).environment
+        limit = environment.settings.shutdown_timeout.total_seconds()
+        closing = [close_handler(handler, limit) for handler in environment.handlers if handler.close is not None]
+        return [error for error in await asyncio.gather(*closing) if error is not None]
 
     async def drain(self, timeout: timedelta | float | str | None) -> Drained:
         """See ``Outbox.drain``."""
@@ -156,6 +168,20 @@ class Lifecycle:
 
     def _refuse_in_transaction(self, call: str, remedy: str) -> None:
         refuse_in_transaction(self._outbox, call, remedy, self._with_one_writer)
+
+
+async def close_handler(handler: Handler, limit: float) -> Exception | None:
+    """Close a handler object within ``limit`` seconds; the error, or ``None``."""
+    assert handler.close is not None
+    try:
+        async with asyncio.timeout(limit):
+            closing = handler.close()
+            if inspect.isawaitable(closing):
+                await closing
+    except Exception as error:
+        error.add_note(f"raised by close() of handler {handler.name!r} ({handler.where})")
+        return error
+    return None
 
 
 async def _nothing_to_leave() -> None:

@@ -219,6 +219,21 @@ async def test_events_that_came_through_the_inbox_do_not_leave_again(
         assert numbers_of(await stored(jetstream)) == [2]
 
 
+async def test_the_outbox_closes_the_connection_that_the_relay_opened(
+    make_outbox: MakeOutbox, broker: NatsServer
+) -> None:
+    outbox = await make_outbox()
+    outbox.add_handler(one := relay(broker.url))
+    async with stream(broker) as jetstream:
+        await note(outbox, 1)
+        await outbox.drain()
+        client = one._connection.client
+        assert client.is_connected
+        await outbox.close()
+        assert client.is_closed
+        assert numbers_of(await stored(jetstream)) == [1]
+
+
 async def test_a_client_that_was_given_stays_open(outbox: Outbox, add: Add, broker: NatsServer) -> None:
     async with stream(broker) as jetstream:
         client = await nats.connect(broker.url)

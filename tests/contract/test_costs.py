@@ -436,6 +436,27 @@ async def test_an_action_that_only_emits_costs_what_its_events_do(
     assert (spent.statements, spent.round_trips) == PER_EMISSION[look.dialect], spent.texts
 
 
+# BEGIN, the rows of the inbox, the rows that are there now, the events, COMMIT; and what proves or resets the session.
+PER_RECEIVE_MANY = {"postgres": (12, 5), "mysql": (9, 5), "mariadb": (9, 5), "sqlite": (5, 0)}
+
+
+@pytest.mark.parametrize("messages", [1, 10, 500])
+async def test_many_inbox_messages_cost_a_fixed_number_of_statements_and_round_trips(
+    wire: Wire, make_outbox: MakeOutbox, look: Look, messages: int
+) -> None:
+    outbox = await make_outbox(settings=ALONE)
+    for call in range(2):
+        with counted(wire) as spent:
+            await outbox.inbox.receive_many(
+                [
+                    {"source": "s", "external_id": f"{call}-{number}", "type": "Paid", "payload": {"number": number}}
+                    for number in range(messages)
+                ]
+            )
+
+    assert (spent.statements, spent.round_trips) == PER_RECEIVE_MANY[look.dialect], spent.texts
+
+
 # --- idleness --------------------------------------------------------------------------------------
 
 STARTING = 4.5  # seconds until what it does at the start is done, and it looks once a second

@@ -23,7 +23,7 @@ from tests.kit.probes import MakeOutbox, open_transactions, written
 pytestmark = pytest.mark.every_version
 
 FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql",
-         "0005_partitions.sql", "0007_operating.sql"]  # fmt: skip
+         "0005_partitions.sql", "0007_operating.sql", "0008_jobs.sql"]  # fmt: skip
 CONTRACT = "0006_partitions_contract.sql"
 """Drops the part for which only the older version has a use. On SQLite a handler has a single partition."""
 NEWEST = 7

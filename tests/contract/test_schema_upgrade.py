@@ -28,6 +28,7 @@ PREVIOUS = 4
 """The newest file of the previous version. Released files are never edited."""
 EXPAND = "0005_partitions.sql"
 LATER = "0007_operating.sql"
+JOBS = "0008_jobs.sql"
 """Does not wait for the contract file."""
 OLD_INDEX, NEW_INDEX = "event_notifications_due", "event_notifications_partition"
 

@@ -14,11 +14,14 @@ import pytest
 
 PROGRAMS: Mapping[str, str] = {
     "chromium": "apt-get install --no-install-recommends chromium",
+    "epmd": "apt-get install erlang-base",
     "git": "apt-get install git",
     "nats-server": "apt-get install --no-install-recommends nats-server",
     "openssl": "apt-get install openssl",
     "pgbouncer": "apt-get install pgbouncer",
     "promtool": "apt-get install --no-install-recommends prometheus",
+    "rabbitmq-server": "apt-get install --no-install-recommends rabbitmq-server",
+    "redis-server": "apt-get install redis-server",
 }
 """By the names of the programs: how Debian installs them."""
 

@@ -140,7 +140,7 @@ HARMLESS = {
         "_quoted": FOR_PEOPLE,
     },
     "mysql/insertion.py": {
-        "insertions": "values that were escaped",
+        "_statements": "values that were escaped",
         "_statement": "rows of escaped values",
         "_literals": "values that were escaped",
         "refusal_of": TEXT,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from outboxio.errors import InvalidEvent
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
 from outboxio.storage.mysql.connection import send
@@ -28,11 +28,24 @@ def insertions(
 ) -> Iterator[bytes]:
     """The statements that write the rows of an action: a single statement, unless the rows are many."""
     shared = _literals(escape, values_of_action(action))
+    return _statements(((action, event, shared) for event in events), escape, largest_packet)
+
+
+def received_insertions(received: Sequence[ReceivedEvent], escape: Escape, largest_packet: int) -> Iterator[bytes]:
+    """The same for events of which each has an action of its own."""
+    rows = ((action, event, _literals(escape, values_of_action(action))) for action, event in received)
+    return _statements(rows, escape, largest_packet)
+
+
+def _statements(
+    given: Iterable[tuple[ActionRecord, EventRecord, str]], escape: Escape, largest_packet: int
+) -> Iterator[bytes]:
+    """The statements for events, each with the action and the literals of the action."""
     packet = largest_packet - AROUND
     most = min(packet, LARGEST_STATEMENT)
     rows: list[bytes] = []
     size = len(_FIRST_WORDS)
-    for event in events:
+    for action, event, shared in given:
         own = (*values_of_event(event), action.headers_of(event))
         row = f"({_literals(escape, own)}, {shared}, FALSE)".encode()
         if len(_FIRST_WORDS) + len(row) >= packet:

@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any
 from uuid import UUID
 
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.columns import notifications_of, partition_of
 from outboxio.storage.mysql.connection import Arguments, drop, fetch, id_list, run, send
 from outboxio.storage.mysql.flavour import Server, for_flavours
-from outboxio.storage.mysql.insertion import insertions, refusal_of
+from outboxio.storage.mysql.insertion import insertions, received_insertions, refusal_of
+from outboxio.storage.mysql.received import consume_all
 from outboxio.storage.mysql.restoring import may_leave_something
 from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit, TransactionLost
@@ -160,8 +161,11 @@ class MysqlSession:
         """End a transaction that :attr:`_last_words` do not end."""
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
+        await self._send_insertions(action, self._insertions(action, events, ends=False))
+
+    async def _send_insertions(self, action: ActionRecord, messages: Sequence[bytes]) -> None:
         try:
-            await send(self._connection, self._server, *self._insertions(action, events, ends=False))
+            await send(self._connection, self._server, *messages)
         except Exception as error:
             if (refusal := self._refusal_of(error, action)) is not None:
                 raise refusal from error
@@ -243,6 +247,14 @@ class MysqlSession:
         (row,) = await fetch(self._connection, CONSUMED, key)
         return ConsumeResult(*key, UUID(row[0]), row[1], row[2])
 
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        await self._set_savepoint()
+        return await consume_all(self._connection, self._server, consumed)
+
+    async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
+        rows = received_insertions(received, escape_of(self._connection), self._server.largest_packet)
+        await self._send_insertions(received[0][0], self._in_messages(list(rows)))
+
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
         await self._set_savepoint()
         seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
@@ -255,6 +267,9 @@ class MysqlSession:
     def _insertions(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> list[bytes]:
         """The messages that write the rows of an action; with ``ends``, the last message commits."""
         messages = list(insertions(action, events, escape_of(self._connection), self._server.largest_packet))
+        return self._in_messages(messages, ends=ends)
+
+    def _in_messages(self, messages: list[bytes], *, ends: bool = False) -> list[bytes]:
         if not self._is_given:
             messages[0] = _joined(*self._opening(ends=ends and len(messages) == 1), messages[0])
             if ends and len(messages) > 1:

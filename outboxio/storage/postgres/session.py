@@ -13,13 +13,14 @@ import asyncpg
 
 from outboxio.errors import TransactionEnded
 from outboxio.model.action import cause_chain
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.postgres.columns import COPIED, partition_of
 from outboxio.storage.postgres.connection import OurConnection, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
+from outboxio.storage.postgres.received import consume_all, insert_received
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
@@ -247,6 +248,14 @@ class PostgresSession:
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
         rows = await self._connection.fetch(CONSUMED, source, external_id, list(handler_names))
         return [ConsumeResult(*row) for row in rows]
+
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        self._wrote = True
+        return await consume_all(self._connection, consumed)
+
+    async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
+        await insert_received(self._connection, received)
+        self._wrote = True
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await self._connection.execute(*insertion(action, events))

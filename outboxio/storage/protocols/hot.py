@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import UUID
 
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, Notification
 from outboxio.model.outcome import Bucket
@@ -111,8 +111,22 @@ class Session(Protocol):
         """Write that an inbox message was received, unless a row says so already; the row afterwards."""
         ...
 
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        """Write the rows of many inbox messages with a single statement, except rows that exist; the rows afterwards.
+
+        ``consumed`` is in the order of the primary key. Of equal keys the first is written.
+        """
+        ...
+
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
         """The rows of ``consumed_events`` with the external id and a name of ``handler_names``."""
+        ...
+
+    async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
+        """Write the events of inbox messages in their order, with a single statement unless the rows are very large.
+
+        Raises :class:`TransactionLost` if the transaction had ended before.
+        """
         ...
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:

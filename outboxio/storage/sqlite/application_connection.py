@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from outboxio.errors import TransactionError
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.protocols import ConsumeResult, NewNotification
 from outboxio.storage.sqlite.connection import Work
 from outboxio.storage.sqlite.inserts import (
@@ -19,6 +19,14 @@ from outboxio.storage.sqlite.inserts import (
     MARK_DELIVERED,
     event_parameters,
     notification_parameters,
+)
+from outboxio.storage.sqlite.received import (
+    CONSUME_ALL,
+    CONSUMED_ALL,
+    INSERT_RECEIVED,
+    consumed_list,
+    consumed_rows,
+    received_list,
 )
 from outboxio.storage.sqlite.session import (
     CONSUME,
@@ -54,6 +62,17 @@ class ApplicationSession(SqliteSession):
         row = tuple(await _awaited(cursor.fetchone()))
         await _awaited(cursor.close())
         return consumed_row(key, row)
+
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        rows = consumed_list(consumed)
+        await self._write(CONSUME_ALL, rows)
+        cursor = await _awaited(self._connection.execute(CONSUMED_ALL, rows))
+        found = [tuple(row) for row in await _awaited(cursor.fetchall())]
+        await _awaited(cursor.close())
+        return consumed_rows(found)
+
+    async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
+        await self._write(INSERT_RECEIVED, received_list(received))
 
     async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
         parameters = notification_parameters(event_id, owed, now)

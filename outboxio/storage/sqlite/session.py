@@ -14,7 +14,7 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.protocols import ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.sqlite.connection import (
     Parameters,
@@ -32,6 +32,14 @@ from outboxio.storage.sqlite.inserts import (
     MARK_DELIVERED,
     event_parameters,
     notification_parameters,
+)
+from outboxio.storage.sqlite.received import (
+    CONSUME_ALL,
+    CONSUMED_ALL,
+    INSERT_RECEIVED,
+    consumed_list,
+    consumed_rows,
+    received_list,
 )
 from outboxio.storage.sqlite.thread import ThreadConnection
 from outboxio.storage.sqlite.turn import Turn
@@ -166,6 +174,14 @@ class SqliteSession:
         rows = await self._run(lambda connection: connection.execute(SEEN, key).fetchall())
         return [consumed_row((source, external_id, row[2]), row[3:]) for row in rows]
 
+    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        rows = consumed_list(consumed)
+        return consumed_rows(await self._run(lambda connection: _consume_all(connection, rows)))
+
+    async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
+        parameters = received_list(received)
+        await self._run(lambda connection: connection.execute(INSERT_RECEIVED, parameters))
+
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         parameters = event_parameters(action, events)
         await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
@@ -279,6 +295,11 @@ def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[s
     connection.execute(CONSUME, (*key, *rest))
     found: tuple[str, str, str] = connection.execute(CONSUMED, key).fetchone()
     return found
+
+
+def _consume_all(connection: sqlite3.Connection, rows: dict[str, Any]) -> list[Any]:
+    connection.execute(CONSUME_ALL, rows)
+    return connection.execute(CONSUMED_ALL, rows).fetchall()
 
 
 def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
