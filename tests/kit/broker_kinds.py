@@ -6,15 +6,20 @@ To add a broker, write a class as :class:`Nats`, and list the class in :data:`KI
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import aio_pika
 import nats
 from nats.js.api import StreamConfig
 
 from outboxio import Outbox
 from outboxio.integrations.brokers import BrokerInbox, Relay
 from outboxio.integrations.nats import NatsInbox, NatsRelay
+from outboxio.integrations.rabbitmq import RabbitInbox, RabbitRelay
+from outboxio.integrations.redis import RedisInbox, RedisRelay
+from tests.kit.brokers import OwnRabbitmq, OwnRedis
 from tests.kit.nats_server import NatsServer
 
 TYPES = ("Counted",)
@@ -64,4 +69,54 @@ class Nats(NatsServer):
         return NatsInbox(outbox, url, stream="COURSE", durable="reader", ordered=True)
 
 
-KINDS: Mapping[str, type[Kind]] = {"nats": Nats}
+class Rabbitmq:
+    """RabbitMQ with one queue, which a single inbox reads at a time."""
+
+    def __init__(self, home: Path) -> None:
+        self._ends = ExitStack()
+        self._broker = OwnRabbitmq(self._ends)
+        self.url = self._broker.url
+        self.start, self.restart = self._broker.start, self._broker.restart
+
+    def stop(self) -> None:
+        self._ends.close()
+
+    async def prepare(self) -> None:
+        async with await aio_pika.connect(self.url) as connection:
+            queue = await (await connection.channel()).declare_queue("course", durable=True)
+            await queue.bind("amq.topic", "Counted")
+
+    @staticmethod
+    def relay(url: str, **options: Any) -> Relay:
+        return RabbitRelay(url, **{"name": NAME, "types": TYPES, "exchange": "amq.topic"} | options)
+
+    @staticmethod
+    def inbox(outbox: Outbox, url: str) -> BrokerInbox:
+        return RabbitInbox(outbox, url, queue="course", single=True)
+
+
+class Redis:
+    """A stream of Redis without ids that Redis remembers, and one consumer."""
+
+    def __init__(self, home: Path) -> None:
+        self._ends = ExitStack()
+        self._broker = OwnRedis(self._ends)
+        self.url = self._broker.url
+        self.start, self.restart = self._broker.start, self._broker.restart
+
+    def stop(self) -> None:
+        self._ends.close()
+
+    async def prepare(self) -> None:
+        """The inbox makes the stream."""
+
+    @staticmethod
+    def relay(url: str, **options: Any) -> Relay:
+        return RedisRelay(url, **{"name": NAME, "types": TYPES, "stream": "course"} | options)
+
+    @staticmethod
+    def inbox(outbox: Outbox, url: str) -> BrokerInbox:
+        return RedisInbox(outbox, url, stream="course", group="course", consumer="reader")
+
+
+KINDS: Mapping[str, type[Kind]] = {"nats": Nats, "rabbitmq": Rabbitmq, "redis": Redis}

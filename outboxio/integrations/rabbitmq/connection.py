@@ -11,7 +11,7 @@ from typing import Any
 import aio_pika
 import aiormq.exceptions
 from aio_pika.abc import AbstractConnection
-from aiormq.abc import AbstractChannel
+from aiormq.channel import Channel
 
 from outboxio.errors import ConfigurationError
 from outboxio.support.log import type_name
@@ -57,7 +57,7 @@ class Connection:
         told = "the connection is closed" if error is None else f"{type_name(error)}: {error}"
         return without_passwords(f"{self._name} has no connection to RabbitMQ ({where}): {told}")
 
-    async def channel(self, *, confirms: bool) -> AbstractChannel:
+    async def channel(self, *, confirms: bool) -> Channel:
         """A new channel. Raises :class:`ConnectionError` with the reason: no broker, credentials, or a certificate."""
         try:
             if isinstance(self._server, str):
@@ -70,7 +70,7 @@ class Connection:
             assert self._connection is not None
             self._channel = self._connection.channel(publisher_confirms=confirms)
             await self._channel.initialize(timeout=CONNECT_TIMEOUT)
-            underlay: AbstractChannel = await self._channel.get_underlay_channel()
+            underlay: Channel = await self._channel.get_underlay_channel()
         except (*LOST, RuntimeError) as error:
             raise ConnectionError(self.reason(error)) from error
         return underlay

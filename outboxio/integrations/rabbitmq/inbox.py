@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import aiormq.exceptions
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
 
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.integrations.brokers.inbox import BrokerInbox
@@ -65,7 +66,7 @@ class RabbitInbox(BrokerInbox):
         self.queue = queue
         self._single = single
         self._connection = Connection(server, connect or {}, name=f"inbox of {self.place}")
-        self._channel: AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._consumer = ""
         self._waiting: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
         self._last = 0
@@ -78,11 +79,11 @@ class RabbitInbox(BrokerInbox):
 
     async def connect(self) -> None:
         channel = await self._connection.channel(confirms=False)
-        self._waiting = waiting = asyncio.Queue()
+        self._waiting = asyncio.Queue()
         self._last = self._floor = 0
         await channel.basic_qos(prefetch_count=self.batch)
         try:
-            consuming = await channel.basic_consume(self.queue, waiting.put, exclusive=self._single)
+            consuming = await channel.basic_consume(self.queue, self._waiting.put, exclusive=self._single)
         except aiormq.exceptions.AMQPChannelError as error:
             raise ConnectionError(f"RabbitMQ refuses the queue {self.queue!r}: {error}") from error
         self._consumer = str(consuming.consumer_tag)
@@ -122,7 +123,7 @@ class RabbitInbox(BrokerInbox):
     async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
         await self._open_channel().basic_reject(_number(message.raw), requeue=False)
 
-    def _open_channel(self) -> AbstractChannel:
+    def _open_channel(self) -> Channel:
         if self._channel is None or not self._connection.is_up:
             raise ConnectionError(self._connection.reason())
         return self._channel

@@ -10,7 +10,8 @@ from typing import Any, Unpack
 
 import aiormq.exceptions
 from aiormq import spec
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
 
 from outboxio.errors import OutboxError, Unprocessable
 from outboxio.integrations.brokers.in_order import publish_in_order
@@ -77,7 +78,7 @@ class RabbitRelay(Relay):
         self._exchange = exchange
         self._routing_key = Template(routing_key, option="routing_key")
         self._connection = Connection(server, connect or {}, name=f"relay {self.name!r}")
-        self._channel: AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._largest: int | None = None
         """The most bytes of a message, once RabbitMQ has told. The protocol has no question for the limit."""
 
@@ -156,7 +157,7 @@ class RabbitRelay(Relay):
             await self.leave()
         return verdicts
 
-    async def _send(self, channel: AbstractChannel, parcel: Parcel) -> Any:
+    async def _send(self, channel: Channel, parcel: Parcel) -> Any:
         message, wire = parcel.message, parcel.wire
         properties = spec.Basic.Properties(
             content_type=wire.content_type,

@@ -71,8 +71,9 @@ class Connection:
                 ) from error
         else:
             self._client = self._server
+        found: Any = self._client
         try:
-            await self._client.execute_command("PING")
+            await found.ping()
         except (AuthenticationError, NoPermissionError, *LOST) as error:
             raise ConnectionError(self.reason(error)) from error
 

@@ -132,7 +132,8 @@ class RedisInbox(BrokerInbox):
         """Messages of consumers that have died. Redis is asked twice in ``claim_after``."""
         if time.monotonic() < self._claims_at:
             return []
-        answer: Any = await self._connection.client.execute_command(
+        client: Any = self._connection.client
+        answer = await client.execute_command(
             "XAUTOCLAIM", self.stream, self.group, self.consumer, int(self._claim_after * 1000), self._cursor,
             "COUNT", most,
         )  # fmt: skip
@@ -146,7 +147,8 @@ class RedisInbox(BrokerInbox):
 
     async def _read(self, most: int, after: str, block: int | None) -> list[Entry]:
         wait = () if block is None else ("BLOCK", block)
-        answer: Any = await self._connection.client.execute_command(
+        client: Any = self._connection.client
+        answer = await client.execute_command(
             "XREADGROUP", "GROUP", self.group, self.consumer, "COUNT", most, *wait, "STREAMS", self.stream, after
         )
         if not answer:

@@ -83,7 +83,7 @@ class RedisRelay(Relay):
             limits = await client.config_get("proto-max-bulk-len")
         except ResponseError:
             limits = {}  # many hosts forbid CONFIG
-        self._largest = int(limits.get("proto-max-bulk-len", LARGEST_VALUE))
+        self._largest = int(limits.get("proto-max-bulk-len") or LARGEST_VALUE)
 
     async def disconnect(self) -> None:
         await self._connection.close()
