@@ -60,6 +60,7 @@ from outboxio.health.listener import serve_health
 from outboxio.health.values import Health, LoopHealth, ShardHealth
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import Consumption, Received
+from outboxio.jobs.job import Job
 from outboxio.model.action import Action, Retry
 from outboxio.model.decorated import action, event, upcaster
 from outboxio.model.envelope import EventEnvelope
@@ -139,6 +140,7 @@ __all__ = [
     "InterruptedRun",
     "InvalidEvent",
     "InvalidRetryAfter",
+    "Job",
     "KeyStatus",
     "LockStatus",
     "LoopHealth",

@@ -23,6 +23,7 @@ from outboxio.health.reader import HealthReader
 from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import InlineRunner
+from outboxio.jobs.registration import JobRegistration
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
@@ -56,7 +57,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration, Recording):
+class Outbox(Registration, JobRegistration, Recording):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
@@ -109,6 +110,7 @@ class Outbox(Registration, Recording):
         telemetry: AnyTelemetry | None = None,
     ) -> None:
         Registration.__init__(self, Wiring(resources, around))
+        JobRegistration.__init__(self, resources)
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
@@ -119,7 +121,9 @@ class Outbox(Registration, Recording):
             raise ConfigurationError("database is an empty mapping; give at least one shard")
         environment, clock = self._environment(hook, redact), _checked_clock(clock)
         names = {checked_name(name, "shard name"): source for name, source in sources.items()}
-        self._shards = {name: self._shard(environment, name, source, clock) for name, source in names.items()}
+        self._shards: dict[str, ShardRuntime] = {}
+        for name, given in names.items():
+            self._shards[name] = self._shard(environment, name, given, clock)
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         self._lifecycle = Lifecycle(self, self._shards, self._guard)
@@ -291,6 +295,7 @@ class Outbox(Registration, Recording):
         return Environment(
             namespace=self.namespace,
             handlers=self._handlers,
+            jobs=self._jobs,
             settings=self.settings,
             owner=f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}",
             outbox=self,
@@ -331,7 +336,7 @@ class Outbox(Registration, Recording):
             validates=self.settings.validate_events,
             telemetry=self._telemetry,
         )
-        return ShardRuntime(environment, database, ShardClock(clock, name), emitter)
+        return ShardRuntime(environment, database, ShardClock(clock, name), emitter, is_first=not self._shards)
 
     async def _enter(self, roles: Roles) -> tuple[Outbox, Leave]:
         return self, await self._lifecycle.enter(roles)

@@ -112,7 +112,9 @@ class Finder:
             cursor.queue.ahead.may_have_more = True  # until a read has left no due row
         if not self._state.may_start(now) or self._settler.is_choked:
             return []
-        open_cursors: Sequence[HandlerCursor] = [c for c in self._cursors if c.queue.wants_more and not c.is_paused]
+        open_cursors: Sequence[HandlerCursor] = [
+            c for c in self._cursors if c.queue.wants_more and not (c.is_paused or self._is_full(c.queue))
+        ]
         if self._guard.is_active:
             open_cursors = self._guard.readable(open_cursors)
         for queue in {id(cursor.queue): cursor.queue for cursor in open_cursors}.values():
@@ -127,6 +129,12 @@ class Finder:
             )
             for cursor, limit, among in self._shares.limits(open_cursors)
         ]
+
+    def _is_full(self, queue: HandlerQueue) -> bool:
+        """True if an ordered batch handler has rows in memory for the next calls: more rows would only be blocked."""
+        if not (queue.spec.batch and queue.handler.options.ordered):
+            return False
+        return sum(len(keys.waiting) for keys in self._in_flight.keys.of(queue)) > queue.ahead.window // 2
 
     def _still_held(self, asked: Asked, rows: Iterable[Notification]) -> list[Notification]:
         """The rows without slots that were taken during the read: another process may have settled rows meanwhile."""
@@ -209,6 +217,7 @@ class Finder:
             return 0
         gate, before = self._gate, self._gate.unblocked
         moved = await gate.advance(self._cursors, now)
+        self._intake.gather()
         unblocked = gate.unblocked - before
         if unblocked:
             self._sweep_unblocked()

@@ -209,6 +209,9 @@ class Intake:
         calls = list[Run]()
         reads_on = any(cursor.has_backlog for cursor in self._cursors if cursor.queue is queue)
         flush = flush or (batch.longest_wait == 0 and not reads_on)
+        if queue.handler.options.ordered and not flush:
+            # The rows that wait behind the gathered rows of their keys cannot fill this call.
+            flush = any(keys.waiting for keys in self._in_flight.keys.of(queue))
         while len(queue.batch_buffer) >= batch.size or (flush and queue.batch_buffer):
             calls.append(queue.take_batch())
         if calls:
@@ -220,6 +223,12 @@ class Intake:
         if queue.batch_buffer and queue.gather_timer is None:
             wait = max(batch.longest_wait, SHORTEST_GATHERING)
             queue.gather_timer = asyncio.get_running_loop().call_later(wait, self._has_gathered, queue)
+
+    def gather(self) -> None:
+        """Make calls of the first rows of keys that have moved up. No read of due rows may follow."""
+        for queue in self._queues:
+            if queue.batch_buffer and queue.handler.options.ordered:
+                self.make_batches(queue)
 
     def _has_gathered(self, queue: HandlerQueue) -> None:
         """The wait for a full batch is over."""

@@ -165,9 +165,9 @@ def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bo
             "them out",
         ),
         (
-            options.ordered and batch is not None,
-            "ordered=True and batch=: an ordered handler gets the next event of a key when the one before is done, "
-            "a batch gets many at once; leave one of them out",
+            options.ordered and batch is not None and batch.schedule is not None,
+            "ordered=True and batch=Batch(schedule=...): a call has one event of each key, so the later events of a "
+            "key would wait for later moments; leave one of them out",
         ),
         (
             given.get("on_dead_key") is not None and not options.ordered,

@@ -24,5 +24,7 @@ class Signals:
         """Outcomes are ready to be written."""
         self.locks = Signal()
         """A cluster lock may be free, has to be proven, or can be given back."""
+        self.jobs = Signal()
+        """A job may be due, or has ended."""
         self.share = Signal()
         """Another process has given locks back, or has come or gone."""

@@ -7,6 +7,7 @@ from outboxio.operations.asking.events import EventQuestions
 from outboxio.operations.asking.history import HistoryQuestions
 from outboxio.operations.asking.questions import Questions
 from outboxio.operations.asking.recorded import OperationQuestions
+from outboxio.operations.job_orders import JobOrders
 from outboxio.operations.ordering.handler_orders import HandlerOrders
 from outboxio.operations.ordering.notification_orders import NotificationOrders
 from outboxio.operations.ordering.recorder import By
@@ -25,6 +26,7 @@ class Admin(
     NotificationOrders,
     HandlerOrders,
     PartitionOrders,
+    JobOrders,
 ):
     """Questions and orders about all notifications of a namespace, on all shards unless ``shard`` names a shard.
 
@@ -32,6 +34,7 @@ class Admin(
       ``documents``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``.
     - Mend: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
+    - Jobs: ``jobs``, ``pause_job``, ``unpause_job``, ``run_job_now``.
     - Look at orders: ``operations``, ``operation``, ``stop``.
 
     The name of a handler stands for its aliases as well. A handler name that is neither registered here nor known to

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 from msgspec import Struct
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import DeadHook
+from outboxio.jobs.job import JobSpec
 from outboxio.model.envelope import Execute, Join
 from outboxio.model.lock_name import LockName, channel_name
 from outboxio.model.redaction import Redact
@@ -28,6 +31,7 @@ class Environment(Struct, frozen=True, kw_only=True):
 
     namespace: str
     handlers: HandlerRegistry
+    jobs: Mapping[str, JobSpec]
     settings: Settings
     owner: str
     """The name of this process and outbox, in ``leases`` and in wake-ups."""
@@ -47,6 +51,12 @@ class Environment(Struct, frozen=True, kw_only=True):
     @property
     def fanout_lock(self) -> LockName:
         return LockName(self.namespace, "fanout")
+
+    @property
+    def jobs_lock(self) -> LockName:
+        """The lock that processes with the same jobs share."""
+        names = "\0".join(sorted(self.jobs)).encode()
+        return LockName(self.namespace, "jobs", sha256(names).hexdigest()[:16])
 
     @property
     def may_share(self) -> bool:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
+from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
 from outboxio.operations.housekeeping import Housekeeping
@@ -40,6 +41,8 @@ class Services(Struct, frozen=True):
     housekeeping: Housekeeping
     takeover: Takeover
     reporting: RunReporting
+    jobs: JobScheduler | None
+    """Starts jobs; ``None`` if this process runs no job."""
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -68,6 +71,7 @@ class RunLoops:
         locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
         housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
+        self.jobs: Loop | None = None
         self._purges = settings.purge_enabled
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
         # need not, if this process fans out and owns all partitions, because fan-out wakes the loop. But a row that has
@@ -101,6 +105,8 @@ class RunLoops:
         purge = watched("purge", housekeeping.purge)
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
         self.reports = loop("reports", reporter.run_once, every(reporter.delay))
+        if services.jobs is not None:
+            self.jobs = loop("jobs", services.jobs.run_once, PollSchedule(services.jobs.delay), signals.jobs)
         self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
 
     def began_to_fan_out(self) -> None:
@@ -117,7 +123,7 @@ class RunLoops:
             loops += [self.retention] * self._purges
         if self._roles.handling:
             loops += [self.find, self.settle, self.share]
-        return loops
+        return loops if self.jobs is None else [*loops, self.jobs]
 
     def answered_at(self, *, fans_out: bool) -> float:
         """The event loop's moment of the last good round of a loop that asks the database in each round, or nearly so.

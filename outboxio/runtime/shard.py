@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
 from outboxio.inbox.inline import InlineRunner
+from outboxio.jobs.runner import JobSetup
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
@@ -34,11 +35,20 @@ EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved
 class ShardRuntime:
     """A database of an outbox."""
 
-    def __init__(self, environment: Environment, database: Database, clock: ShardClock, emitter: Emitter) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        database: Database,
+        clock: ShardClock,
+        emitter: Emitter,
+        *,
+        is_first: bool = True,
+    ) -> None:
         self.environment = environment
         self.database = database
         self.clock = clock
         self.emitter = emitter
+        self._is_first = is_first
         self.statistics = ShardStatistics(emitter.sent)
         self.minutes = MinuteKeeper(self.statistics)
         self.begin_anew()
@@ -56,6 +66,11 @@ class ShardRuntime:
     @property
     def name(self) -> str:
         return self.database.name
+
+    @property
+    def keeps_jobs(self) -> bool:
+        """True for the first shard of an outbox with jobs."""
+        return bool(self.environment.jobs) and self._is_first
 
     @property
     def log_fields(self) -> Fields:
@@ -201,6 +216,15 @@ class ShardRuntime:
         return HandlingSetup(
             self.database, environment.handlers, self.clock, environment.settings, context, environment.on_dead,
             self.statistics,
+        )  # fmt: skip
+
+    def for_jobs(self) -> JobSetup:
+        """The parts that jobs work with."""
+        environment = self.environment
+        return JobSetup(
+            namespace=environment.namespace, shard=self.name, database=self.database, clock=self.clock,
+            emitter=self.emitter, settings=environment.settings, redact=environment.redact, outbox=environment.outbox,
+            resources=environment.resources, committed=self.committed,
         )  # fmt: skip
 
     def inline(self) -> InlineRunner:

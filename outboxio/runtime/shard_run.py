@@ -15,6 +15,7 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
+from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
@@ -60,6 +61,7 @@ class ShardRun:
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
+        self._runs_jobs = roles.handling and not drains and shard.keeps_jobs
         self.membership = self._join(drains=drains)
         self.locks = LockManager(
             shard.database.cluster_lock(environment.owner, channel, heartbeat, environment.longest_block),
@@ -85,9 +87,10 @@ class ShardRun:
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
+        self.jobs = self._scheduler() if self._runs_jobs else None
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
-            shard.takeover(self._holds_fanout), self._reporting, self.announce, fans_out=self._holds_fanout,
+            shard.takeover(self._holds_fanout), self._reporting, self.jobs, self.announce, fans_out=self._holds_fanout,
         )  # fmt: skip
         self.loops = RunLoops(
             shard.name, self.signals, settings, roles, services, statistics=shard.statistics,
@@ -106,7 +109,7 @@ class ShardRun:
         member = Member(
             environment.namespace,
             environment.owner,
-            always=[environment.fanout_lock] * self._roles.fanout,
+            always=[environment.fanout_lock] * self._roles.fanout + [environment.jobs_lock] * self._runs_jobs,
             heartbeat=settings.lock_heartbeat.total_seconds(),
             is_woken=database.wakes_across_processes and settings.notify,
         )
@@ -117,6 +120,13 @@ class ShardRun:
         if self._roles.handling and (database.partitions is None or not environment.may_share):
             membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
         return membership
+
+    def _scheduler(self) -> JobScheduler:
+        shard, environment = self.shard, self.shard.environment
+        return JobScheduler(
+            shard.for_jobs(), environment.jobs, environment.owner, self.stopping,
+            holds_lock=partial(self.locks.holds, environment.jobs_lock), wake=self.signals.jobs,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -149,6 +159,9 @@ class ShardRun:
         if name.role == "dispatch":
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
+        elif name.role == "jobs":
+            assert self.jobs is not None
+            self.jobs.take(lease)
         else:
             self.fanout.start_over()
             self.signals.fan_out.set()
@@ -159,7 +172,7 @@ class ShardRun:
         self.shard.statistics.lock_changed(name, is_held=False)
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
-        else:
+        elif name.role == "fanout":
             self.signals.find.set()  # another process fans out from now on, so finding may have to be eager
 
     def locks_proven_until(self, moment: float) -> None:
@@ -264,10 +277,14 @@ class ShardRun:
                 loop.stop()
         problem = None
         await self._tell_that_it_leaves()
+        grace = self.shard.environment.settings.shutdown_timeout.total_seconds()
+        ends_of_jobs = asyncio.create_task(self.jobs.stop(grace)) if self.jobs is not None else None
         try:
             await self.dispatcher.stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         except ShutdownError as error:
             problem = error
+        if ends_of_jobs is not None:
+            await ends_of_jobs
         self.loops.settle.stop()
         self.loops.locks.stop()
         await asyncio.gather(self._release_locks(), self._reporting.leave())
@@ -286,6 +303,8 @@ class ShardRun:
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
         try:
+            if self.jobs is not None:
+                await self.jobs.stop(0)
             await self.dispatcher.stop(0)
         finally:
             await asyncio.gather(self._release_locks(), self._reporting.leave())

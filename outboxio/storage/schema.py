@@ -255,6 +255,7 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
         needed["operations"] += ["UPDATE"]  # the process that fans out carries orders on whose process has died
     if handling:
         needed["subscriptions"] += ["INSERT", "UPDATE"]
+        needed["jobs"] += ["INSERT", "UPDATE"]
         needed["event_notifications"] += ["UPDATE"]
         for table in {"handler_partitions", "instances"} & needed.keys():  # SQLite has neither table
             needed[table] += ["INSERT", "UPDATE"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Add = Callable[..., NatsRelay]
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Noted(Event):
@@ -219,6 +222,21 @@ async def test_events_that_came_through_the_inbox_do_not_leave_again(
         assert numbers_of(await stored(jetstream)) == [2]
 
 
+async def test_the_outbox_closes_the_connection_that_the_relay_opened(
+    make_outbox: MakeOutbox, broker: NatsServer
+) -> None:
+    outbox = await make_outbox()
+    outbox.add_handler(one := relay(broker.url))
+    async with stream(broker) as jetstream:
+        await note(outbox, 1)
+        await outbox.drain()
+        client = one._connection.client
+        assert client.is_connected
+        await outbox.close()
+        assert client.is_closed
+        assert numbers_of(await stored(jetstream)) == [1]
+
+
 async def test_a_client_that_was_given_stays_open(outbox: Outbox, add: Add, broker: NatsServer) -> None:
     async with stream(broker) as jetstream:
         client = await nats.connect(broker.url)
@@ -345,3 +363,9 @@ def test_waves_have_each_key_once_and_keep_the_order_of_keys() -> None:
 def test_a_template_that_makes_no_subject_is_refused(subject: str) -> None:
     with pytest.raises(ConfigurationError, match="subject"):
         relay("nats://localhost", subject=subject)
+
+
+def test_without_the_extra_the_error_names_the_remedy() -> None:
+    code = "import sys; sys.modules['nats'] = None; import outboxio.integrations.nats"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "ConfigurationError: outboxio.integrations.nats needs nats-py: pip install 'outboxio[nats]'" in run.stderr

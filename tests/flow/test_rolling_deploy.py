@@ -152,7 +152,7 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
 
     async with Outbox(server_url, namespace="app") as outbox:
         began = time.monotonic_ns()
-        assert await outbox.migrate() == {"default": ["0005_partitions.sql", "0007_operating.sql"]}
+        assert await outbox.migrate() == {"default": ["0005_partitions.sql", "0007_operating.sql", "0008_jobs.sql"]}
         altered = Altered(began, time.monotonic_ns())
         await asyncio.sleep(1)
         for number in range(PROCESSES):
@@ -193,7 +193,7 @@ async def test_the_tables_for_operators_are_added_beside_processes_that_do_not_k
         altered = Altered(began, time.monotonic_ns())
         for other in others:
             await other.close()
-        assert sorted(each["default"] for each in applied) == [[], [], ["0007_operating.sql"]]
+        assert sorted(each["default"] for each in applied) == [[], [], ["0007_operating.sql", "0008_jobs.sql"]]
         handled = len(fleet.all("plain"))
         await eventually(lambda: len(fleet.all("plain")) > handled + 50, timeout=60)
 

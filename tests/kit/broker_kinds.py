@@ -5,7 +5,8 @@ To add a broker, write a class as :class:`Nats`, and list the class in :data:`KI
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,5 +119,23 @@ class Redis:
     def inbox(outbox: Outbox, url: str) -> BrokerInbox:
         return RedisInbox(outbox, url, stream="course", group="course", consumer="reader")
 
+
+async def nats_alone(url: str, body: bytes, messages: int) -> None:
+    """Publish with nats-py alone: ``publish_async`` in batches of 500, each with the headers of CloudEvents."""
+    client = await nats.connect(url)
+    jetstream = client.jetstream()
+    for first in range(0, messages, 500):
+        sent = []
+        for number in range(first, min(first + 500, messages)):
+            headers = {name: f"{name}-{number}" for name in _HEADERS} | {"Nats-Msg-Id": f"{id(client)}-{number}"}
+            sent.append(await jetstream.publish_async("course.Counted", body, headers=headers))
+        await asyncio.gather(*sent)
+    await client.close()
+
+
+_HEADERS = ("ce-specversion", "ce-id", "ce-type", "ce-source", "ce-time", "ce-partitionkey", "content-type")
+
+ALONE: Mapping[str, Callable[[str, bytes, int], Awaitable[None]]] = {"nats": nats_alone}
+"""Sends messages with the client alone, for benchmarks: the URL, the data of each message, the number of messages."""
 
 KINDS: Mapping[str, type[Kind]] = {"nats": Nats, "rabbitmq": Rabbitmq, "redis": Redis}

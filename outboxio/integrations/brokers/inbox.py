@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.batch import LARGEST_BATCH
 from outboxio.integrations.brokers.incoming import Incoming
-from outboxio.integrations.brokers.pending import receive_many
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.log import log_of, type_name
@@ -101,7 +100,7 @@ class BrokerInbox(ABC):
         """Give a message that can never be stored to the broker's dead letters. The message must not come again."""
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Receive messages while the block runs. The end of the block waits for the messages in hand.
 
         Example::
@@ -160,8 +159,8 @@ class BrokerInbox(ABC):
         failures = 0
         while sound:
             try:
-                stored = await receive_many(
-                    self._outbox.inbox, [message.parts(self.topic) for message in sound], self._shard
+                stored = await self._outbox.inbox.receive_many(
+                    [message.parts(self.topic) for message in sound], on_invalid="return", shard=self._shard
                 )
                 break
             except Exception as error:
@@ -179,7 +178,7 @@ class BrokerInbox(ABC):
         for message, verdict in zip(sound, stored, strict=True):
             if isinstance(verdict, InvalidEvent):
                 message.flaw = verdict
-            elif verdict.name == "RECEIVED":
+            elif verdict == "RECEIVED":  # outboxio.inbox lies above this package
                 self.received += 1
             else:
                 self.duplicates += 1

@@ -1,0 +1,156 @@
+"""Runs a job once: calls the function within its time, and writes the end of the run under the run's term."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from typing import Any
+
+from msgspec import Struct
+
+from outboxio.errors import ConfigurationError, Unprocessable
+from outboxio.jobs.job import Job, JobSpec
+from outboxio.model.emitter import Emitter
+from outboxio.model.error_description import Description
+from outboxio.model.redaction import Redact
+from outboxio.settings import Settings
+from outboxio.storage.job_table import END, JobTable
+from outboxio.storage.protocols import Database
+from outboxio.support.aio import to_the_end
+from outboxio.support.clock import ShardClock
+from outboxio.support.ids import uuid7
+from outboxio.support.log import log_of
+from outboxio.transaction import Transaction, roll_back, work_in, work_outside
+
+logger = log_of(__name__)
+
+
+class RunRefused(Exception):
+    """A different process has taken the run over, so that this run may not commit."""
+
+
+class Started(Struct, frozen=True):
+    """A run that this process has claimed. ``term``: of the run."""
+
+    spec: JobSpec
+    moment: datetime
+    attempt: int
+    term: int
+    next_date: datetime
+
+
+class JobSetup(Struct, frozen=True, kw_only=True):
+    """The parts of a shard that jobs work with."""
+
+    namespace: str
+    shard: str
+    database: Database
+    clock: ShardClock
+    emitter: Emitter
+    settings: Settings
+    redact: Redact
+    outbox: object
+    resources: Any
+    committed: Any
+    """Called after a commit that wrote events."""
+
+
+class JobRunner:
+    """Runs jobs of a shard."""
+
+    def __init__(self, setup: JobSetup, table: JobTable, stopping: asyncio.Event) -> None:
+        self._setup = setup
+        self._table = table
+        self._stopping = stopping
+
+    def timeout_of(self, spec: JobSpec) -> float:
+        """The seconds that a run may last."""
+        return (spec.timeout or self._setup.settings.handler_timeout).total_seconds()
+
+    async def run(self, run: Started) -> None:
+        """Run the job, and record the end. An error of the job is recorded and logged."""
+        spec = run.spec
+        try:
+            async with asyncio.timeout(self.timeout_of(spec)) as limit:
+                await self.perform(run)
+            if not spec.is_transactional:
+                await self._end(run, "SUCCEEDED")
+        except asyncio.CancelledError:
+            await to_the_end(self._end(run, "INTERRUPTED", ConfigurationError("the process left running()")))
+            raise
+        except RunRefused:
+            self._was_taken_over(run)
+        except Exception as error:
+            await self._end(run, "TIMED_OUT" if limit.expired() else "FAILED", error)
+
+    async def perform(self, run: Started) -> None:
+        """Call the function; with a transaction, the record of the run commits together with the function's effects."""
+        if run.spec.is_transactional:
+            await self._perform_in_transaction(run)
+        else:
+            await run.spec.call(Job(run.spec.name, run.moment, run.attempt, self._stopping))
+
+    async def _perform_in_transaction(self, run: Started) -> None:
+        setup, spec = self._setup, run.spec
+        record = setup.emitter.action(
+            setup.namespace, setup.clock(), f"job {spec.name}"[:255], {}, action_id=uuid7(), cause=None,
+            correlation_id=None, headers=None,
+        )  # fmt: skip
+        async with setup.database.session() as session:
+            await session.begin()
+            tx = Transaction(session, setup.emitter, record, shard=setup.shard, resources=setup.resources, cause=None)
+            token = work_in(tx, setup.outbox)
+            try:
+                await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping, tx))
+                await tx.flush()
+                tx.close()
+                tx.require_open("a statement on tx.connection")
+                if tx.events:
+                    await tx.write(record.completed(setup.clock()), tx.events)
+                if run.term and not await self._table.write_in(session, END, *self._end_of(run, "SUCCEEDED", None)):
+                    raise RunRefused
+            except BaseException:
+                tx.abandon()
+                await to_the_end(roll_back(session))
+                raise
+            finally:
+                work_outside(token)
+            await tx.commit()
+        if tx.events:
+            setup.committed(tx.events)
+
+    async def _end(self, run: Started, result: str, error: Exception | None = None) -> None:
+        name = run.spec.name
+        if error is not None and result != "INTERRUPTED":
+            logger.warning(
+                "job %r failed for %s, attempt %d: %s", name, run.moment, run.attempt,
+                Description.of(error, self._setup.redact).message, job=name, attempt=run.attempt, result=result,
+            )  # fmt: skip
+        if not await self._table.write(END, *self._end_of(run, result, error)):
+            self._was_taken_over(run)
+
+    def _end_of(self, run: Started, result: str, error: Exception | None) -> tuple[Any, ...]:
+        """The values of the statement that ends a run."""
+        now, spec = self._setup.clock(), run.spec
+        most = spec.retry.max_attempts
+        again = error is not None and not isinstance(error, Unprocessable) and (most is None or run.attempt < most)
+        if again and error is not None:
+            cap = self._setup.settings.handling_max_backoff_cap
+            state, due = "RETRYING", now + spec.retry.wait_after(run.attempt, error, cap)
+        else:
+            state, due = "WAITING", spec.starts_at(run.next_date)
+        text = None if error is None else _words(Description.of(error, self._setup.redact))
+        return (
+            state, due, now, result, text, int(error is None), int(error is not None),
+            self._setup.namespace, spec.name, run.term,
+        )  # fmt: skip
+
+    def _was_taken_over(self, run: Started) -> None:
+        logger.warning(
+            "the end of a run of job %r is refused: a different process has taken the run over", run.spec.name,
+            job=run.spec.name, term=run.term,
+        )  # fmt: skip
+
+
+def _words(description: Description) -> str:
+    return f"{description.type}: {description.message}\n{description.traceback}"

@@ -1,0 +1,262 @@
+"""Jobs: one run in the cluster for each moment, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from decimal import Decimal
+from uuid import uuid4
+
+import pytest
+
+from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
+from outboxio.model.job import JobRow
+from outboxio.testing import MovableClock
+from tests.kit.app import MoneyDeposited, eventually
+from tests.kit.probes import MakeOutbox
+
+NOON = datetime(2030, 1, 1, 12)
+MINUTE = timedelta(minutes=1)
+
+
+async def row(outbox: Outbox, name: str = "tick") -> JobRow | None:
+    return next((job for job in await outbox.admin.jobs() if job.name == name), None)
+
+
+async def until(outbox: Outbox, holds: Callable[[JobRow], bool], name: str = "tick") -> JobRow:
+    """The row of a job as soon as the condition holds."""
+    found: JobRow | None = None
+
+    async def looks() -> bool:
+        nonlocal found
+        found = await row(outbox, name)
+        return found is not None and holds(found)
+
+    await eventually(looks, timeout=20)
+    assert found is not None
+    return found
+
+
+async def declared(outbox: Outbox, name: str = "tick") -> JobRow:
+    return await until(outbox, lambda _: True, name)
+
+
+async def test_a_job_runs_once_for_its_moment_without_any_handler(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, runs = await make_outbox(clock=clock), list[Job]()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick(job: Job) -> None:
+        runs.append(job)
+
+    async with outbox.running():
+        assert (await declared(outbox)).next_date == NOON + MINUTE
+        clock.advance(MINUTE)
+        done = await until(outbox, lambda job: job.succeeded == 1)
+    assert [(run.name, run.moment, run.attempt) for run in runs] == [("tick", NOON + MINUTE, 1)]
+    assert (done.result, done.state, done.missed, done.next_date) == ("SUCCEEDED", "WAITING", 0, NOON + 2 * MINUTE)
+
+
+@pytest.mark.parametrize(("catch_up", "ran"), [(False, 0), (True, 1)])
+async def test_missed_moments_are_skipped_or_caught_up_once(
+    make_outbox: MakeOutbox, clock: MovableClock, catch_up: bool, ran: int
+) -> None:
+    outbox, runs = await make_outbox(clock=clock), list[datetime]()
+
+    @outbox.job("tick", every="1h", catch_up=catch_up)
+    async def tick(job: Job) -> None:
+        runs.append(job.moment)
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(timedelta(hours=3, minutes=30))
+        found = await until(outbox, lambda job: job.next_date == NOON + timedelta(hours=4) and job.state == "WAITING")
+    assert (found.missed, runs) == (3 - ran, [NOON + timedelta(hours=3)] * ran)
+
+
+async def test_the_effects_of_a_job_commit_with_its_record_or_not_at_all(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox, fails = await make_outbox(clock=clock), [True]
+
+    @outbox.job("tick", every=MINUTE, retry=RetryPolicy(max_attempts=2, base="1s", jitter=0))
+    async def tick(job: Job, tx: Transaction) -> None:
+        assert job.tx is tx
+        tx.emit(MoneyDeposited(uuid4(), Decimal(job.attempt)))
+        if fails.pop() if fails else False:
+            raise ValueError("the first attempt fails")
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        failed = await until(outbox, lambda job: job.state == "RETRYING")
+        assert failed.result == "FAILED"
+        assert "the first attempt fails" in str(failed.error)
+        clock.advance(timedelta(seconds=2))
+        done = await until(outbox, lambda job: job.succeeded == 1)
+    assert (done.failed, done.attempts, done.moment_date) == (1, 2, NOON + MINUTE)
+    payloads = await outbox.admin.payloads(["MoneyDeposited"])
+    assert len(payloads) == 1
+
+
+async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox = await make_outbox(clock=clock)
+
+    @outbox.job("tick", every=MINUTE, timeout="50ms")
+    async def tick() -> None:
+        await asyncio.sleep(60)
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        found = await until(outbox, lambda job: job.failed == 1)
+    assert found.result == "TIMED_OUT"
+
+
+async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, runs = await make_outbox(clock=clock), list[datetime]()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick(job: Job) -> None:
+        runs.append(job.moment)
+
+    async with outbox.running():
+        await declared(outbox)
+        assert await outbox.admin.pause_job("tick")
+        assert not await outbox.admin.pause_job("tick")
+        clock.advance(MINUTE)
+        await until(outbox, lambda job: job.next_date == NOON + 2 * MINUTE)
+        assert runs == []
+        await outbox.admin.run_job_now("tick")
+        await until(outbox, lambda job: job.succeeded == 1)
+        assert await outbox.admin.unpause_job("tick")
+        clock.advance(MINUTE)
+        await until(outbox, lambda job: job.succeeded == 2)
+    assert runs == [NOON + MINUTE, NOON + 2 * MINUTE]
+    with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this namespace are 'tick'"):
+        await outbox.admin.pause_job("tock")
+
+
+async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    runs = list[datetime]()
+
+    async def process(*further: str) -> Outbox:
+        outbox = await make_outbox(clock=clock)
+
+        @outbox.job("tick", every=MINUTE)
+        async def tick(job: Job) -> None:
+            runs.append(job.moment)
+
+        for name in further:
+            outbox.job(name, every=MINUTE)(tick_not)
+        return outbox
+
+    async def tick_not() -> None: ...
+
+    one, two = await process(), await process("tock")  # different jobs, so that both hold a lock
+    async with one.running():
+        await declared(one)
+        async with two.running():
+            await declared(two, "tock")
+            for number in range(1, 4):
+                clock.advance(MINUTE)
+                await until(one, lambda job, number=number: job.succeeded == number)  # type: ignore[misc]
+                await until(two, lambda job, number=number: job.succeeded == number, "tock")  # type: ignore[misc]
+    assert runs == [NOON + number * MINUTE for number in range(1, 4)]
+
+
+async def test_drain_runs_no_job(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, runs = await make_outbox(clock=clock), list[int]()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick() -> None:
+        runs.append(1)
+
+    async with outbox.running():
+        await declared(outbox)
+    clock.advance(MINUTE)
+    await outbox.drain()
+    assert runs == []
+
+
+async def test_leaving_waits_for_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, begun = await make_outbox(clock=clock), asyncio.Event()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick(job: Job) -> None:
+        begun.set()
+        await job.stopping.wait()
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        await eventually(begun.is_set)
+    found = await row(outbox)
+    assert found is not None
+    assert (found.result, found.succeeded) == ("SUCCEEDED", 1)
+
+
+# --- moments and registration ------------------------------------------------------------------------
+
+
+def test_a_cron_moment_follows_the_wall_clock_over_both_changes_of_daylight_saving() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+
+    @outbox.job("night", schedule="30 2 * * *", timezone="Europe/Berlin")
+    async def night() -> None: ...
+
+    next_after = outbox._jobs["night"].next_after
+    # The clock jumps from 2:00 to 3:00 on 2026-03-29: the moment comes right after the gap, and once.
+    spring = [datetime(2026, 3, 28, 12)]
+    autumn = [datetime(2026, 10, 24, 12)]
+    for moments in (spring, autumn):
+        for _ in range(2):
+            moments.append(next_after(moments[-1]))
+    assert spring[1:] == [datetime(2026, 3, 29, 1), datetime(2026, 3, 30, 0, 30)]
+    assert autumn[1:] == [datetime(2026, 10, 25, 0, 30), datetime(2026, 10, 26, 1, 30)]
+
+
+def test_moments_of_a_period_do_not_drift() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+
+    @outbox.job("often", every="7s", jitter="2s")
+    async def often() -> None: ...
+
+    spec = outbox._jobs["often"]
+    first = spec.next_after(NOON)
+    assert spec.next_after(first + timedelta(seconds=3)) - first == timedelta(seconds=7)
+    assert timedelta() <= spec.starts_at(first) - first <= timedelta(seconds=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "neither of schedule and every"),
+        ({"schedule": "* * * * *", "every": "1m"}, "both of schedule and every"),
+        ({"schedule": "61 * * * *"}, "schedule is '61 \\* \\* \\* \\*'; expected a cron expression"),
+        ({"schedule": "* * * * * *"}, "expected a cron expression of five fields"),
+        ({"schedule": "0 0 30 2 *"}, "of a day that comes"),
+        ({"schedule": "* * * * *", "timezone": "Mars/Base"}, "timezone is 'Mars/Base'"),
+        ({"every": "10ms"}, "expected at least 1 s"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(options: dict[str, str], told: str) -> None:
+    async def function() -> None: ...
+
+    with pytest.raises(RegistrationError, match=told):
+        Outbox("sqlite://", namespace="app").job("job", **options)(function)  # type: ignore[arg-type]
+
+
+def test_functions_that_cannot_be_called_and_names_that_are_taken_are_refused() -> None:
+    outbox = Outbox("sqlite://", namespace="app")
+
+    async def needs(mailer: str) -> None: ...
+    async def works() -> None: ...
+
+    with pytest.raises(RegistrationError, match="nothing is known for parameter 'mailer'"):
+        outbox.job("needs", every="1m")(needs)
+    with pytest.raises(RegistrationError, match="is not async"):
+        outbox.job("plain", every="1m")(lambda: None)  # type: ignore[type-var, arg-type, return-value]
+    outbox.job("works", every="1m")(works)
+    with pytest.raises(RegistrationError, match="job name 'works' is registered twice"):
+        outbox.job("works", every="1m")(works)

@@ -1,0 +1,173 @@
+"""Ordered batch handlers: a call has at most one row of each key, and the rows of a key come in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from outboxio import (
+    Batch,
+    EventEnvelope,
+    Handlers,
+    Outbox,
+    RegistrationError,
+    RetryPolicy,
+    Settings,
+    Unavailable,
+    Unprocessable,
+)
+from outboxio.testing import MovableClock
+from tests.kit.app import Look, MoneyDeposited, eventually
+
+pytestmark = pytest.mark.above_statements
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+Envelopes = list[EventEnvelope[MoneyDeposited]]
+QUICK = RetryPolicy(base="1ms", cap="2ms", max_attempts=1000)
+
+
+class Calls:
+    """A batch handler that remembers the calls, and fails for rows as it is told."""
+
+    def __init__(self, fails: Callable[[str, int], BaseException | None] = lambda key, number: None) -> None:
+        self.calls: list[list[tuple[str, int]]] = []
+        self.done: dict[str, list[int]] = defaultdict(list)
+        self.now: set[str] = set()
+        self.overlaps = 0
+        self._fails = fails
+
+    async def __call__(self, envelopes: Envelopes) -> Any:
+        rows = [(str(one.ordering_key), int(one.event.amount)) for one in envelopes]
+        keys = [key for key, _ in rows]
+        self.overlaps += len(keys) - len(set(keys)) + len(self.now & set(keys))
+        self.now |= set(keys)
+        self.calls.append(rows)
+        await asyncio.sleep(0)
+        failed: list[Any] = []
+        for envelope, (key, number) in zip(envelopes, rows, strict=True):
+            if (error := self._fails(key, number)) is not None:
+                failed.append((envelope, error))
+            else:
+                self.done[key].append(number)
+        self.now -= set(keys)
+        return failed
+
+
+async def emit(outbox: Outbox, keys: int, each: int, start: int = 0) -> None:
+    async with outbox.transaction("deposit") as tx:
+        for number in range(start, start + each):
+            for key in range(keys):
+                tx.emit(MoneyDeposited(UUID(int=key), Decimal(number)), ordering_key=f"k{key}")
+
+
+def at_least(calls: list[Any], number: int) -> Callable[[], bool]:
+    return lambda: len(calls) >= number
+
+
+async def test_each_key_is_in_order_and_a_call_has_rows_of_many_keys(make_outbox: MakeOutbox) -> None:
+    outbox, calls = await make_outbox(), Calls()
+    outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=50))(calls)
+    await emit(outbox, keys=20, each=15)
+
+    assert (await outbox.drain()).succeeded == 300
+
+    assert calls.done == {f"k{key}": list(range(15)) for key in range(20)}
+    assert calls.overlaps == 0
+    assert max(map(len, calls.calls)) == 20
+
+
+async def test_the_rest_of_a_key_waits_behind_its_failure_and_other_keys_go_on(
+    make_outbox: MakeOutbox, clock: MovableClock, look: Look
+) -> None:
+    outbox, broken = await make_outbox(clock=clock), True
+    calls = Calls(lambda key, number: ValueError("bad") if broken and (key, number) == ("k1", 2) else None)
+    outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=50))(calls)
+    await emit(outbox, keys=3, each=5)
+
+    await outbox.drain()
+    assert calls.done == {"k0": [0, 1, 2, 3, 4], "k1": [0, 1], "k2": [0, 1, 2, 3, 4]}
+    rows = await look.fetch("SELECT attempts FROM {event_notifications} WHERE state IN ('PENDING', 'BLOCKED')")
+    assert [row["attempts"] for row in rows] == [0, 0]
+
+    broken = False
+    clock.advance("1h")
+    await outbox.drain()
+    assert calls.done["k1"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("park", [0, 1]), ("continue", [0, 1, 3, 4])])
+async def test_a_dead_row_parks_its_key_or_not(make_outbox: MakeOutbox, policy: Any, expected: list[int]) -> None:
+    outbox = await make_outbox()
+    calls = Calls(lambda key, number: Unprocessable("never") if (key, number) == ("k1", 2) else None)
+    outbox.handler(MoneyDeposited, name="relay", ordered=True, on_dead_key=policy, batch=Batch(size=50))(calls)
+    await emit(outbox, keys=3, each=5)
+
+    assert (await outbox.drain()).dead == 1
+
+    assert (calls.done["k0"], calls.done["k1"]) == ([0, 1, 2, 3, 4], expected)
+
+
+async def test_a_service_that_is_away_changes_no_order(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox, left = await make_outbox(), 3
+
+    async def relay(envelopes: Envelopes) -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise Unavailable("away", retry_in="10ms")
+        return await calls(envelopes)
+
+    calls = Calls()
+    outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=10))(relay)
+    await emit(outbox, keys=4, each=10)
+
+    assert (await outbox.drain()).succeeded == 40
+
+    assert calls.done == {f"k{key}": list(range(10)) for key in range(4)}
+    assert calls.overlaps == 0
+    assert {row["attempts"] for row in await look.notifications()} == {1}
+
+
+@pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_random_failures_and_restarts_keep_the_order_of_each_key(
+    make_outbox: MakeOutbox, delivery: Any, seed: int
+) -> None:
+    chance = random.Random(seed)
+    faults = [ValueError("bad"), Unavailable("away", retry_in="5ms")]
+
+    def fails(key: str, number: int) -> BaseException | None:
+        return chance.choice(faults) if chance.random() < 0.1 else None
+
+    outbox = await make_outbox(
+        settings=Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms", shutdown_timeout="50ms")
+    )
+    calls = Calls(fails)
+    options: dict[str, Any] = {"ordered": True, "delivery": delivery, "retry": QUICK, "concurrency": 3}
+    outbox.handler(MoneyDeposited, name="relay", batch=Batch(size=7, max_wait="10ms"), **options)(calls)
+    for round_ in range(3):
+        await emit(outbox, keys=9, each=6, start=6 * round_)
+        async with outbox.running():
+            await eventually(at_least(calls.calls, len(calls.calls) + 3))
+    for _ in range(200):
+        await outbox.drain()
+        if all(len(set(calls.done[f"k{key}"])) == 18 for key in range(9)):
+            break
+        await asyncio.sleep(0.01)
+
+    assert calls.overlaps == 0
+    for numbers in calls.done.values():
+        first_times = list(dict.fromkeys(numbers))
+        assert first_times == list(range(18))
+
+
+def test_a_schedule_and_an_order_make_no_sense_together() -> None:
+    with pytest.raises(RegistrationError, match=r"ordered=True and batch=Batch\(schedule="):
+        Handlers().handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(schedule="0 0 * * *"))(Calls())
