@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from msgspec import Struct
 
@@ -39,7 +39,7 @@ def judge(memory: Memory, answers: Answers, now: Moment) -> Health:
     reasons = [_Reason("down", text) for text in deaths]
     wrong = list(_of_shards(shards))
     reasons += [*wrong, *_of_figures(answers.figures, memory, tells_missing=not wrong)]
-    reasons += _of_memory(memory, now, tells_stuck=all(told.rule != "stuck_runs" for told in answers.figures.findings))
+    reasons += _of_memory(memory, now, {told.rule for told in answers.figures.findings})
     reasons.sort(key=lambda reason: -SEVERITY[reason.level])
     status: Status = reasons[0].level if reasons else "ok"
     return Health(
@@ -113,8 +113,8 @@ def _of_figures(figures: Figures, memory: Memory, *, tells_missing: bool) -> Ite
             yield _Reason(told.level, told.text)
 
 
-def _of_memory(memory: Memory, now: Moment, *, tells_stuck: bool) -> Iterator[_Reason]:
-    """The faults of this process. ``tells_stuck``: False if a finding tells of the stuck runs already."""
+def _of_memory(memory: Memory, now: Moment, told: Set[str]) -> Iterator[_Reason]:
+    """The faults of this process. ``told``: the rules that have findings; the same fault is not told twice."""
     for name, shard in memory.shards.items():
         for text in shard.failing:
             yield _Reason("degraded", text)
@@ -122,10 +122,10 @@ def _of_memory(memory: Memory, now: Moment, *, tells_stuck: bool) -> Iterator[_R
             yield _Reason(
                 "degraded", f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s"
             )
-        for handler, reason in shard.resting.items():
+        for handler, reason in shard.resting.items() if "handler_resting" not in told else ():
             yield _Reason("degraded", f"handler {handler!r} rests, because a service is unavailable: {reason}")
     stuck = sum(shard.stuck for shard in memory.shards.values())
-    if stuck and tells_stuck:
+    if stuck and "stuck_runs" not in told:
         yield _Reason("degraded", f"{stuck} notifications have a run that ignores its cancellation")
     ended, seconds = memory.standstill
     if now.steady - ended <= STANDSTILL_TOLD:

@@ -202,6 +202,9 @@ METRICS: tuple[Metric, ...] = (
     *FIGURES,
     _handler_gauge("outboxio.runs.active", "{run}", "in_flight", "Runs that go on in this process."),
     _handler_gauge("outboxio.runs.stuck", "{run}", "stuck", "Runs that ignore their cancellation."),
+    _metric(
+        "outboxio.runs.unavailable", "counter", "{run}", "handler", _of_handlers("unavailable"),
+        "Runs that found a service away, so that the handler rests."),
     _handler_gauge("outboxio.runs.limit", "{run}", "limit", "Runs at the same time in this process, at most."),
     _handler_gauge(
         "outboxio.alert.age", "s", "alert_age",

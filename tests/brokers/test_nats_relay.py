@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Add = Callable[..., NatsRelay]
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Noted(Event):
@@ -360,3 +363,9 @@ def test_waves_have_each_key_once_and_keep_the_order_of_keys() -> None:
 def test_a_template_that_makes_no_subject_is_refused(subject: str) -> None:
     with pytest.raises(ConfigurationError, match="subject"):
         relay("nats://localhost", subject=subject)
+
+
+def test_without_the_extra_the_error_names_the_remedy() -> None:
+    code = "import sys; sys.modules['nats'] = None; import outboxio.integrations.nats"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "ConfigurationError: outboxio.integrations.nats needs nats-py: pip install 'outboxio[nats]'" in run.stderr

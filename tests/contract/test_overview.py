@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from outboxio import EventEnvelope, Outbox, RetryPolicy, Unprocessable
+from outboxio import EventEnvelope, Outbox, RetryPolicy, Unavailable, Unprocessable
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.model.lock_name import LockName
 from outboxio.operations.overview import collector, questions
@@ -348,6 +348,30 @@ async def test_rule_parked_keys(outbox: Outbox, clock: MovableClock) -> None:
     await outbox.drain()
     await report(outbox)
     assert await told(outbox) == WELL
+
+
+async def test_rule_handler_resting(outbox: Outbox, clock: MovableClock) -> None:
+    away, calls = True, 0
+
+    @outbox.handler(MoneyDeposited, name="mail")
+    async def mail(envelope: Envelope) -> None:
+        nonlocal calls
+        calls += 1
+        if away:
+            raise Unavailable("the mail server is away", retry_in="20ms")
+
+    async with outbox.running():
+        await outbox.executor.execute(Emit((1,)))
+        await eventually(lambda: calls > 0)
+        await reported(outbox, clock)
+        [said] = [one for one in (await fresh_overview(outbox)).findings if one.rule == "handler_resting"]
+        assert said.handler == "mail"
+        assert f"in process {owner_of(outbox)}: " in said.sentence
+        assert "the mail server is away" in said.sentence
+        away = False
+        await eventually(lambda: outbox.statistics["default"].handlers["mail"].succeeded == 1)
+        await reported(outbox, clock)
+        assert "handler_resting" not in await told(outbox)
 
 
 @pytest.mark.costly

@@ -17,6 +17,7 @@ from outboxio.operations.overview.facts import (
     InstanceFacts,
     LockFacts,
     Report,
+    RestReport,
     ShardFacts,
 )
 from outboxio.operations.overview.readings import instance_facts, lock_facts
@@ -111,6 +112,10 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     "handler_failing": (
         shard(handler(minutes=minutes(succeeded=8, failed=92), last_error="ConnectionError: pdf:8080")),
         "`ledger` fails 92% of 100 runs of the last 5 minutes: ConnectionError: pdf:8080.",
+    ),
+    "handler_resting": (
+        shard(instances=[instance(handlers={"ledger": HandlerReport(rest=RestReport(ago(seconds=40), "away"))})]),
+        "`ledger` has rested for 40 s in process host-a:7:c0ffee: away.",
     ),
     "new_dead": (
         shard(handler(dead=9, dead_hour=3, newest_dead=ago(minutes=4))),

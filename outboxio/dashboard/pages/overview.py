@@ -64,6 +64,7 @@ MENDS: Mapping[str, Mend] = {
     "fanout_behind": Mend("shards", "Shards"),
     "handler_behind": Mend("handler", "See the handler", by_handler=True),
     "handler_failing": Mend("handler", "See the handler", by_handler=True),
+    "handler_resting": Mend("handler", "See the handler", by_handler=True),
     "new_dead": Mend("dead", "See the dead letters", by_handler=True),
     "parked_keys": Mend("keys", "See the keys", by_handler=True),
     "stuck_runs": Mend("instances", "Instances"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,7 @@ class BrokerInbox(ABC):
         """Give a message that can never be stored to the broker's dead letters. The message must not come again."""
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Receive messages while the block runs. The end of the block waits for the messages in hand.
 
         Example::

@@ -3,10 +3,12 @@
 Needs ``outboxio[nats]``, that is nats-py, and a server with JetStream.
 """
 
+from importlib import import_module
+
 from outboxio.errors import ConfigurationError
 
 try:
-    import nats as _client  # noqa: F401  # found out once, here
+    import_module("nats")
 except ImportError as error:
     raise ConfigurationError("outboxio.integrations.nats needs nats-py: pip install 'outboxio[nats]'") from error
 

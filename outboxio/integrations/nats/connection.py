@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import nats.errors
 from nats.aio.client import Client
@@ -149,6 +149,6 @@ class Connection:
 _FORBIDDEN = re.compile(r'Permissions Violation for Publish to "([^"]+)"', re.IGNORECASE)
 
 
-def _spelled(servers: object) -> str:
-    urls = [servers] if isinstance(servers, str) else list(servers)  # type: ignore[call-overload]
-    return without_passwords(", ".join(map(str, urls)))
+def _spelled(servers: Servers) -> str:
+    urls = servers if isinstance(servers, str) else ", ".join(map(str, cast("Sequence[str]", servers)))
+    return without_passwords(urls)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# nats-py leaves some parameters without types.
+# pyright: reportUnknownMemberType=false
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 

@@ -6,6 +6,8 @@ reaches the future: it is raised where the answer is read.
 
 from __future__ import annotations
 
+# nats-py leaves some parameters without types.
+# pyright: reportUnknownMemberType=false
 import asyncio
 from collections.abc import Iterable
 

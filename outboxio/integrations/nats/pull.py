@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# nats-py leaves some parameters without types.
+# pyright: reportUnknownMemberType=false
 import asyncio
 
 import msgspec

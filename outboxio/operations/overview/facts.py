@@ -66,6 +66,13 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
         return [minute for minute in self.minutes if minute.minute_date > moment - timedelta(minutes=1)]
 
 
+class RestReport(Struct, frozen=True):
+    """A handler that rests, because a service is unavailable."""
+
+    since: datetime
+    reason: str
+
+
 class HandlerReport(Struct, frozen=True):
     """A handler in the report of a process. A value that is missing is unknown."""
 
@@ -73,6 +80,7 @@ class HandlerReport(Struct, frozen=True):
     limit: int = 0
     stuck: int = 0
     alert_age: float | None = None
+    rest: RestReport | None = None
 
 
 class Report(Struct, frozen=True):
@@ -99,6 +107,11 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     def stuck(self) -> Mapping[str, int]:
         """The stuck runs by handler."""
         return {name: handler.stuck for name, handler in self.report.handlers.items() if handler.stuck}
+
+    @property
+    def resting(self) -> Mapping[str, RestReport]:
+        """The handlers that rest, by name."""
+        return {name: handler.rest for name, handler in self.report.handlers.items() if handler.rest is not None}
 
 
 class FailedOperation(Struct, frozen=True):

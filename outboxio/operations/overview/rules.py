@@ -131,6 +131,16 @@ def handler_failing(facts: ShardFacts) -> Iterator[Finding]:
             yield _finding(facts, "handler_failing", sentence, remedy, handler)
 
 
+def handler_resting(facts: ShardFacts) -> Iterator[Finding]:
+    """A handler rests, because a service that the handler needs is unavailable."""
+    for instance in facts.instances:
+        for name, rest in sorted(instance.resting.items()):
+            if instance.is_alive:
+                since = spoken(facts.age(rest.since))
+                sentence = f"`{name}` has rested for {since} in process {instance.instance}: {rest.reason}."
+                yield _finding(facts, "handler_resting", sentence, "outboxio instances", _named(facts, name))
+
+
 # --- what needs a person -------------------------------------------------------------------------
 
 
@@ -210,8 +220,8 @@ def operation_failed(facts: ShardFacts) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     shard_unreachable, schema_behind, no_instance, lock_without_holder, fanout_behind, handler_behind, handler_failing,
-    new_dead, parked_keys, stuck_runs, unroutable, event_without_handler, paused_long, clock_off, partition_unowned,
-    operation_failed,
+    handler_resting, new_dead, parked_keys, stuck_runs, unroutable, event_without_handler, paused_long, clock_off,
+    partition_unowned, operation_failed,
 )  # fmt: skip
 """All rules, the worst fault first."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outboxio.handlers.handler import Handler
 from outboxio.loops.standstill import lag_of
 from outboxio.runtime.environment import Roles
+from outboxio.statistics.handlers import AnyRest
 from outboxio.support.clock import utc_now
 
 if TYPE_CHECKING:
@@ -73,8 +74,16 @@ class LiveRun:
             "limit": statistics.limit or 0,
             "stuck": statistics.stuck,
             "alert_age": statistics.alert_age,
+            **self._rest(statistics.rest),
             "types": sorted(one.event_type for one in wanted if one.event_type),
         }
+
+    def _rest(self, rest: AnyRest | None) -> dict[str, Any]:
+        """Since when and why a handler rests, if it does."""
+        if rest is None:
+            return {}
+        since = self._shard.clock() - timedelta(seconds=self._home.time() - rest.since)
+        return {"rest": {"since": since.isoformat(), "reason": rest.reason}}
 
     def _clock_offset(self) -> float | None:
         """The seconds by which the wall clock of this host is ahead of the database; ``None`` if that is not known."""
