@@ -21,7 +21,7 @@ from outboxio.support.codec import encode_object
 STYLE = "ekbatan"
 
 _encode = msgspec.json.Encoder(decimal_format="number").encode
-_decode = msgspec.json.Decoder(float_hook=Decimal).decode
+_decode: Callable[[str | bytes], Any] = msgspec.json.Decoder(float_hook=Decimal).decode
 
 Change = Callable[[type[Enum], Any], Any]
 """Changes the value of an enum to the name of the member, or back."""

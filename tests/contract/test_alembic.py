@@ -170,7 +170,7 @@ def test_an_interrupted_revision_is_run_again(database_url: str, tmp_path: Path)
     """MySQL and MariaDB have committed a part of the file, the other databases have committed nothing."""
     config = project(tmp_path, database_url)
     add_revision(config, "tables", "outboxio.upgrade(op, to=1)")
-    add_revision(config, "fails", "outboxio.upgrade(op, to=7); op.execute('SELECT * FROM there_is_no_such_table')")
+    add_revision(config, "fails", "outboxio.upgrade(op, to=9); op.execute('SELECT * FROM there_is_no_such_table')")
     with pytest.raises(Exception, match="there_is_no_such_table"):
         command.upgrade(config, "head")
     add_revision_again(config)

@@ -9,9 +9,11 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import aio_pika
 import nats
 from aiokafka import AIOKafkaProducer
 from nats.js.api import StreamConfig
@@ -20,7 +22,10 @@ from outboxio import Outbox
 from outboxio.integrations.brokers import BrokerInbox, Relay
 from outboxio.integrations.kafka import KafkaInbox, KafkaRelay
 from outboxio.integrations.nats import NatsInbox, NatsRelay
+from outboxio.integrations.rabbitmq import RabbitInbox, RabbitRelay
+from outboxio.integrations.redis import RedisInbox, RedisRelay
 from tests.kit import kafka as tansu
+from tests.kit.brokers import OwnRabbitmq, OwnRedis
 from tests.kit.nats_server import NatsServer
 from tests.kit.proxy import Proxy
 
@@ -71,6 +76,56 @@ class Nats(NatsServer):
     @staticmethod
     def inbox(outbox: Outbox, url: str) -> BrokerInbox:
         return NatsInbox(outbox, url, stream="COURSE", durable="reader", ordered=True)
+
+
+class Rabbitmq:
+    """RabbitMQ with one queue, which a single inbox reads at a time."""
+
+    def __init__(self, home: Path) -> None:
+        self._ends = ExitStack()
+        self._broker = OwnRabbitmq(self._ends)
+        self.url = self._broker.url
+        self.start, self.restart = self._broker.start, self._broker.restart
+
+    def stop(self) -> None:
+        self._ends.close()
+
+    async def prepare(self) -> None:
+        async with await aio_pika.connect(self.url) as connection:
+            queue = await (await connection.channel()).declare_queue("course", durable=True)
+            await queue.bind("amq.topic", "Counted")
+
+    @staticmethod
+    def relay(url: str, **options: Any) -> Relay:
+        return RabbitRelay(url, **{"name": NAME, "types": TYPES, "exchange": "amq.topic"} | options)
+
+    @staticmethod
+    def inbox(outbox: Outbox, url: str) -> BrokerInbox:
+        return RabbitInbox(outbox, url, queue="course", single=True)
+
+
+class Redis:
+    """A stream of Redis without ids that Redis remembers, and one consumer."""
+
+    def __init__(self, home: Path) -> None:
+        self._ends = ExitStack()
+        self._broker = OwnRedis(self._ends)
+        self.url = self._broker.url
+        self.start, self.restart = self._broker.start, self._broker.restart
+
+    def stop(self) -> None:
+        self._ends.close()
+
+    async def prepare(self) -> None:
+        """The inbox makes the stream."""
+
+    @staticmethod
+    def relay(url: str, **options: Any) -> Relay:
+        return RedisRelay(url, **{"name": NAME, "types": TYPES, "stream": "course"} | options)
+
+    @staticmethod
+    def inbox(outbox: Outbox, url: str) -> BrokerInbox:
+        return RedisInbox(outbox, url, stream="course", group="course", consumer="reader")
 
 
 class Kafka:
@@ -152,4 +207,4 @@ _HEADERS = ("ce-specversion", "ce-id", "ce-type", "ce-source", "ce-time", "ce-pa
 ALONE: Mapping[str, Callable[[str, bytes, int], Awaitable[None]]] = {"kafka": kafka_alone, "nats": nats_alone}
 """Sends messages with the client alone, for benchmarks: the URL, the data of each message, the number of messages."""
 
-KINDS: Mapping[str, type[Kind]] = {"kafka": Kafka, "nats": Nats}
+KINDS: Mapping[str, type[Kind]] = {"kafka": Kafka, "nats": Nats, "rabbitmq": Rabbitmq, "redis": Redis}
