@@ -249,6 +249,27 @@ class Outbox(Registration, JobRegistration, Recording):
         refuse_in_transaction(self, "outbox.migrate()", "migrate before the transaction, at the start of the program")
         return {name: await shard.database.schema.migrate(contract=contract) for name, shard in self._shards.items()}
 
+    async def adopt(self, *, dry_run: bool = False) -> dict[str, list[str]]:
+        """Take over the tables of Ekbatan in every shard, then migrate. Returns by shard the statements for the tables.
+
+        Each handler goes on where it was: rows keep their states, attempts and moments. Stop the jobs of Ekbatan
+        before; its writers may work on, and wait while the tables change. With ``dry_run=True`` nothing changes. A
+        second call does nothing more, and goes on with an adoption that was interrupted. On PostgreSQL each shard
+        changes in a single transaction.
+
+        Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's, with every difference, before anything is
+        written; :class:`RightsMissing`; :class:`SchemaNewer`; :class:`WaitsForItself` inside a transaction of this
+        outbox.
+
+        Example::
+
+            for shard, statements in (await outbox.adopt(dry_run=True)).items():
+                print(shard, *statements, sep="\\n")
+            await outbox.adopt()
+        """
+        refuse_in_transaction(self, "outbox.adopt()", "adopt before the transaction, in a program of its own")
+        return {name: await shard.database.schema.adopt(dry_run=dry_run) for name, shard in self._shards.items()}
+
     async def check(self) -> None:
         """Make sure that every shard can be reached and has all tables, columns and indexes.
 

@@ -1,6 +1,7 @@
 """Pages that are written from the code: errors, the tables of the database, and the list of decision records.
 
-``python -m website.tables`` writes the pages anew; a test fails while a page differs from the code.
+``python -m website.tables`` writes the pages anew, and adds missing names to the pages of the API. A test fails while a
+page differs from the code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from website.docstrings import FENCE, as_markdown
+from website.entries import complete
 from website.meanings import COLUMNS, REMEDIES
 from website.stage import DOCS, ROOT
 
@@ -18,7 +20,9 @@ ERRORS, TABLES = DOCS / "reference" / "errors.md", DOCS / "reference" / "tables.
 DECISIONS = DOCS / "decisions" / "index.md"
 MARK = "<!-- Written by python -m website.tables. -->"
 
-_TABLE = re.compile(r"((?:^-- [^\n]*\n)*)^CREATE TABLE eventlog\.(\w+) \(\n(.*?)\n\);", re.MULTILINE | re.DOTALL)
+_TABLE = re.compile(
+    r"((?:^-- [^\n]*\n)*)^CREATE TABLE (?:IF NOT EXISTS )?eventlog\.(\w+) \(\n(.*?)\n\);", re.MULTILINE | re.DOTALL
+)
 _COLUMN = re.compile(r"^ +([a-z_]+) +([A-Z]+(?:\(\d+\))?)", re.MULTILINE)
 _ADDED = re.compile(r"ALTER TABLE eventlog\.(\w+)\s+(ADD COLUMN.*?);", re.DOTALL)
 _ADDED_COLUMN = re.compile(r"ADD COLUMN (?:IF NOT EXISTS )?([a-z_]+) +([A-Z]+(?:\(\d+\))?)")
@@ -100,5 +104,6 @@ def renewed(page: Path) -> str:
 SECTIONS = {ERRORS: errors_section, TABLES: tables_section, DECISIONS: decisions_section}
 
 if __name__ == "__main__":
+    complete()
     for each in SECTIONS:
         each.write_text(renewed(each), "utf-8")

@@ -38,6 +38,7 @@ from outboxio.errors.schema import (
     SchemaInUse,
     SchemaMissing,
     SchemaNewer,
+    SchemaNotAdoptable,
     SchemaOccupied,
 )
 from outboxio.errors.transactions import (
@@ -60,9 +61,9 @@ __all__ = [
     "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
     "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
     "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",
-    "SchemaNewer", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord", "TooManyHops",
-    "TransactionClosed", "TransactionEnded", "TransactionError", "Unavailable", "Undescribable", "UnknownEventType",
-    "UnknownHandler", "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
+    "SchemaNewer", "SchemaNotAdoptable", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord",
+    "TooManyHops", "TransactionClosed", "TransactionEnded", "TransactionError", "Unavailable", "Undescribable",
+    "UnknownEventType", "UnknownHandler", "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
 ]  # fmt: skip
 
 # Tracebacks, logs, stored errors and pickles show the module from which applications import the errors.

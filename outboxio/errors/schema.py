@@ -68,6 +68,22 @@ class SchemaOccupied(SchemaError):
         )
 
 
+class SchemaNotAdoptable(SchemaError):
+    """The tables of the database are not those of Ekbatan, so ``outbox.adopt()`` takes nothing over.
+
+    ``flaws``: the differences, each in words.
+    """
+
+    def __init__(self, shard: str, flaws: Sequence[str]) -> None:
+        self.shard = shard
+        self.flaws = tuple(flaws)
+        super().__init__(
+            f"the database of shard {shard!r} cannot be taken over, because {'; '.join(flaws)}; nothing was changed: "
+            "make these parts as Ekbatan has them, then adopt again, or call `await outbox.migrate()` in a database "
+            "without such tables"
+        )
+
+
 class SchemaInUse(SchemaError):
     """``migrate(contract=True)`` would drop a part that processes of an older version still use.
 

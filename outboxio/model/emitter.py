@@ -22,6 +22,7 @@ from outboxio.model.event import (
     version_of,
 )
 from outboxio.payloads.classes import AnyEvent, Decoder, Encoder, decoder_of, encode_any, encoder_of, is_supported
+from outboxio.payloads.ekbatan import has_style, with_model
 from outboxio.payloads.fields import unfit_field
 from outboxio.payloads.versions import header_of, refuse_reserved
 from outboxio.support.clock import naive_utc
@@ -89,6 +90,8 @@ class Emission(Struct, frozen=True):
     encode: Encoder
     check: Decoder | None
     """Decodes a payload as handlers do; ``None`` if events are not checked."""
+    names_model: bool = False
+    """True if the payload begins with the model (``json_style="ekbatan"``)."""
 
 
 class Emitter:
@@ -142,12 +145,15 @@ class Emitter:
                 emission.check(payload)
             except Exception as error:  # __post_init__ is code of the application, and may raise any error
                 raise unreadable(error, subject) from error
+        id_text, type_text = _text(model_id, subject, "model_id"), _text(model_type, subject, "model_type")
+        if emission.names_model:
+            payload = with_model(payload, id_text, type_text)
         record = EventRecord(
             id=self.new_id(),
             event_type=emission.name,
             payload=payload,
-            model_id=_text(model_id, subject, "model_id"),
-            model_type=_text(model_type, subject, "model_type"),
+            model_id=id_text,
+            model_type=type_text,
             headers=emission.headers,
         )
         for watcher in watchers:
@@ -204,7 +210,8 @@ class Emitter:
         if reason is not None:
             raise InvalidEvent(subject, f"its {reason}")
         check = _decoder(cls, subject) if self._validates else None
-        emission = self._emissions[cls] = Emission(name, subject, header_of(version_of(cls)), encoder_of(cls), check)
+        headers, encoder = header_of(version_of(cls)), encoder_of(cls)
+        emission = self._emissions[cls] = Emission(name, subject, headers, encoder, check, has_style(cls))
         return emission
 
     def new_id(self) -> UUID:

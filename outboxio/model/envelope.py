@@ -20,7 +20,7 @@ from outboxio.model.redaction import Redact, keep_all
 from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.mapped import named_by
 from outboxio.payloads.versions import VERSION_HEADER, version_in
-from outboxio.support.codec import decode_object
+from outboxio.support.codec import decode_exactly, decode_object
 from outboxio.support.log import Fields
 from outboxio.telemetry.headers import carried, headers_in, with_trace
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co
     from outboxio.transaction import Transaction
 
+P = TypeVar("P")
 E_co = TypeVar("E_co", bound=AnyEvent | bytes, covariant=True)
 
 _NO_HEADERS = len('"{}"')  # or null, or {}
@@ -149,8 +150,25 @@ class EventEnvelope(Generic[E_co]):
 
     @property
     def action_params(self) -> dict[str, Any]:
-        """The parameters of the action, as stored: a JSON object."""
+        """The parameters of the action, as stored: a JSON object. Decimal numbers are floats; see :meth:`params`."""
         return decode_object(self._row.context.action_params)
+
+    def params(self, type: type[P]) -> P:
+        """The parameters of the action as an object of a class, or of any type that msgspec decodes.
+
+        A ``Decimal`` in the class gets all digits of the stored number, and in ``dict[str, Any]`` each number with a
+        point is a ``Decimal``: no decimal number becomes a float, unless the class asks for a float. Raises
+        ``msgspec.ValidationError`` if the parameters do not fit, with the place of the value.
+
+        Example::
+
+            class Deposit(msgspec.Struct, rename="camel"):
+                wallet_id: UUID
+                amount: Decimal
+
+            amount = envelope.params(Deposit).amount
+        """
+        return decode_exactly(self._row.context.action_params, type)
 
     @property
     def started_date(self) -> datetime:

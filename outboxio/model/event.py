@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from outboxio.errors import AmbiguousTypeName, InvalidEvent
 from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.ekbatan import rename_of
 from outboxio.payloads.versions import Upcast, checked_version, with_own
 from outboxio.support.text import briefly
 
@@ -89,7 +90,7 @@ class NamedStructMeta(StructMeta):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class EventMeta(NamedStructMeta):
-    """The class statement of an event, with the options ``strict_priority`` and ``version``."""
+    """The class statement of an event, with the options ``strict_priority``, ``version`` and ``json_style``."""
 
     __strict_priority__: bool
 
@@ -101,10 +102,15 @@ class EventMeta(NamedStructMeta):
         *,
         strict_priority: bool | None = None,
         version: int = 1,
+        json_style: str | None = None,
         **options: Any,
     ) -> Any:
+        if json_style is not None:
+            options.setdefault("rename", rename_of(json_style, name))
         cls = super().__new__(mcls, name, bases, namespace, **options)
         make_event_class(cls, version)
+        if json_style is not None:
+            cls.__json_style__ = json_style
         if strict_priority is not None:
             cls.__strict_priority__ = strict_priority
         return cls
@@ -116,6 +122,11 @@ class Event(Struct, frozen=True, metaclass=EventMeta):
     Rows carry the class's simple name, or ``type_name``. A renamed class reads old rows through ``aliases``. With
     ``strict_priority=True`` a handler of the event starts only after every handler with a lower ``priority`` has ended
     the first attempt at the same event, with success or failure; subclasses inherit the option.
+
+    ``json_style="ekbatan"`` stores the payload as Ekbatan does, and reads it so: camelCase keys, decimals as numbers,
+    enums by name, and ``modelId`` and ``modelName`` first. The two are the ``model_id`` and ``model_type`` of ``emit``,
+    unless the class has fields ``model_id`` and ``model_name``. Subclasses inherit the option. See
+    docs/how-to/share-tables-with-ekbatan.md.
 
     Example::
 
@@ -130,6 +141,7 @@ class Event(Struct, frozen=True, metaclass=EventMeta):
     __type_name__: ClassVar[str]
     __type_aliases__: ClassVar[frozenset[str]]
     __strict_priority__: ClassVar[bool] = False
+    __json_style__: ClassVar[str | None] = None
 
 
 def is_event_class(cls: object) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from outboxio.payloads.ekbatan import EkbatanCodec, has_style
 from outboxio.payloads.models import ModelCodec, is_model
 from outboxio.support.codec import encode_object
 
@@ -54,11 +55,15 @@ does not fit names the field."""
 
 def encoder_of(cls: type) -> Encoder:
     """The encoder of a class."""
+    if has_style(cls):
+        return EkbatanCodec(cls).encode
     return ModelCodec(cls).encode if is_model(cls) else encode_object
 
 
 def decoder_of(cls: type) -> Decoder:
     """The decoder of a class. Raises :class:`NameError` if the type of a field cannot be found."""
+    if has_style(cls):
+        return EkbatanCodec(cls).decode
     return ModelCodec(cls).decode if is_model(cls) else msgspec.json.Decoder(cls).decode
 
 

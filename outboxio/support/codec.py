@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from decimal import Decimal
 from enum import Enum
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +26,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 Encode = Callable[[Any], bytes]
+T = TypeVar("T")
 
 
 def encode_object(
@@ -97,6 +99,17 @@ def decode_object(document: bytes | msgspec.Raw) -> dict[str, Any]:
     """A JSON object, also if the document is a JSON string with an object in it; ``{}`` for ``null``."""
     decoded = _decode_column(document)
     return _decode_object(decoded) if isinstance(decoded, str) else decoded or {}
+
+
+def decode_exactly(document: bytes | msgspec.Raw, type: type[T]) -> T:
+    """A JSON object as a value of ``type``, also if the document is a JSON string with an object in it.
+
+    A number with a point is a ``Decimal`` where the type asks for no float.
+    """
+    text = bytes(document)
+    if text.lstrip().startswith(b'"'):
+        text = msgspec.json.decode(text, type=str).encode()
+    return msgspec.json.Decoder(type, float_hook=Decimal).decode(b"{}" if text.strip() == b"null" else text)
 
 
 _TOO_DEEP = (

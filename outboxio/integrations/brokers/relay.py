@@ -222,7 +222,7 @@ def _handler_options(options: RelayOptions) -> dict[str, Any]:
     """The attributes that an :class:`EventHandler` has for these options."""
     return {
         "retry": RetryPolicy(base="1s", cap="1m"),
-        "batch": None if options.get("ordered") else Batch(size=500, max_wait=0),
+        "batch": Batch(size=500, max_wait=0),
         "event_types": options.get("types", ()),
         **{name: value for name, value in options.items() if name not in _OF_RELAYS},
     }

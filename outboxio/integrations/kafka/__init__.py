@@ -3,12 +3,12 @@
 Needs ``outboxio[kafka]``, that is aiokafka, and Kafka 2.1 or later, or a broker that speaks its protocol.
 """
 
+from importlib.util import find_spec
+
 from outboxio.errors import ConfigurationError
 
-try:
-    import aiokafka as _client  # noqa: F401  # found out once, here
-except ImportError as error:
-    raise ConfigurationError("outboxio.integrations.kafka needs aiokafka: pip install 'outboxio[kafka]'") from error
+if find_spec("aiokafka") is None:
+    raise ConfigurationError("outboxio.integrations.kafka needs aiokafka: pip install 'outboxio[kafka]'")
 
 from outboxio.integrations.kafka.inbox import KafkaInbox
 from outboxio.integrations.kafka.refusals import NoTopic, NotPermitted, Refused

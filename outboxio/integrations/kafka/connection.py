@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiokafka.errors
-from aiokafka import AIOKafkaProducer
-from aiokafka.conn import create_conn
-
 from outboxio.errors import ConfigurationError
+from outboxio.integrations.kafka.client import ConnectionFailed, KafkaError, create_conn
 from outboxio.integrations.kafka.refusals import told
 from outboxio.support.text import briefly, instead_of
 
@@ -39,7 +35,9 @@ class Access:
     Raises :class:`ConfigurationError` for a missing address, an unknown keyword, and a keyword of ``own``.
     """
 
-    def __init__(self, servers: Servers, options: Mapping[str, Any], client: type, *, own: Mapping[str, str]) -> None:
+    def __init__(
+        self, servers: Servers, options: Mapping[str, Any], client: type[Any], *, own: Mapping[str, str]
+    ) -> None:
         self.servers = [servers] if isinstance(servers, str) else list(servers)
         self.servers = [each.strip() for given in self.servers for each in given.split(",") if each.strip()]
         if not self.servers or any("//" in each for each in self.servers):
@@ -61,7 +59,7 @@ class Access:
 
         The client tells in its log only why an address failed, so the first address is tried once more.
         """
-        if isinstance(error, aiokafka.errors.KafkaConnectionError):
+        if isinstance(error, ConnectionFailed):
             found = await self._first_failure()
             return f"no connection to Kafka ({self.place}): {told(found or error)}"
         if isinstance(error, TimeoutError):
@@ -75,25 +73,7 @@ class Access:
             connection = await create_conn(
                 (host or port).strip("[]"), int(port) if host else 9092, request_timeout_ms=3000, **options
             )
-        except (OSError, TimeoutError, aiokafka.errors.KafkaError) as error:
+        except (OSError, TimeoutError, KafkaError) as error:
             return error
         connection.close()
         return None
-
-
-async def end(producer: AIOKafkaProducer) -> None:
-    """End a producer, and send nothing of what waits in it.
-
-    ``producer.stop()`` would send all that waits, and an idempotent producer tries for ever while the broker is away.
-    """
-    sender = producer._sender.sender_task
-    if sender is not None:
-        sender.cancel()
-    await producer.client.close()  # requests on their way fail
-    if sender is not None:
-        await asyncio.wait([sender], timeout=1)
-        sender.cancel()
-        await asyncio.wait([sender], timeout=1)
-        if sender.done() and not sender.cancelled():
-            sender.exception()  # of requests that failed: their messages have a verdict
-    producer._closed = True

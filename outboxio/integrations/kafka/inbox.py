@@ -7,20 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-import aiokafka.errors
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
-
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.integrations.brokers.inbox import BrokerInbox
 from outboxio.integrations.brokers.incoming import Fallback, Incoming, incoming_of
-from outboxio.integrations.kafka.connection import Access, Servers, end
+from outboxio.integrations.kafka.client import Consumer, KafkaError, Producer, TopicPartition, end
+from outboxio.integrations.kafka.connection import Access, Servers
 from outboxio.integrations.kafka.rebalance import Rebalance
 from outboxio.support.text import briefly
 
 if TYPE_CHECKING:
     from outboxio.outbox import Outbox
-
-Record = ConsumerRecord[bytes, bytes]
 
 WAIT = 0.5  # seconds that a fetch waits for the first record
 STOP_TIMEOUT = 5.0  # seconds to leave the group
@@ -97,9 +93,9 @@ class KafkaInbox(BrokerInbox):
             raise ConfigurationError(f"dead_letters is {briefly(dead_letters)}; expected a topic, such as '{{}}.dlq'")
         self._start = start
         self._dead_letters = dead_letters
-        self._access = Access(servers, connect or {}, AIOKafkaConsumer, own=_OWN)
-        self._consumer: AIOKafkaConsumer | None = None
-        self._producer: AIOKafkaProducer | None = None
+        self._access = Access(servers, connect or {}, Consumer, own=_OWN)
+        self._consumer: Any = None
+        self._producer: Any = None
         self._rebalance = Rebalance()
         self._in_hand: Sequence[Incoming] = ()
         self._generation = 0
@@ -110,7 +106,7 @@ class KafkaInbox(BrokerInbox):
 
     async def connect(self) -> None:
         self._rebalance = Rebalance()
-        consumer = AIOKafkaConsumer(
+        consumer = Consumer(
             bootstrap_servers=self._access.servers,
             group_id=self.group,
             enable_auto_commit=False,
@@ -125,7 +121,7 @@ class KafkaInbox(BrokerInbox):
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-        except (OSError, aiokafka.errors.KafkaError) as error:
+        except (OSError, KafkaError) as error:
             raise ConnectionError(await self._access.reason(error)) from error
         finally:
             for task in (starting, stop):
@@ -170,10 +166,10 @@ class KafkaInbox(BrokerInbox):
         if self._generation != self._rebalance.generation or self._consumer is None:
             return  # the partitions have a new owner, who reads these messages again
         settled = {id(message) for message in refused}
-        offsets: dict[TopicPartition, int] = {}
-        halted: set[TopicPartition] = set()
+        offsets: dict[Any, int] = {}
+        halted: set[Any] = set()
         for message in self._in_hand:
-            record: Record = message.raw
+            record = message.raw
             partition = TopicPartition(record.topic, record.partition)
             if message.flaw is not None and id(message) not in settled:
                 halted.add(partition)
@@ -182,11 +178,11 @@ class KafkaInbox(BrokerInbox):
         if offsets:
             await self._consumer.commit(offsets)
 
-    async def _put_aside(self, record: Record, error: InvalidEvent) -> None:
+    async def _put_aside(self, record: Any, error: InvalidEvent) -> None:
         """Write a record to the dead letters, and wait for the acknowledgement."""
         if self._producer is None:
             options = {name: self._access.options[name] for name in self._access.options if _is_common(name)}
-            producer = AIOKafkaProducer(bootstrap_servers=self._access.servers, acks="all", **options)
+            producer = Producer(bootstrap_servers=self._access.servers, acks="all", **options)
             self._producer = producer
             await producer.start()
         headers = [(name, value) for name, value in record.headers if value is not None]
@@ -202,7 +198,7 @@ class KafkaInbox(BrokerInbox):
                 self._dead_letters.replace("{}", record.topic), value, key=record.key, headers=headers
             )
 
-    def _incoming(self, record: Record) -> Incoming:
+    def _incoming(self, record: Any) -> Incoming:
         fallback = Fallback(
             id=f"{record.topic}/{record.partition}/{record.offset}",
             source=self.source or f"kafka:{record.topic}",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-
-from aiokafka.partitioner import murmur2
-from aiokafka.producer.message_accumulator import BatchBuilder
+from typing import Any
 
 from outboxio.errors import Unprocessable
 from outboxio.integrations.brokers.relay import Parcel
+from outboxio.integrations.kafka.client import murmur2
 
 LARGEST_BATCH = 262_144  # bytes of a batch; a single larger message is a batch of its own
 _LARGE = 16_384  # bytes of a body; headers and key of a message are shorter
 
-_hash = lru_cache(10_000)(murmur2)
+
+@lru_cache(10_000)
+def _hash(key: str) -> int:
+    return int(murmur2(key.encode())) & 0x7FFFFFFF
 
 
 class Pile:
@@ -24,7 +26,7 @@ class Pile:
         self.topic = topic
         self.partition = partition
         self.places: list[int] = []
-        self.batch: BatchBuilder = None  # type: ignore[assignment]  # fill() gives one
+        self.batch: Any = None  # aiokafka's builder, from fill()
         self._parcels = parcels
         self._start = 0
         self._end = 0
@@ -48,7 +50,7 @@ class Pile:
         return self._taken[0]
 
     def fill(
-        self, batch: BatchBuilder, failed: dict[str, Exception] | None, largest: int, verdicts: dict[int, Exception]
+        self, batch: Any, failed: dict[str, Exception] | None, largest: int, verdicts: dict[int, Exception]
     ) -> bool:
         """Put the next messages into a batch; True if there are any.
 
@@ -107,7 +109,7 @@ def partitioned(
             continue
         topic = parcel.destination
         of_topic = partitions[topic]
-        partition = of_topic[(_hash(parcel.message.key.encode()) & 0x7FFFFFFF) % len(of_topic)]
+        partition = of_topic[_hash(parcel.message.key) % len(of_topic)]
         pile = piles.get((topic, partition))
         if pile is None:
             pile = piles[topic, partition] = Pile(topic, partition, parcels)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from aiokafka import ConsumerRebalanceListener, TopicPartition
+from outboxio.integrations.kafka.client import Listener
 
 LONGEST_WAIT = 5.0  # seconds; the group waits for this process no longer than its session timeout, 10 s
 
 
-class Rebalance(ConsumerRebalanceListener):
+class Rebalance(Listener):  # type: ignore[misc]  # pyright: ignore[reportUntypedBaseClass]
     """Knows if a batch is in hand, and lets the group wait for its end.
 
     ``generation`` counts the assignments. A batch belongs to the generation in which it was fetched.
@@ -42,7 +43,7 @@ class Rebalance(ConsumerRebalanceListener):
             return False
         return True
 
-    async def on_partitions_revoked(self, revoked: list[TopicPartition]) -> None:
+    async def on_partitions_revoked(self, revoked: list[Any]) -> None:
         self._over.clear()
         try:
             async with asyncio.timeout(LONGEST_WAIT):
@@ -51,5 +52,5 @@ class Rebalance(ConsumerRebalanceListener):
             pass
         self.generation += 1
 
-    async def on_partitions_assigned(self, assigned: list[TopicPartition]) -> None:
+    async def on_partitions_assigned(self, assigned: list[Any]) -> None:
         self._over.set()

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-import aiokafka.errors as kafka
-
 from outboxio.errors import OutboxError
-
-TOO_LARGE = (kafka.MessageSizeTooLargeError, kafka.RecordListTooLargeError)
-GONE = (
-    kafka.KafkaConnectionError,
-    kafka.KafkaTimeoutError,
-    kafka.NodeNotReadyError,
-    kafka.OutOfOrderSequenceNumber,
-    kafka.ProducerClosed,
-    kafka.ProducerFenced,
-    kafka.RequestTimedOutError,
-    kafka.UnknownProducerId,
-)
-"""Errors of the connection and of the producer, not of a message: the relay opens a new producer."""
+from outboxio.integrations.kafka.client import TopicForbidden, UnknownTopic
 
 
 class NoTopic(OutboxError):
@@ -45,9 +31,9 @@ class Refused(OutboxError):
 
 def refusal(error: BaseException, topic: str) -> Exception:
     """The error for a message that Kafka refused, which uses up an attempt."""
-    if isinstance(error, kafka.TopicAuthorizationFailedError):
+    if isinstance(error, TopicForbidden):
         return NotPermitted(topic)
-    if isinstance(error, kafka.UnknownTopicOrPartitionError):
+    if isinstance(error, UnknownTopic):
         return NoTopic(topic)
     return Refused(f"Kafka refused a message to {topic!r}: {told(error)}")
 

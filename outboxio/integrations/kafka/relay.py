@@ -6,15 +6,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import aiokafka.errors
-from aiokafka import AIOKafkaProducer
-
 from outboxio.errors import ConfigurationError, Unprocessable
 from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict
-from outboxio.integrations.kafka.connection import CONNECT_TIMEOUT, Access, Servers, end
+from outboxio.integrations.kafka.client import (
+    GONE,
+    TOO_LARGE,
+    ConnectionFailed,
+    KafkaError,
+    Producer,
+    ProducerClosed,
+    end,
+    is_started,
+)
+from outboxio.integrations.kafka.connection import CONNECT_TIMEOUT, Access, Servers
 from outboxio.integrations.kafka.piles import LARGEST_BATCH, Pile, partitioned
-from outboxio.integrations.kafka.refusals import GONE, TOO_LARGE, NoTopic, refusal, told
+from outboxio.integrations.kafka.refusals import NoTopic, refusal, told
 from outboxio.integrations.kafka.topics import Topics, topics_of, valid
 
 TOPIC_WAIT = 2.0  # seconds for a topic that the broker may be making
@@ -64,21 +71,21 @@ class KafkaRelay(Relay):
 
     def __init__(
         self,
-        servers: Servers | AIOKafkaProducer,
+        servers: Servers | Any,
         *,
         topics: Topics,
         enable_idempotence: bool = True,
         connect: Mapping[str, Any] | None = None,
         **options: Unpack[RelayOptions],
     ) -> None:
-        is_given = isinstance(servers, AIOKafkaProducer)
+        is_given = isinstance(servers, Producer)
         super().__init__(prefix="ce_", **options)
         if is_given and connect:
             raise ConfigurationError(f"relay {self.name!r} has connect= beside a producer: give addresses")
         self._topics = topics_of(topics)
         self._idempotent = enable_idempotence
-        self._access = None if is_given else Access(servers, connect or {}, AIOKafkaProducer, own=_OWN)
-        self._producer: AIOKafkaProducer | None = servers if is_given else None
+        self._access = None if is_given else Access(servers, connect or {}, Producer, own=_OWN)
+        self._producer: Any = servers if is_given else None
         self._largest = (connect or {}).get("max_request_size", LARGEST_REQUEST)
         self._opening = asyncio.Lock()
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -96,19 +103,19 @@ class KafkaRelay(Relay):
                 "request_timeout_ms": int(self.publish_timeout * 1000),
                 **access.options,
             }
-            producer = AIOKafkaProducer(
+            producer = Producer(
                 bootstrap_servers=access.servers, acks="all", enable_idempotence=self._idempotent, **settings
             )
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT):
                     await producer.start()
-            except (OSError, TimeoutError, aiokafka.errors.KafkaError) as error:
+            except (OSError, TimeoutError, KafkaError) as error:
                 reason = await access.reason(error)
-                if self._idempotent and not isinstance(error, aiokafka.errors.KafkaConnectionError):
+                if self._idempotent and not isinstance(error, ConnectionFailed):
                     reason += "; a broker without idempotent producers needs enable_idempotence=False"
                 raise self.unavailable(f"relay {self.name!r}: {reason}") from error
             finally:
-                if producer._sender.sender_task is None:  # it has not started
+                if not is_started(producer):
                     await end(producer)
             self._producer = producer
 
@@ -118,7 +125,7 @@ class KafkaRelay(Relay):
         producer, self._producer = self._producer, None
         for future in self._waiting:
             if not future.done():
-                future.set_exception(aiokafka.errors.ProducerClosed())
+                future.set_exception(ProducerClosed())
         if producer is not None:
             await end(producer)
 
@@ -137,11 +144,12 @@ class KafkaRelay(Relay):
     async def _send(self, parcels: Sequence[Parcel], piles: Sequence[Pile], verdicts: dict[int, Exception]) -> None:
         """Send piles side by side. A partition's later batch waits for the acknowledgement of the former."""
         failed: dict[str, Exception] = {}
-        while piles:
+        waiting: list[Pile] = list(piles)
+        while waiting:
             producer = await self._alive()
             futures: list[tuple[Pile, asyncio.Future[Any]]] = []
             try:
-                for pile in piles:
+                for pile in waiting:
                     if pile.fill(producer.create_batch(), failed if self.ordered else None, self._largest, verdicts):
                         futures.append((pile, await self._submitted(producer, pile)))
                         self._waiting.add(futures[-1][1])
@@ -168,13 +176,13 @@ class KafkaRelay(Relay):
             if is_refused:
                 # The sequence numbers of a refused batch are gone, and an idempotent producer is of no more use.
                 await self.leave()
-            piles = [pile for pile in piles if pile.has_more]
+            waiting = [pile for pile in waiting if pile.has_more]
 
-    async def _submitted(self, producer: AIOKafkaProducer, pile: Pile) -> asyncio.Future[Any]:
+    async def _submitted(self, producer: Any, pile: Pile) -> asyncio.Future[Any]:
         """The future of a batch. An error of the producer is the future's, as if the broker had told it."""
         try:
             future: asyncio.Future[Any] = await producer.send_batch(pile.batch, pile.topic, partition=pile.partition)
-        except aiokafka.errors.KafkaError as error:
+        except KafkaError as error:
             future = asyncio.get_running_loop().create_future()
             future.set_exception(error)
         return future
@@ -187,11 +195,11 @@ class KafkaRelay(Relay):
                 "message of this size: raise max.message.bytes of the topic, or store the large part elsewhere and "
                 "send its address"
             )
-        if type(error) is aiokafka.errors.KafkaError or isinstance(error, GONE):
+        if type(error) is KafkaError or isinstance(error, GONE):
             return self.unavailable(f"relay {self.name!r} has lost Kafka: {told(error)}")
         return refusal(error, pile.topic)
 
-    async def _alive(self) -> AIOKafkaProducer:
+    async def _alive(self) -> Any:
         """The producer; a new one after a refused batch."""
         if self._producer is None:
             await self.connect()
@@ -212,13 +220,13 @@ class KafkaRelay(Relay):
                 try:
                     found[topic] = await self._partitions_of(producer, valid(topic, parcel.message))
                     continue
-                except (NoTopic, Unprocessable, aiokafka.errors.KafkaError) as error:
+                except (NoTopic, Unprocessable, KafkaError) as error:
                     is_ours = isinstance(error, NoTopic | Unprocessable)
                     missing[topic] = error if is_ours else refusal(error, topic)
             verdicts[place] = missing[topic]
         return found
 
-    async def _partitions_of(self, producer: AIOKafkaProducer, topic: str) -> list[int]:
+    async def _partitions_of(self, producer: Any, topic: str) -> list[int]:
         known = producer.client.cluster.partitions_for_topic(topic)
         if known is None:
             try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
 
 from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
+from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import MYSQL
 from outboxio.storage.ddl import change_of, statements_in
 from outboxio.storage.mysql import errors
@@ -46,6 +48,9 @@ PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_o
 USER = "SELECT CURRENT_USER()"
 
 
+Work = Callable[[Any], Awaitable[list[str]]]
+
+
 class MysqlSchema:
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         self._admin = admin
@@ -53,13 +58,10 @@ class MysqlSchema:
         self._shard = shard
 
     async def migrate(self, *, contract: bool = False) -> list[str]:
-        try:
-            applied: list[str] = await self._admin.use(partial(self._migrate_in_turn, contract=contract))
-        except Exception as error:
-            if errors.lacks_rights(error):
-                raise await self._rights_missing(error) from error
-            raise
-        return applied
+        return await self._in_turn(partial(self._migrate, contract=contract))
+
+    async def adopt(self, *, dry_run: bool = False) -> list[str]:
+        return await self._in_turn(partial(self._take_over, dry_run=dry_run))
 
     async def pending(self) -> list[str]:
         return pending_files(self._dialect, await self._look_anew(reading(self._dialect)))
@@ -84,18 +86,37 @@ class MysqlSchema:
         found: Found = await self._admin.use(partial(self._look, needed=needed, probes=probes))
         return found
 
-    async def _migrate_in_turn(self, connection: Any, *, contract: bool) -> list[str]:
+    async def _in_turn(self, work: Work) -> list[str]:
+        try:
+            done: list[str] = await self._admin.use(partial(self._take_turn, work=work))
+        except Exception as error:
+            if errors.lacks_rights(error):
+                raise await self._rights_missing(error) from error
+            raise
+        return done
+
+    async def _take_turn(self, connection: Any, *, work: Work) -> list[str]:
         if (await fetch(connection, MYSQL.take_turns, timeout=TURN_TIMEOUT))[0][0] != 1:
             raise DatabaseError(
                 f"shard {self._shard!r}: another process has been migrating for a minute; try again when it is done"
             )
         try:
-            applied = await self._migrate(connection, contract=contract)
+            done = await work(connection)
         except BaseException:
             drop(connection)  # ends the turn too
             raise
         await fetch(connection, MYSQL.end_turn)
-        return applied
+        return done
+
+    async def _take_over(self, connection: Any, *, dry_run: bool) -> list[str]:
+        """Run the statements that are left. Each ALTER commits by itself; an interrupted adoption goes on later."""
+        found = await self._look(connection, reading(self._dialect))
+        statements = statements_of_adoption(self._shard, self._dialect, found)
+        if not dry_run:
+            for statement in statements:
+                await execute(connection, statement, timeout=INDEX_TIMEOUT)
+            await self._migrate(connection, contract=False)
+        return statements
 
     async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
         """Run the files that are not recorded. Every CREATE and ALTER commits by itself, so that a file can run again.

@@ -10,6 +10,7 @@ import asyncpg
 from msgspec import Struct
 
 from outboxio.errors import RightsMissing
+from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import IN_EVENTLOG, POSTGRES, POSTGRES_TABLES
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.server_info import ONLY_READS
@@ -83,6 +84,13 @@ class PostgresSchema:
             raise self._cannot_make(error, await self._admin.use(_user)) from error
         return applied
 
+    async def adopt(self, *, dry_run: bool = False) -> list[str]:
+        try:
+            statements: list[str] = await self._admin.in_transaction(partial(self._take_over, dry_run=dry_run))
+        except asyncpg.InsufficientPrivilegeError as error:
+            raise self._cannot_make(error, await self._admin.use(_user)) from error
+        return statements
+
     async def pending(self) -> list[str]:
         return pending_files("postgres", await self._admin.look(self._look))
 
@@ -117,6 +125,15 @@ class PostgresSchema:
         for index in indexes:
             await connection.execute(index.statements[0])
         return [*(file.name for file in files), *(index.words for index in indexes)]
+
+    async def _take_over(self, connection: Any, *, dry_run: bool) -> list[str]:
+        await connection.execute(POSTGRES.take_turns)
+        statements = statements_of_adoption(self._shard, "postgres", await self._look(connection))
+        if not dry_run:
+            for statement in statements:
+                await connection.execute(statement)
+            await self._migrate(connection, contract=False)
+        return statements
 
     async def _adopt(self, connection: Any, found: Found) -> list[str]:
         """Record the files as applied if a different tool has made all tables completely; otherwise raise."""

@@ -267,6 +267,13 @@ class Schema(Protocol):
         """
         ...
 
+    async def adopt(self, *, dry_run: bool = False) -> list[str]:
+        """Take over the tables of Ekbatan, and apply the later files; the statements that were run for the tables.
+
+        With ``dry_run`` nothing changes. Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's.
+        """
+        ...
+
     async def pending(self) -> list[str]:
         """The contract files that are not applied yet; their names."""
         ...

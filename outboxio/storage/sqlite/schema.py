@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 
 from outboxio.errors import SchemaMissing
+from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import SQLITE
 from outboxio.storage.ddl import statements_in
 from outboxio.storage.schema import (
@@ -74,6 +75,9 @@ class SqliteSchema:
     async def migrate(self, *, contract: bool = False) -> list[str]:
         # A single transaction with the write lock: processes that start together take turns.
         return await self._connections.transact(partial(self._migrate, contract=contract))
+
+    async def adopt(self, *, dry_run: bool = False) -> list[str]:
+        return statements_of_adoption(self._shard, "sqlite", await self._connections.read(_found_in))
 
     async def pending(self) -> list[str]:
         return pending_files("sqlite", await self._connections.read(_found_in))

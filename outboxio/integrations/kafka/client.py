@@ -1,0 +1,65 @@
+"""The only module that imports aiokafka, which has no types. All uses of its private attributes are here."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiokafka as _aiokafka  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import aiokafka.conn as _conn  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import aiokafka.errors as _errors  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+import aiokafka.partitioner as _partitioner  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
+
+_client: Any = _aiokafka
+_connections: Any = _conn
+_partitions: Any = _partitioner
+_told: Any = _errors
+
+Producer: type[Any] = _client.AIOKafkaProducer
+Consumer: type[Any] = _client.AIOKafkaConsumer
+Listener: type[Any] = _client.ConsumerRebalanceListener
+TopicPartition: Any = _client.TopicPartition
+create_conn: Any = _connections.create_conn
+murmur2: Any = _partitions.murmur2
+
+KafkaError: type[Exception] = _told.KafkaError
+ConnectionFailed: type[Exception] = _told.KafkaConnectionError
+ProducerClosed: type[Exception] = _told.ProducerClosed
+UnknownTopic: type[Exception] = _told.UnknownTopicOrPartitionError
+TopicForbidden: type[Exception] = _told.TopicAuthorizationFailedError
+
+TOO_LARGE: tuple[type[Exception], ...] = (_told.MessageSizeTooLargeError, _told.RecordListTooLargeError)
+GONE: tuple[type[Exception], ...] = (
+    _told.KafkaConnectionError,
+    _told.KafkaTimeoutError,
+    _told.NodeNotReadyError,
+    _told.OutOfOrderSequenceNumber,
+    _told.ProducerClosed,
+    _told.ProducerFenced,
+    _told.RequestTimedOutError,
+    _told.UnknownProducerId,
+)
+"""Errors of the connection and of the producer, not of a message: the relay opens a new producer."""
+
+
+def is_started(producer: Any) -> bool:
+    """True if ``producer.start()`` has ended without an error."""
+    return producer._sender.sender_task is not None
+
+
+async def end(producer: Any) -> None:
+    """End a producer, and send nothing of what waits in it.
+
+    ``producer.stop()`` would send all that waits, and an idempotent producer tries for ever while the broker is away.
+    """
+    sender: asyncio.Task[None] | None = producer._sender.sender_task
+    if sender is not None:
+        sender.cancel()
+    await producer.client.close()  # requests on their way fail
+    if sender is not None:
+        for _ in range(2):  # the first cancellation waits for requests to be put back
+            await asyncio.wait([sender], timeout=1)
+            sender.cancel()
+        if sender.done() and not sender.cancelled():
+            sender.exception()  # of requests that failed: their messages have a verdict
+    producer._closed = True
