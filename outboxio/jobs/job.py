@@ -64,17 +64,17 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     where: str
 
     def starts_at(self, moment: datetime) -> datetime:
-        """The moment with its jitter, which is the same in every process."""
+        """The moment plus the jitter of the moment, which is equal in all processes."""
         digest = sha256(f"{self.name}\0{moment.isoformat()}".encode()).digest()
         return moment + self.jitter * (int.from_bytes(digest[:4], "big") / 2**32)
 
 
 LATE = timedelta(minutes=1)
-"""A moment that no process has begun for so long is missed."""
+"""A moment is missed if no run has begun within this time."""
 
 
 class Due(Struct, frozen=True):
-    """The decision about a due job: run the job for ``moment`` if that is a moment, and go on at ``next_date``."""
+    """The decision about a due job: run the job for ``moment`` unless ``None``, and continue at ``next_date``."""
 
     moment: datetime | None
     attempt: int
@@ -88,7 +88,7 @@ MOST_COUNTED = 10_000  # moments that are counted one by one as missed
 def decide(spec: JobSpec, moment: datetime, now: datetime) -> Due:
     """The decision about a job that waits for ``moment``, and is due.
 
-    Only the newest moment that is due may run. It runs if it is at most a minute late, or with ``catch_up``.
+    The newest due moment runs if the moment is at most a minute late, or with ``catch_up``. Older moments are missed.
     """
     newest, missed, after = moment, 0, spec.next_after(moment)
     while after <= now and missed < MOST_COUNTED:

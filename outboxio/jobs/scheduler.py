@@ -1,20 +1,22 @@
 """Starts due jobs, as long as this process holds the lock of its jobs.
 
-All processes with the same jobs share one lock, so that jobs cost a cluster one lock and one query a second, and a
-take-over is as quick as that of a handler (decision 54). Processes with different jobs hold different locks. If they
-have a job in common, the row decides: a claim raises the term of the row, and only one claim of a term can succeed.
+Processes with the same jobs share a lock. So the jobs of a cluster cost one lock and one query a second, and a
+take-over takes the time of the take-over of a handler (decision 54). Processes with different jobs hold different
+locks. A job may belong to two such processes. Then the row decides: a claim raises the term of the row, and a single
+claim of a term succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from outboxio.jobs.job import Due, JobSpec, decide
 from outboxio.jobs.runner import JobRunner, JobSetup, Started
 from outboxio.loops.loop import RoundResult
-from outboxio.model.job import JobRow
+from outboxio.model.lock_name import LockName
+from outboxio.model.operating.job import JobRow
 from outboxio.model.outcome import Lease
 from outboxio.storage.job_table import CLAIM, END, PASS_OVER, RESCHEDULE, JobTable
 from outboxio.support.aio import Signal
@@ -33,18 +35,21 @@ class JobScheduler:
 
     def __init__(
         self, setup: JobSetup, jobs: Mapping[str, JobSpec], instance: str, stopping: asyncio.Event,
-        *, holds_lock: Callable[[], bool], wake: Signal,
+        *, locks: Sequence[LockName], holds: Callable[[LockName], bool], wake: Signal,
     ) -> None:  # fmt: skip
         self._setup = setup
         self._jobs = jobs
         self._instance = instance
         self._table = JobTable(setup.namespace, setup.database)
         self._runner = JobRunner(setup, self._table, stopping)
-        self._holds_lock = holds_lock
+        self.locks = locks
+        """The lock of the jobs of this process; empty if this process runs no job."""
+        self._holds = holds
         self._wake = wake
         self._lease: Lease | None = None
         self._declared = 0
         self._pause = AHEAD.total_seconds()
+        self._ending: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._late_at: dict[str, float] = {}
 
@@ -78,8 +83,15 @@ class JobScheduler:
             started += await self._look_at(self._jobs[row.name], row, lease)
         return RoundResult(started)
 
-    async def stop(self, grace: float) -> None:
-        """Let the runs come to their end within ``grace`` seconds, and cancel the rest."""
+    def begin_to_stop(self, grace: float) -> None:
+        """Let the runs come to an end within ``grace`` seconds, and cancel the rest. :meth:`end` waits for the end."""
+        self._ending = asyncio.create_task(self._stop(grace), name="outboxio end of jobs")
+
+    async def end(self) -> None:
+        """Wait for the end of all runs. Runs are cancelled if :meth:`begin_to_stop` was not called."""
+        await (self._ending if self._ending is not None else self._stop(0))
+
+    async def _stop(self, grace: float) -> None:
         if self._running:
             _, late = await asyncio.wait([*self._running.values()], timeout=grace)
             for task in late:
@@ -88,7 +100,7 @@ class JobScheduler:
                 await asyncio.wait(late, timeout=STUCK)
 
     async def _declare(self, lease: Lease, now: datetime) -> None:
-        """Insert the rows of new jobs, follow changed schedules, and end the runs of a former holder of the lock."""
+        """Insert rows of new jobs, follow changed schedules, and end the runs of a former holder of the lock."""
         rows = {row.name: row for row in await self._table.all()}
         new = [spec for name, spec in self._jobs.items() if name not in rows]
         if new:
@@ -159,15 +171,18 @@ class JobScheduler:
             )  # fmt: skip
 
     async def _interrupted(self, spec: JobSpec, row: JobRow) -> None:
-        """End the run of a process that has died, or has lost the lock. Its own end will be refused."""
+        """End the run of a process that has died, or has lost the lock. A later end of that run is refused."""
         now, most = self._setup.clock(), spec.retry.max_attempts
         again = most is None or row.attempts < most
-        told = f"the process {row.instance} ended, or lost the lock of its jobs, during the run"
+        told = f"the process {row.instance} ended, or lost the lock of jobs, during the run"
         logger.warning("job %r was interrupted: %s", spec.name, told, job=spec.name, instance=row.instance)
         await self._table.write(
             END, "RETRYING" if again else "WAITING", now if again else spec.starts_at(row.next_date), now,
             "INTERRUPTED", told, 0, 1, self._setup.namespace, spec.name, row.term,
         )  # fmt: skip
+
+    def _holds_lock(self) -> bool:
+        return all(map(self._holds, self.locks))
 
     def _report_stuck(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -175,5 +190,5 @@ class JobScheduler:
             if now >= late_at:
                 self._late_at[name] = float("inf")
                 logger.error(
-                    "job %r does not end: its timeout has cancelled the run, and the function goes on", name, job=name
+                    "job %r does not end: the timeout has cancelled the run, and the function goes on", name, job=name
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.job import JobRow
+from outboxio.model.operating.job import JobRow
 from outboxio.operations.admin_base import AdminBase
 from outboxio.storage.job_table import ORDER, ORDER_IS_DUE, PAUSE, UNPAUSE, JobTable
 from outboxio.support.text import briefly

@@ -41,8 +41,7 @@ class Services(Struct, frozen=True):
     housekeeping: Housekeeping
     takeover: Takeover
     reporting: RunReporting
-    jobs: JobScheduler | None
-    """Starts jobs; ``None`` if this process runs no job."""
+    jobs: JobScheduler
     announce: Round
     """Announces the handlers, and reads the orders of operators."""
     fans_out: Callable[[], bool]
@@ -68,10 +67,9 @@ class RunLoops:
 
         ``watched`` lets telemetry surround the rounds of a kind.
         """
-        locks, membership, dispatcher = services.locks, services.membership, services.dispatcher
+        locks, membership, dispatcher, jobs = services.locks, services.membership, services.dispatcher, services.jobs
         housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
-        self.jobs: Loop | None = None
         self._purges = settings.purge_enabled
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
         # need not, if this process fans out and owns all partitions, because fan-out wakes the loop. But a row that has
@@ -105,8 +103,7 @@ class RunLoops:
         purge = watched("purge", housekeeping.purge)
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
         self.reports = loop("reports", reporter.run_once, every(reporter.delay))
-        if services.jobs is not None:
-            self.jobs = loop("jobs", services.jobs.run_once, PollSchedule(services.jobs.delay), signals.jobs)
+        self.jobs = loop("jobs", jobs.run_once, PollSchedule(jobs.delay), signals.jobs) if jobs.locks else None
         self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
 
     def began_to_fan_out(self) -> None:

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from outboxio.inbox.inline import InlineRunner
 from outboxio.jobs.runner import JobSetup
+from outboxio.jobs.scheduler import JobScheduler
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
@@ -225,6 +226,15 @@ class ShardRuntime:
             namespace=environment.namespace, shard=self.name, database=self.database, clock=self.clock,
             emitter=self.emitter, settings=environment.settings, redact=environment.redact, outbox=environment.outbox,
             resources=environment.resources, committed=self.committed,
+        )  # fmt: skip
+
+    def scheduler(self, run: ShardRun, *, runs: bool) -> JobScheduler:
+        """The part of a shard run that starts jobs. ``runs``: False for a shard run that leaves jobs to others."""
+        environment = self.environment
+        locks = [environment.jobs_lock] * (runs and self.keeps_jobs)
+        return JobScheduler(
+            self.for_jobs(), environment.jobs, environment.owner, run.stopping,
+            locks=locks, holds=lambda name: run.locks.holds(name), wake=run.signals.jobs,
         )  # fmt: skip
 
     def inline(self) -> InlineRunner:

@@ -15,7 +15,6 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.announcer import Announcer
 from outboxio.fanout.fanout import Fanout
-from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.flood import end_floods
 from outboxio.loops.loop import Loop, RoundResult
 from outboxio.loops.signals import Signals
@@ -50,8 +49,7 @@ class ShardRun:
         """``drains``: take every lock that is free, and share no handler."""
         environment = shard.environment
         settings, namespace = environment.settings, environment.namespace
-        self.shard = shard
-        self._roles = roles
+        self.shard, self._roles = shard, roles
         self._leave, self.stopping = asyncio.Event(), asyncio.Event()
         self._proven_until = float("-inf")
         self.prepared_at: float | None = None
@@ -61,7 +59,7 @@ class ShardRun:
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
-        self._runs_jobs = roles.handling and not drains and shard.keeps_jobs
+        self.jobs = shard.scheduler(self, runs=roles.handling and not drains)
         self.membership = self._join(drains=drains)
         self.locks = LockManager(
             shard.database.cluster_lock(environment.owner, channel, heartbeat, environment.longest_block),
@@ -87,7 +85,6 @@ class ShardRun:
         )  # fmt: skip
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
-        self.jobs = self._scheduler() if self._runs_jobs else None
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
             shard.takeover(self._holds_fanout), self._reporting, self.jobs, self.announce, fans_out=self._holds_fanout,
@@ -109,7 +106,7 @@ class ShardRun:
         member = Member(
             environment.namespace,
             environment.owner,
-            always=[environment.fanout_lock] * self._roles.fanout + [environment.jobs_lock] * self._runs_jobs,
+            always=[environment.fanout_lock] * self._roles.fanout + [*self.jobs.locks],
             heartbeat=settings.lock_heartbeat.total_seconds(),
             is_woken=database.wakes_across_processes and settings.notify,
         )
@@ -120,13 +117,6 @@ class ShardRun:
         if self._roles.handling and (database.partitions is None or not environment.may_share):
             membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
         return membership
-
-    def _scheduler(self) -> JobScheduler:
-        shard, environment = self.shard, self.shard.environment
-        return JobScheduler(
-            shard.for_jobs(), environment.jobs, environment.owner, self.stopping,
-            holds_lock=partial(self.locks.holds, environment.jobs_lock), wake=self.signals.jobs,
-        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -160,7 +150,6 @@ class ShardRun:
             self.dispatcher.take(name.slot, lease)
             self.find_for_other_clocks()
         elif name.role == "jobs":
-            assert self.jobs is not None
             self.jobs.take(lease)
         else:
             self.fanout.start_over()
@@ -276,15 +265,13 @@ class ShardRun:
             if loop not in (self.loops.settle, self.loops.locks):
                 loop.stop()
         problem = None
+        self.jobs.begin_to_stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         await self._tell_that_it_leaves()
-        grace = self.shard.environment.settings.shutdown_timeout.total_seconds()
-        ends_of_jobs = asyncio.create_task(self.jobs.stop(grace)) if self.jobs is not None else None
         try:
             await self.dispatcher.stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         except ShutdownError as error:
             problem = error
-        if ends_of_jobs is not None:
-            await ends_of_jobs
+        await self.jobs.end()
         self.loops.settle.stop()
         self.loops.locks.stop()
         await asyncio.gather(self._release_locks(), self._reporting.leave())
@@ -303,8 +290,7 @@ class ShardRun:
     async def abandon(self) -> None:
         """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
         try:
-            if self.jobs is not None:
-                await self.jobs.stop(0)
+            await self.jobs.end()
             await self.dispatcher.stop(0)
         finally:
             await asyncio.gather(self._release_locks(), self._reporting.leave())

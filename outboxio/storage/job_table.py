@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from outboxio.model.job import JobRow
+from outboxio.model.operating.job import JobRow
 from outboxio.storage.protocols import Database, Session
 
 _COLUMNS = ", ".join("job_name" if name == "name" else name for name in JobRow.__struct_fields__)

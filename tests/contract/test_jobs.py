@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
-from outboxio.model.job import JobRow
+from outboxio.model.operating.job import JobRow
 from outboxio.testing import MovableClock
 from tests.kit.app import MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
@@ -256,7 +256,7 @@ def test_functions_that_cannot_be_called_and_names_that_are_taken_are_refused() 
     with pytest.raises(RegistrationError, match="nothing is known for parameter 'mailer'"):
         outbox.job("needs", every="1m")(needs)
     with pytest.raises(RegistrationError, match="is not async"):
-        outbox.job("plain", every="1m")(lambda: None)  # type: ignore[type-var, arg-type, return-value]
+        outbox.job("plain", every="1m")(lambda: None)  # type: ignore[type-var]
     outbox.job("works", every="1m")(works)
     with pytest.raises(RegistrationError, match="job name 'works' is registered twice"):
         outbox.job("works", every="1m")(works)
