@@ -1,5 +1,8 @@
 """Transactions: SQL of the application, and ``emit``."""
 
+# pyright: reportPrivateUsage=false
+# The functions of this module are the other half of Transaction, which would be too long with them.
+
 from __future__ import annotations
 
 import asyncio

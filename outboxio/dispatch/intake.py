@@ -213,7 +213,7 @@ class Intake:
             # The rows that wait behind the gathered rows of their keys cannot fill this call.
             flush = any(keys.waiting for keys in self._in_flight.keys.of(queue))
         while len(queue.batch_buffer) >= batch.size or (flush and queue.batch_buffer):
-            calls.append(queue.take_batch())
+            calls.append(self._take_batch(queue))
         if calls:
             self._add_ready(queue, calls)
             self._workers.call()
@@ -223,6 +223,16 @@ class Intake:
         if queue.batch_buffer and queue.gather_timer is None:
             wait = max(batch.longest_wait, SHORTEST_GATHERING)
             queue.gather_timer = asyncio.get_running_loop().call_later(wait, self._has_gathered, queue)
+
+    def _take_batch(self, queue: HandlerQueue) -> BatchRun:
+        """A call for the rows that have gathered, with the rows that follow in their ordering keys."""
+        batch = queue.take_batch()
+        if not queue.spec.follows or queue.is_watched:
+            return batch
+        batch = self._in_flight.keys.with_followers(batch)
+        for row in batch.undone:
+            row.notification.retention_us = max(row.notification.retention_us, queue.retention_renewed)
+        return batch
 
     def gather(self) -> None:
         """Make calls of the first rows of keys that have moved up. No read of due rows may follow."""
@@ -270,7 +280,10 @@ class Intake:
         ready, queue.ready = queue.ready, deque()
         batch_buffer, queue.batch_buffer = queue.batch_buffer, []
         for run in ready:
-            if isinstance(run, BatchRun):
+            if isinstance(run, BatchRun) and queue.spec.follows:
+                for row in run.undone:  # rows of a key may not part
+                    self._in_flight.release(row)
+            elif isinstance(run, BatchRun):
                 batch_buffer += run.undone
             elif not condition(run.notification):
                 queue.ready.append(run)

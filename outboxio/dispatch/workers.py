@@ -236,6 +236,8 @@ class WorkerPool:
         old = [row for row in rows if spec.is_too_old(row.notification, self._settled_now)]
         for row in old:
             batch.remaining.pop(row)
+            if row.key is not None:
+                batch.broken.add(row.key)
             self._settler.end(row, self._expire(row))
         batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
 

@@ -166,8 +166,8 @@ def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bo
         ),
         (
             options.ordered and batch is not None and batch.schedule is not None,
-            "ordered=True and batch=Batch(schedule=...): a call has one event of each key, so the later events of a "
-            "key would wait for later moments; leave one of them out",
+            "ordered=True and batch=Batch(schedule=...): a call has the first events of each key, so the later "
+            "events of a key would wait for later moments; leave one of them out",
         ),
         (
             given.get("on_dead_key") is not None and not options.ordered,

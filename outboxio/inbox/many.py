@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal, cast
 
 from msgspec import Struct
 
@@ -92,8 +92,8 @@ def checked_all(
     """
     if on_invalid not in ("raise", "return"):
         raise ConfigurationError(f"on_invalid is {briefly(on_invalid)}; expected 'raise' or 'return'")
-    if isinstance(messages, Mapping | str | bytes):
-        raise ConfigurationError(f"messages is {briefly(messages)}; expected a list of messages")
+    if isinstance(messages, Mapping | str | bytes):  # a single message, by mistake
+        raise ConfigurationError(f"messages is {briefly(cast(Any, messages))}; expected a list of messages")
     listed = list(messages)
     if len(listed) > MOST_MESSAGES:
         raise ConfigurationError(

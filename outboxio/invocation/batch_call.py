@@ -85,7 +85,7 @@ class BatchCall:
 
     async def _call(self, batch: BatchRun, rows: list[Run], done: Done) -> Mapping[Run, BaseException]:
         """Make a call; the rows that the handler returns as failed, with the error of each."""
-        envelopes = await self._open(rows, done)
+        envelopes = await self._open(batch, rows, done)
         if not envelopes:
             return {}
         first = next(iter(envelopes.values()))
@@ -102,8 +102,11 @@ class BatchCall:
             batch.is_clean = batch.is_clean and left_no_context(before)
         if batch.cancelled_at is not None and not batch.interrupted and not batch.is_settled:
             raise timeout_error(batch)
+        behind: set[str | None] = set()
         for run, envelope in envelopes.items():
-            if run not in failed and run in batch.remaining:
+            if run in failed:
+                behind.add(run.key)
+            elif run in batch.remaining and not (run.key is not None and run.key in behind):
                 # In a transaction the row is settled already, or a second process has the row.
                 done(run, None if in_transaction else self._endings.succeeded(run, envelope))
         return failed
@@ -124,12 +127,15 @@ class BatchCall:
             return (await self._transactions.run(batch, envelopes, STARTABLE, _perform)).failed
         return await _call_with(batch, envelopes)
 
-    async def _open(self, rows: Iterable[Run], done: Done) -> dict[Run, Envelope]:
+    async def _open(self, batch: BatchRun, rows: Iterable[Run], done: Done) -> dict[Run, Envelope]:
         """The envelopes of a call; a row that cannot be decoded fails by itself."""
         opened: dict[Run, Envelope] = {}
         for run in rows:
             if self._time_slice.is_over:
                 await self._time_slice.turn()
+            if run.key is not None and run.key in batch.broken:
+                done(run, None)
+                continue
             try:
                 if self._decoded is None:
                     opened[run] = self._opener.open(run)
@@ -137,6 +143,7 @@ class BatchCall:
                     opened[run] = self._opener.open_again(run, self._decoded)
             except BaseException as error:  # a check of the event's class may raise any error
                 done(run, self._judge(run, error))
+                _break(batch, run)
         return opened
 
     async def _judge_rows(
@@ -145,7 +152,10 @@ class BatchCall:
         """Judge the failed rows among ``rows``. An error of many rows is described once."""
         described: dict[int, Description | None] = {}
         for run in rows:
-            if run in failed and run in batch.remaining:
+            if run.key is not None and run.key in batch.broken and run in batch.remaining:
+                done(run, None)
+            elif run in failed and run in batch.remaining:
+                _break(batch, run)
                 error = failed[run]
                 if issubclass(type(error), Unavailable):
                     batch.unavailable = cast(Unavailable, error)
@@ -173,6 +183,12 @@ class BatchCall:
             self._judge.split(batch, len(left), cause)
             middle = len(left) // 2
             batch.parts += [left[middle:], left[:middle]]
+
+
+def _break(batch: BatchRun, run: Run) -> None:
+    """A row has ended without success: the rows behind in its ordering key wait."""
+    if run.key is not None:
+        batch.broken.add(run.key)
 
 
 def _time_of(batch: BatchRun) -> float | None:

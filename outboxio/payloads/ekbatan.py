@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import inspect
@@ -55,7 +55,7 @@ class EkbatanCodec:
 
     def __init__(self, cls: type) -> None:
         self._info = inspect.type_info(cls)
-        self._decode = msgspec.json.Decoder(cls).decode
+        self._decode: Callable[[Any], Any] = msgspec.json.Decoder(cls).decode
         self._has_enums = _has_enum(self._info, set())
 
     def encode(self, value: object, subject: str, *, stores_nul: bool) -> str:
@@ -76,7 +76,7 @@ class EkbatanCodec:
         return self._decode(payload)
 
 
-def _name_of(enum: type[Enum], value: Any) -> Any:
+def _name_of(enum: type[Enum], value: Any) -> str:
     return enum(int(value) if isinstance(value, Decimal) else value).name
 
 
@@ -99,13 +99,14 @@ def _translated(document: Any, info: Any, change: Change) -> Any:
     if isinstance(info, inspect.EnumType):
         return change(info.cls, document) if isinstance(document, str | int) else document
     if isinstance(document, dict):
-        return _translated_object(document, info, change)
+        return _translated_object(cast("dict[str, Any]", document), info, change)
     if isinstance(document, list):
+        items = cast("list[Any]", document)
         if isinstance(info, inspect.TupleType):
-            pairs = zip(document, info.item_types, strict=False)
+            pairs = zip(items, info.item_types, strict=False)
             return [_translated(item, of_item, change) for item, of_item in pairs]
         item_type = getattr(info, "item_type", None)
-        return document if item_type is None else [_translated(item, item_type, change) for item in document]
+        return items if item_type is None else [_translated(item, item_type, change) for item in items]
     return document
 
 

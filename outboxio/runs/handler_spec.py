@@ -36,6 +36,8 @@ class HandlerSpec(Struct, frozen=True, eq=False):
     needs_admission: bool
     """True if due rows may have to wait: for their ordering key, for other handlers, or for a moment."""
     needs_transaction: bool
+    follows: bool
+    """True if a call may have several rows of an ordering key: the first rows of the key, in order."""
     parks: bool
     """True if a dead row parks its ordering key."""
     limit: int
@@ -94,6 +96,7 @@ class HandlerSpec(Struct, frozen=True, eq=False):
             next_moment=next_moment,
             needs_admission=bool(options.ordered or options.relay or next_moment or strict_types),
             needs_transaction=options.delivery is Delivery.TRANSACTIONAL,
+            follows=options.ordered and batch is not None and options.delivery is Delivery.AT_LEAST_ONCE,
             parks=options.on_dead_key is OnDeadKey.PARK,
             limit=limit,
             total=options.total_concurrency,

@@ -145,7 +145,24 @@ class AdmissionGate:
             room -= len(key_queue.waiting) - before
         stranded += await self._block(queue, blocked)
         await self._rows.unblock(queue, stranded)
+        await self._find_followers(queue, free)
         return free
+
+    async def _find_followers(self, queue: HandlerQueue, heads: Sequence[Run]) -> None:
+        """Ask the database which rows follow the heads without a gap: a call of a batch handler may have these rows."""
+        if not (queue.spec.follows and heads):
+            return
+        limit = min(queue.spec.per_call // len(heads), MOST_WAITING)
+        by_key: dict[str, KeyQueue] = {}
+        for run in heads:
+            keys = None if run.key is None else self._keys.by_place.get((id(queue), run.key))
+            if run.key is not None and keys is not None and keys.waiting and keys.head is run:
+                by_key[run.key] = keys
+        if limit < 2 or not by_key:
+            return
+        lines = await self._rows.lines(queue, list(by_key), limit)
+        for key, keys in by_key.items():
+            keys.heed(lines.get(key, ()))
 
     async def _behind_others(self, queue: HandlerQueue, runs: list[Run]) -> list[Run]:
         """Block the rows that wait for handlers of lower number to have a first attempt; the rows that may start."""
@@ -215,6 +232,7 @@ class AdmissionGate:
             if key_queue is not None and index is not None:
                 self._give_back(waiting[:index])
                 key_queue.head, key_queue.waiting = waiting[index], waiting[index + 1 :]
+                key_queue.followers = 0
                 up.append(key_queue.head)
                 continue
             by_place.pop((id(queue), key), None)
@@ -226,6 +244,7 @@ class AdmissionGate:
         try:
             stranded += await self._block(queue, blocked)
             await self._rows.unblock(queue, stranded)
+            await self._find_followers(queue, up)
             return await self._behind_others(queue, up)
         except BaseException:
             for run in up:

@@ -8,6 +8,7 @@ from datetime import datetime
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
 from outboxio.errors import Unavailable
@@ -122,6 +123,8 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
     remaining: dict[Run, None]
     parts: list[list[Run]]
     """The rows of the calls that are still to be made. The next call comes last."""
+    broken: set[str] = msgspec.field(default_factory=set)
+    """Ordering keys of which a row has ended without success: the later rows of the key leave the batch untouched."""
 
     @classmethod
     def of(cls, rows: list[Run]) -> BatchRun:

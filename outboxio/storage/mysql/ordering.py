@@ -66,6 +66,11 @@ FIND_BLOCKED_OF_QUEUE = f"""
 WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s AND n.ordering_key = %s
 ORDER BY n.sequence LIMIT %s)
 """
+FIND_LINE_OF_QUEUE = f"""
+(SELECT JSON_ARRAY(n.sequence, n.id, '', %s) FROM {BY_LINE}
+WHERE n.namespace = %s AND n.line_part = %s AND n.handler_name = %s AND n.ordering_key = %s
+ORDER BY n.sequence LIMIT %s)
+"""
 MOST_QUEUES = 100  # key queues in a statement: with many more, each key queue costs more
 
 BLOCK = f"""
@@ -134,6 +139,20 @@ class MysqlOrdering:
         for row in await self._find_first(FIND_HEADS[parks], namespace, queues):
             first.setdefault(queues[row.place][1], row)
         return {key: Head(first[key].id, first[key].state) for key in keys if key in first}
+
+    async def find_lines(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
+    ) -> dict[str, list[UUID]]:
+        queues = _key_queues(names, keys)
+        asked = [(place, namespace, part, *queue, limit) for place, queue in enumerate(queues) for part in PARTS[parks]]
+        lines: dict[str, list[_Row]] = defaultdict(list)
+        for start in range(0, len(asked), MOST_QUEUES):
+            some = asked[start : start + MOST_QUEUES]
+            args = tuple(arg for one in some for arg in one)
+            for (text,) in await self._find.fetch_all(FIND_LINE_OF_QUEUE, len(some), args):
+                row = _row(text)
+                lines[queues[row.place][1]].append(row)
+        return {key: [row.id for row in sorted(rows)[:limit]] for key, rows in lines.items()}
 
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool

@@ -28,6 +28,20 @@ SELECT k.key, head.id, head.state FROM unnest($3::text[]) AS k(key) CROSS JOIN L
   ORDER BY h.sequence LIMIT 1) head
 """
 
+FIND_LINES = f"""
+SELECT k.key, line.id FROM unnest($3::text[]) AS k(key) CROSS JOIN LATERAL (
+  SELECT h.id, h.sequence FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
+    (SELECT n.id, n.sequence FROM eventlog.event_notifications n
+     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_LINE}
+     ORDER BY n.sequence LIMIT $5)
+    UNION ALL
+    (SELECT n.id, n.sequence FROM eventlog.event_notifications n
+     WHERE $4 AND n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_PARKED}
+     ORDER BY n.sequence LIMIT $5)) h
+  ORDER BY h.sequence LIMIT $5) line
+ORDER BY k.key, line.sequence
+"""
+
 
 def _next_key(behind: str) -> str:
     """The first key of the name behind a key; ``least`` ignores NULL."""
@@ -133,6 +147,14 @@ class PostgresOrdering:
     ) -> dict[str, Head]:
         rows = await self._find.fetch(FIND_HEADS, namespace, list(names), list(keys), parks)
         return {row[0]: Head(row[1], row[2]) for row in rows}
+
+    async def find_lines(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
+    ) -> dict[str, list[UUID]]:
+        lines: dict[str, list[UUID]] = {}
+        for key, found in await self._find.fetch(FIND_LINES, namespace, list(names), list(keys), parks, limit):
+            lines.setdefault(key, []).append(found)
+        return lines
 
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool

@@ -196,6 +196,12 @@ class OrderingRepository(Protocol):
         """The head of each key that has rows, over all names. ``parks``: DEAD and EXPIRED rows count."""
         ...
 
+    async def find_lines(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
+    ) -> dict[str, list[UUID]]:
+        """The first ``limit`` rows in the key queue of each key, over all names, in order, beginning with the head."""
+        ...
+
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
     ) -> dict[str, Head]:

@@ -43,6 +43,20 @@ SELECT json_group_array(json_array(key, json(head))) FROM (
 """
 
 
+_LINE = """(SELECT json_group_array(json_array(sequence, id)) FROM (
+    SELECT n.sequence, n.id FROM {table}
+    WHERE n.namespace = :namespace AND n.handler_name = w.value AND n.ordering_key = k.value AND {condition}
+    ORDER BY n.sequence LIMIT :limit))"""
+FIND_LINES = f"""
+SELECT json_group_array(json_array(key, json(found))) FROM (
+  SELECT k.key AS key, {_LINE.format(table=_BY_LINE, condition=_IN_LINE)} AS found
+  FROM json_each(:names) w CROSS JOIN json_each(:keys) k
+  UNION ALL
+  SELECT k.key, {_LINE.format(table=_BY_PARKED, condition=_PARKED)}
+  FROM json_each(:names) w CROSS JOIN json_each(:keys) k WHERE :parks)
+"""
+
+
 def _next_key(behind: str) -> str:
     """The next key of the handler name, behind a given key."""
     return f"""(SELECT min(key) FROM (
@@ -150,6 +164,17 @@ class SqliteOrdering:
         scope = {"namespace": namespace, "names": as_json(names), "keys": as_json(keys), "parks": parks}
         found = _heads_by_number.decode(await self._read(FIND_HEADS, scope))
         return _first_of_each((keys[number], row) for number, row in found)
+
+    async def find_lines(
+        self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
+    ) -> dict[str, list[UUID]]:
+        scope = {
+            "namespace": namespace, "names": as_json(names), "keys": as_json(keys), "parks": parks, "limit": limit
+        }  # fmt: skip
+        lines: dict[str, list[_Place]] = {}
+        for number, places in _places_by_number.decode(await self._read(FIND_LINES, scope)):
+            lines.setdefault(keys[number], []).extend(places)
+        return {key: [place[1] for place in sorted(places)[:limit]] for key, places in lines.items()}
 
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
