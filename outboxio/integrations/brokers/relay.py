@@ -163,13 +163,18 @@ class Relay(EventHandler[Any]):
         parcels: list[Parcel] = []
         failed: list[tuple[EventEnvelope[Any], Exception]] = []
         encode, destination_of = self._encode, self.destination_of
+        behind: set[str] = set()
         for envelope in envelopes:
+            if behind and envelope.ordering_key in behind:
+                continue  # the event comes again, after the event of the key that makes no message
             try:
                 message = message_of(envelope)
                 wire = encode(message)
                 parcels.append(Parcel(message, wire, wire.destination or destination_of(message)))
             except Unprocessable as error:
                 failed.append((envelope, error))
+                if self.ordered and envelope.ordering_key is not None:
+                    behind.add(envelope.ordering_key)
             else:
                 sent.append(envelope)
         return sent, parcels, failed

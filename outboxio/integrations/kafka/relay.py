@@ -48,9 +48,9 @@ class KafkaRelay(Relay):
     ``security_protocol``, ``ssl_context`` or ``compression_type``. ``options`` are those of all relays
     (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
-    The key of a record is the ordering key, else the model id, else the event's id; so messages with the same key are
-    in the same partition. A call sends one batch to each partition, which is stored wholly or not at all. Attributes
-    are headers ``ce_*``. Readers remove duplicates by ``ce_id``, which the inbox does.
+    The key of a record is the ordering key (with ``ordered=True``), else the model id, else the event's id. Records
+    with the same key are in the same partition. A call sends one batch to each partition. Kafka stores a batch wholly
+    or not at all. Attributes are headers ``ce_*``. Readers remove duplicates by ``ce_id``, which the inbox does.
 
     * A topic that is missing, or that the user may not write to, uses up an attempt, and the retry policy applies.
     * A message that is too large ends DEAD. The others of its batch are sent.
