@@ -2,7 +2,7 @@
 
 The statements are a file for each dialect, ``sql/<dialect>/adopt/ekbatan.sql``. After the file, the tables are as after
 the second file of outboxio, and a migration goes on from there. A table with a column that is neither of Ekbatan nor of
-an interrupted adoption is refused: nobody can tell what the column is for.
+an interrupted adoption is refused, because the purpose of the column is unknown.
 """
 
 from __future__ import annotations

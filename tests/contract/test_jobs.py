@@ -11,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
+from outboxio.cli.commands.jobs import jobs as jobs_command
 from outboxio.model.operating.job import JobRow
 from outboxio.testing import MovableClock
 from tests.kit.app import MoneyDeposited, eventually
@@ -135,6 +136,27 @@ async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox
     assert runs == [NOON + MINUTE, NOON + 2 * MINUTE]
     with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this namespace are 'tick'"):
         await outbox.admin.pause_job("tock")
+
+
+async def test_the_command_line_lists_jobs_and_gives_orders(
+    make_outbox: MakeOutbox, clock: MovableClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outbox = await make_outbox(clock=clock)
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick() -> None:
+        raise ValueError("no mail server")
+
+    async with outbox.running():
+        await declared(outbox)
+        await jobs_command(outbox, "tick", None, "tick", as_json=False)
+        await until(outbox, lambda job: job.failed == 1)
+        capsys.readouterr()
+        await jobs_command(outbox, None, None, None, as_json=False)
+        told = capsys.readouterr().out
+        assert all(word in told for word in ("tick", "every 60 s", "PAUSED", "FAILED", "ValueError: no mail server"))
+        await jobs_command(outbox, None, "tick", None, as_json=True)
+        assert '"paused_date": null' in capsys.readouterr().out
 
 
 async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:

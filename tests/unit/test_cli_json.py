@@ -58,7 +58,17 @@ async def tell(url: str) -> str:
 
 def commands(id: str) -> Iterator[list[str]]:
     yield from (["migrate"], ["migrate", "--dry-run"], ["check"], ["describe"], ["status"], ["doctor"], ["handlers"])
-    yield from (["instances"], ["locks"], ["list"], ["dead"], ["events"], ["keys"], ["paused"], ["operations"])
+    yield from (
+        ["instances"],
+        ["locks"],
+        ["list"],
+        ["dead"],
+        ["events"],
+        ["keys"],
+        ["paused"],
+        ["jobs"],
+        ["operations"],
+    )
     yield from (["show", id, "--tree"], ["health"], ["partitions"], ["tail"])
     yield from (
         ["retry", id, "--dry-run"],

@@ -13,6 +13,7 @@ from outboxio.cli.choice import Choice, given_id
 from outboxio.cli.commands import cluster, glance, notifications, showing, tailing
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import health as health_command
+from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
 from outboxio.cli.lines.numbers import seconds, whole
@@ -49,6 +50,7 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="instances", rich_help_panel=PANEL)(instances)
     command(app, example="locks", rich_help_panel=PANEL)(locks)
     command(app, example="paused", rich_help_panel=PANEL)(paused)
+    command(app, example="jobs --pause close-day", rich_help_panel=PANEL)(jobs)
     command(app, example="operations", rich_help_panel=PANEL)(operations)
     command(app, example="export --handler receipt --output dead.ndjson", rich_help_panel=PANEL)(export)
     command(app, example="health --port 8080 --live", rich_help_panel=PANEL)(health)
@@ -242,6 +244,21 @@ def keys(common: Common, target: Target = None) -> None:
 def paused(common: Common, target: Target = None) -> None:
     """List the paused handlers."""
     _look(common, target, cluster.paused)
+
+
+def _job(told: str) -> Any:
+    return typer.Option(metavar="NAME", help=told, show_default=False)
+
+
+def jobs(
+    common: Common,
+    target: Target = None,
+    pause: Annotated[str | None, _job("Start no run of this job, in any process.")] = None,
+    unpause: Annotated[str | None, _job("End the pause of this job.")] = None,
+    run: Annotated[str | None, _job("Run this job now.")] = None,
+) -> None:
+    """List the jobs, each with the next moment and the result of the last run."""
+    _look(common, target, jobs_command.jobs, pause, unpause, run)
 
 
 def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outboxio.errors import ConfigurationError
-from outboxio.integrations.kafka.client import ConnectionFailed, KafkaError, create_conn
+from outboxio.integrations.kafka.client import ConnectionFailed, create_conn
 from outboxio.integrations.kafka.refusals import told
 from outboxio.support.text import briefly, instead_of
 
@@ -61,10 +61,23 @@ class Access:
         """
         if isinstance(error, ConnectionFailed):
             found = await self._first_failure()
-            return f"no connection to Kafka ({self.place}): {told(found or error)}"
-        if isinstance(error, TimeoutError):
-            return f"Kafka ({self.place}) has not answered within {CONNECT_TIMEOUT:g} s"
-        return f"Kafka ({self.place}) refuses the connection: {told(error)}"
+            reason = f"no connection to Kafka ({self.place}): {told(found or error)}{self._hint(found)}"
+        elif isinstance(error, TimeoutError):
+            reason = f"Kafka ({self.place}) has not answered within {CONNECT_TIMEOUT:g} s"
+        else:
+            reason = f"Kafka ({self.place}) refuses the connection: {told(error)}{self._hint(error)}"
+        return reason
+
+    def _hint(self, error: BaseException | None) -> str:
+        """What to look at, where the client's error does not say it."""
+        if error is None:
+            return (
+                "; a connection opens, and no request is answered: does the server want TLS or credentials in connect=?"
+            )
+        if str(self.options.get("security_protocol", "")).startswith("SASL") and not isinstance(error, OSError):
+            # Some servers only close the connection, and for some answers the client fails with a KeyError.
+            return f"; are user and password for {self.options.get('sasl_mechanism', 'PLAIN')} right?"
+        return ""
 
     async def _first_failure(self) -> BaseException | None:
         host, _, port = self.servers[0].rpartition(":")
@@ -73,7 +86,7 @@ class Access:
             connection = await create_conn(
                 (host or port).strip("[]"), int(port) if host else 9092, request_timeout_ms=3000, **options
             )
-        except (OSError, TimeoutError, KafkaError) as error:
+        except Exception as error:  # aiokafka fails with a KeyError for some refusals of credentials
             return error
         connection.close()
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.integrations.brokers.inbox import BrokerInbox
 from outboxio.integrations.brokers.incoming import Fallback, Incoming, incoming_of
-from outboxio.integrations.kafka.client import Consumer, KafkaError, Producer, TopicPartition, end
+from outboxio.integrations.kafka.client import Consumer, Producer, TopicPartition, end
 from outboxio.integrations.kafka.connection import Access, Servers
 from outboxio.integrations.kafka.rebalance import Rebalance
 from outboxio.support.text import briefly
@@ -121,7 +121,7 @@ class KafkaInbox(BrokerInbox):
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-        except (OSError, KafkaError) as error:
+        except Exception as error:
             raise ConnectionError(await self._access.reason(error)) from error
         finally:
             for task in (starting, stop):

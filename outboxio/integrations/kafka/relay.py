@@ -109,9 +109,9 @@ class KafkaRelay(Relay):
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT):
                     await producer.start()
-            except (OSError, TimeoutError, KafkaError) as error:
+            except Exception as error:  # also a KeyError, by which aiokafka tells some refusals of credentials
                 reason = await access.reason(error)
-                if self._idempotent and not isinstance(error, ConnectionFailed):
+                if self._idempotent and isinstance(error, KafkaError) and not isinstance(error, ConnectionFailed):
                     reason += "; a broker without idempotent producers needs enable_idempotence=False"
                 raise self.unavailable(f"relay {self.name!r}: {reason}") from error
             finally:
