@@ -32,6 +32,7 @@ REMEDIES = {
     "SchemaInUse": "Stop the processes of the older version, wait 2 minutes, and migrate again.",
     "SchemaMissing": "Run `outboxio migrate`, or apply the files that the message names.",
     "SchemaNewer": "Upgrade outboxio in this process.",
+    "SchemaNotAdoptable": "Make the parts that the message names as Ekbatan has them, or migrate an empty database.",
     "SchemaOccupied": "Add the missing parts by hand, with the statements of the message.",
     "SettingsError": "Correct the setting: the message says which values are expected.",
     "ShutdownError": "Raise `shutdown_timeout`, or make the database answer. The handlers run again.",

@@ -113,9 +113,9 @@ class JobRegistration(ABC):
             annotation = resolved(parameter.annotation, plain(function))
             forms = [] if annotation is UNKNOWN else list(members(annotation))
             if Transaction in forms or (not forms and parameter.name == "tx"):
-                takes_tx, sources[parameter.name] = True, lambda job: job.tx
+                takes_tx, sources[parameter.name] = True, _tx_of
             elif Job in forms or (not forms and parameter.name == "job"):
-                sources[parameter.name] = lambda job: job
+                sources[parameter.name] = _itself
             elif (key := self._job_resources.key_of(annotation)) is not None:
                 value = self._job_resources[key]
                 if is_factory(key, value):
@@ -132,3 +132,11 @@ class JobRegistration(ABC):
                     f"job: Job, tx: Transaction, and resources by type ({self._job_resources.told})"
                 )
         return (lambda job: function(**{key: source(job) for key, source in sources.items()})), takes_tx
+
+
+def _tx_of(job: Job) -> Transaction:
+    return job.tx
+
+
+def _itself(job: Job) -> Job:
+    return job

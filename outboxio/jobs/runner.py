@@ -70,8 +70,9 @@ class JobRunner:
     async def run(self, run: Started) -> None:
         """Run the job, and record the end. An error of the job is recorded and logged."""
         spec = run.spec
+        limit = asyncio.timeout(self.timeout_of(spec))
         try:
-            async with asyncio.timeout(self.timeout_of(spec)) as limit:
+            async with limit:
                 await self.perform(run)
             if not spec.is_transactional:
                 await self._end(run, "SUCCEEDED")

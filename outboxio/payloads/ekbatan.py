@@ -101,7 +101,7 @@ def _translated(document: Any, info: Any, change: Change) -> Any:
     if isinstance(document, dict):
         return _translated_object(cast("dict[str, Any]", document), info, change)
     if isinstance(document, list):
-        items: Any = document
+        items = cast("list[object]", document)
         if isinstance(info, inspect.TupleType):
             pairs = zip(items, info.item_types, strict=False)
             return [_translated(item, of_item, change) for item, of_item in pairs]

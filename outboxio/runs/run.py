@@ -123,7 +123,7 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
     remaining: dict[Run, None]
     parts: list[list[Run]]
     """The rows of the calls that are still to be made. The next call comes last."""
-    broken: set[str] = msgspec.field(default_factory=set)
+    broken: set[str] = msgspec.field(default_factory=set[str])
     """Ordering keys of which a row has ended without success: the later rows of the key leave the batch untouched."""
 
     @classmethod

@@ -192,7 +192,7 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ),
         ({"delivery": "at_most_once", "retry": RetryPolicy()}, "what may run only once is never retried"),
         ({"delivery": "at_most_once", "batch": Batch()}, "delivery='at_most_once' and batch="),
-        ({"ordered": True, "batch": Batch()}, "ordered=True and batch="),
+        ({"ordered": True, "batch": Batch(schedule="0 0 * * *")}, "ordered=True and batch=Batch(schedule="),
         ({"on_dead_key": "park"}, "on_dead_key='park' without ordered=True"),
         ({"on_dead_key": "continue", "ordered": False}, "on_dead_key='continue' without ordered=True"),
         ({"batch": Batch(), "types": (Strict,)}, "has batch= and is for Strict, which has strict_priority=True"),

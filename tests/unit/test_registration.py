@@ -464,7 +464,7 @@ class Node(msgspec.Struct):
     model: Model | None = None
 
 
-class OfModel(Event):
+class OfModelType(Event):
     line: Model
 
 
@@ -508,7 +508,7 @@ class OfExt(Event):
 @pytest.mark.parametrize(
     ("event_type", "reason"),
     [
-        (OfModel, "field 'line' is of type test_registration.Model, which JSON cannot hold"),
+        (OfModelType, "field 'line' is of type test_registration.Model, which JSON cannot hold"),
         (OfModels, "field 'lines[...]' is of type"),
         (OfOptional, "field 'line' is of type"),
         (OfLines, "field 'lines[...][...].price' is of type"),
