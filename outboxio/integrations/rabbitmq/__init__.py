@@ -6,7 +6,7 @@ Needs ``outboxio[rabbitmq]``, that is aio-pika.
 from outboxio.errors import ConfigurationError
 
 try:
-    import aio_pika as _client  # noqa: F401  # found out once, here
+    import aio_pika as _client  # noqa: F401  # pyright: ignore[reportUnusedImport]  # found out once, here
 except ImportError as error:
     raise ConfigurationError(
         "outboxio.integrations.rabbitmq needs aio-pika: pip install 'outboxio[rabbitmq]'"

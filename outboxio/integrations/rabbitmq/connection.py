@@ -62,15 +62,15 @@ class Connection:
         try:
             if isinstance(self._server, str):
                 if self._is_cut:
-                    self._connection = await aio_pika.connect(
-                        self._server, **{"timeout": CONNECT_TIMEOUT, **self._options}
-                    )
+                    options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT, **self._options}
+                    self._connection = await aio_pika.connect(self._server, **options)
             else:
                 self._connection = self._server
-            assert self._connection is not None
-            self._channel = self._connection.channel(publisher_confirms=confirms)
-            await self._channel.initialize(timeout=CONNECT_TIMEOUT)
-            underlay: Channel = await self._channel.get_underlay_channel()
+            connection: Any = self._connection  # the client types neither the channel nor its underlay
+            channel: Any = connection.channel(publisher_confirms=confirms)
+            self._channel = channel
+            await channel.initialize(timeout=CONNECT_TIMEOUT)
+            underlay: Channel = await channel.get_underlay_channel()
         except (*LOST, RuntimeError) as error:
             raise ConnectionError(self.reason(error)) from error
         return underlay

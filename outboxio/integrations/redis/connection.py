@@ -30,7 +30,7 @@ class Connection:
     """
 
     def __init__(self, server: Server, options: Mapping[str, Any], *, name: str, timeout: float) -> None:
-        if not server and isinstance(server, str):
+        if server == "":
             raise ConfigurationError(f"server is {briefly(server)}; expected a URL such as 'redis://localhost:6379/0'")
         if not isinstance(server, str) and options:
             raise ConfigurationError(f"connect={briefly(sorted(options))} beside a client: give a URL")
@@ -41,7 +41,7 @@ class Connection:
         self._client: client.Redis | None = None
 
     @property
-    def client(self) -> client.Redis:
+    def client(self) -> Any:  # redis-py types the answers of few commands
         """The client; :class:`ConnectionError` if :meth:`open` was not called."""
         if self._client is None:
             raise ConnectionError(self.reason())

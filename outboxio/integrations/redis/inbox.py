@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from redis.exceptions import ResponseError
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 WAIT = 0.5  # seconds that a fetch waits for the first message
 ANSWER = 5.0  # seconds that an answer may take
 
-Entry = tuple[bytes, Mapping[bytes, bytes] | None]
+Fields = Mapping[bytes, bytes]
+Entry = tuple[bytes, Fields | None]
 
 
 class InboxOptions(TypedDict, total=False):
@@ -114,7 +115,7 @@ class RedisInbox(BrokerInbox):
 
     async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
         number, fields = message.raw
-        parts: list[Any] = [part for field in (fields or {}).items() for part in field]
+        parts: list[bytes] = [part for field in cast("Fields", fields or {}).items() for part in field]
         why = ("outboxio_stream", self.stream, "outboxio_entry", number, "outboxio_reason", error.without_value)
         async with self._connection.client.pipeline(transaction=True) as pipeline:
             pipeline.execute_command("XADD", f"{self.stream}.dead", "*", *parts, *why)
@@ -132,7 +133,7 @@ class RedisInbox(BrokerInbox):
         """Messages of consumers that have died. Redis is asked twice in ``claim_after``."""
         if time.monotonic() < self._claims_at:
             return []
-        client: Any = self._connection.client
+        client = self._connection.client
         answer = await client.execute_command(
             "XAUTOCLAIM", self.stream, self.group, self.consumer, int(self._claim_after * 1000), self._cursor,
             "COUNT", most,
@@ -147,14 +148,14 @@ class RedisInbox(BrokerInbox):
 
     async def _read(self, most: int, after: str, block: int | None) -> list[Entry]:
         wait = () if block is None else ("BLOCK", block)
-        client: Any = self._connection.client
+        client = self._connection.client
         answer = await client.execute_command(
             "XREADGROUP", "GROUP", self.group, self.consumer, "COUNT", most, *wait, "STREAMS", self.stream, after
         )
         if not answer:
             return []
-        [(_, found)] = answer.items() if isinstance(answer, dict) else answer
-        return _entries(found)
+        [stream] = cast("dict[bytes, Any]", answer).items() if isinstance(answer, dict) else answer
+        return _entries(stream[1])
 
     async def _leave_group(self) -> None:
         """Remove the consumer, unless messages are unacknowledged: Redis would forget these."""
@@ -185,6 +186,7 @@ def _entries(found: Any) -> list[Entry]:
             continue
         fields = each[1]
         if isinstance(fields, list):
-            fields = dict(zip(fields[::2], fields[1::2], strict=True))
+            flat = cast("list[bytes]", fields)
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
         entries.append((each[0], fields))
     return entries

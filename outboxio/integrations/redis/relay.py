@@ -75,12 +75,12 @@ class RedisRelay(Relay):
         await self._connection.open()
         client = self._connection.client
         try:
-            told = await client.info("server")
+            told: dict[str, Any] = await client.info("server")
         except ResponseError:
             told = {}  # the user may not ask; then Redis is taken for an older version
         self._remembers_ids = version_of(told.get("redis_version", "")) >= REMEMBERS_IDS
         try:
-            limits = await client.config_get("proto-max-bulk-len")
+            limits: dict[str, Any] = await client.config_get("proto-max-bulk-len")
         except ResponseError:
             limits = {}  # many hosts forbid CONFIG
         self._largest = int(limits.get("proto-max-bulk-len") or LARGEST_VALUE)
