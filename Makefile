@@ -27,7 +27,7 @@ demo: $(VENV)/.with-demo ## show the wallet example at work; DATABASE=postgresql
 shop: $(VENV)/.with-shop ## open a shop on FastAPI and SQLAlchemy; DATABASE=<url> on your own server, ARGS=--serve leaves it open
 	@cd examples/shop && DATABASE="$(DATABASE)" $(abspath $(BIN))/python -m story $(ARGS)
 
-relay: $(VENV)/.with-dev ## send events from a shop to a warehouse through NATS, and prove that each came once, in order; ARGS=--private
+relay: $(VENV)/.with-dev ## send events from a shop to a warehouse through NATS or RabbitMQ, and prove that each came once, in order; ARGS=--private
 	@$(BIN)/python -m examples.relay $(ARGS)
 
 docs: $(VENV)/.with-docs ## build the documentation site and serve it; ARGS='--port 8001', ARGS='--version 1.2' for a release

@@ -2,7 +2,7 @@
 
 At the end the warehouse has each event once, and the events of each customer in order.
 
-python -m examples.relay            # on the NATS that answers, or a server for this run
+python -m examples.relay            # on the NATS or RabbitMQ that answers, or a server for this run
 python -m examples.relay --private  # on a server for this run, which is restarted in the middle
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from examples.relay.broker import Nats, some_broker
+from examples.relay.broker import Broker, some_broker
 from examples.relay.shop import ChangeOrder, open_shop
 from examples.relay.warehouse import handled, open_warehouse
 from outboxio import Outbox
@@ -31,7 +31,7 @@ LONGEST_WAIT = 60.0  # seconds
 class Story:
     """A single telling of the story."""
 
-    def __init__(self, broker: Nats, folder: Path) -> None:
+    def __init__(self, broker: Broker, folder: Path) -> None:
         self._broker = broker
         self._folder = folder
         self._sent = 0

@@ -1,4 +1,4 @@
-"""The broker between the services: a NATS that answers on its usual port, or else an installed program."""
+"""The broker between the services: a NATS or RabbitMQ that answers, or else an installed ``nats-server``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,37 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import Protocol
 
 import nats
 import nats.errors
 
+from examples.relay.rabbit import USUAL as USUAL_RABBIT
+from examples.relay.rabbit import Rabbit
 from outboxio import EventHandler, Outbox
 from outboxio.integrations.brokers import BrokerInbox
 from outboxio.integrations.nats import NatsInbox, NatsRelay
 
 USUAL = "nats://127.0.0.1:4222"
 PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/bin")
+
+
+class Broker(Protocol):
+    """A broker that keeps the events of this run."""
+
+    name: str
+
+    async def prepare(self) -> None: ...
+
+    async def remove(self) -> None: ...
+
+    def relay(self) -> EventHandler[bytes]: ...
+
+    def inbox(self, outbox: Outbox, group: str, /) -> BrokerInbox: ...
+
+    async def restart(self) -> bool:
+        """Stop and start the server; False if the server is not ours."""
+        ...
 
 
 class Nats:
@@ -72,7 +93,7 @@ class AsyncServer:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(*self._command)
         async with asyncio.timeout(30):
-            while not answers(self._port):  # noqa: ASYNC110  # the server tells nobody when it listens
+            while not nats_answers(self._port):  # noqa: ASYNC110  # the server tells nobody when it listens
                 await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -83,20 +104,19 @@ class AsyncServer:
 
 
 @asynccontextmanager
-async def some_broker(*, private: bool) -> AsyncIterator[Nats]:
+async def some_broker(*, private: bool) -> AsyncIterator[Broker]:
     """A broker that is ready for the services; ``private``: a server for this run, although a server answers.
 
     Raises :class:`LookupError` if there is none, with the remedy.
     """
-    url = None if private else os.environ.get("NATS_URL") or (USUAL if answers(4222) else None)
+    broker = None if private else _found()
     server = None
     with tempfile.TemporaryDirectory() as home:
-        if url is None:
+        if broker is None:
             server = AsyncServer(_program(), Path(home), port := _free_port())
             await server.start()
-            url = f"nats://127.0.0.1:{port}"
+            broker = Nats(f"nats://127.0.0.1:{port}", server)
         try:
-            broker = Nats(url, server)
             await broker.prepare()
             try:
                 yield broker
@@ -108,10 +128,27 @@ async def some_broker(*, private: bool) -> AsyncIterator[Nats]:
                 await server.stop()
 
 
-def answers(port: int) -> bool:
+def _found() -> Broker | None:
+    """The broker that the environment names, or that answers on its usual port."""
+    if url := os.environ.get("NATS_URL"):
+        return Nats(url)
+    if url := os.environ.get("RABBITMQ_URL"):
+        return Rabbit(url)
+    if nats_answers(4222):
+        return Nats(USUAL)
+    return Rabbit(USUAL_RABBIT) if _listens(5672) else None
+
+
+def nats_answers(port: int) -> bool:
     """True if a NATS server listens on this port of this machine."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
         return connection.recv(4) == b"INFO"
+    return False
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
     return False
 
 
@@ -120,7 +157,7 @@ def _program() -> str:
     if found is None:
         raise LookupError(
             "there is no broker: start NATS (docker run -p 4222:4222 nats -js), install nats-server (apt-get install "
-            "nats-server, brew install nats-server), or set NATS_URL"
+            "nats-server, brew install nats-server), or set NATS_URL or RABBITMQ_URL"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.relay import __main__ as story
+from tests.kit.brokers import Broker
 from tests.kit.programs import programs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,6 +22,16 @@ def test_the_example_proves_that_each_event_came_once_and_in_order() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stdout + run.stderr
     for part in ("started for this run", "The broker was restarted", "What was sent has arrived, once and in order."):
+        assert part in run.stdout
+
+
+def test_the_example_works_on_rabbitmq(rabbitmq: Broker) -> None:
+    environment = {**os.environ, "RABBITMQ_URL": rabbitmq.url}
+    environment.pop("NATS_URL", None)
+    command = [sys.executable, "-m", "examples.relay"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for part in ("The broker is RabbitMQ", "nothing is new", "What was sent has arrived, once and in order."):
         assert part in run.stdout
 
 
