@@ -19,8 +19,8 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 
     ``id`` is the event's id, and so the same for every attempt; readers and brokers remove duplicates by ``id`` and
     ``source``. ``source`` is ``/<namespace>``. ``subject`` is the ``model_id``. Messages with the same ``key`` keep
-    their order, as far as the broker keeps an order: the ordering key, else the ``model_id``, else the event's id. A relay
-    without ``ordered=True`` does not know the ordering key.
+    their order, as far as the broker keeps an order: the ordering key, else the ``model_id``, else the event's id. A
+    relay without ``ordered=True`` does not know the ordering key.
     ``time`` is naive UTC. ``data`` is the stored JSON of the event. ``attributes`` has these names, if the event has
     such values: ``partitionkey``, ``correlationid``, ``causationid``, ``modeltype``, ``eventversion``,
     ``traceparent``, ``tracestate``.
