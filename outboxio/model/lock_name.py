@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.model.notification import Notification
 
-Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since"]
+Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since", "lock"]
 
 _LEASE_LENGTH = 255
 

@@ -36,6 +36,7 @@ from outboxio.storage.mysql.connection import (
 from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
+from outboxio.storage.mysql.key_session import MysqlKeySession, MysqlKeySessions
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.operations import MysqlOperations
@@ -155,6 +156,16 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         threaded = ThreadedLock(lock, session, heartbeat, longest_block)
         self._connections.locks.add(threaded)
         return threaded
+
+    def key_sessions(self, owner: str, heartbeat: float) -> MysqlKeySessions:
+
+        def make() -> MysqlKeySession:
+            session = self._dedicated()
+            self._connections.locks.add(session)
+            return MysqlKeySession(session, self._server, owner, heartbeat, self._limits.statement_timeout)
+
+        room = self._size_of_given(self._pool) if self._given is not None and not self._opens_for_loops else None
+        return MysqlKeySessions(make, room or None)
 
     async def notify(self, channel: str, payload: str) -> None:
         """Does nothing: MySQL cannot wake processes, so that each process polls."""

@@ -38,6 +38,7 @@ from outboxio.storage.postgres.connection import (
 from outboxio.storage.postgres.event_search import PostgresEventSearch
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
+from outboxio.storage.postgres.key_session import PostgresKeySession, PostgresKeySessions
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.operations import PostgresOperations
@@ -181,6 +182,17 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self._lock_session = LockSession(session, threaded)
         self._connections.locks.add(threaded or session)
         return threaded or lock
+
+    def key_sessions(self, owner: str, heartbeat: float) -> PostgresKeySessions:
+        silence = str(round(heartbeat * LONGEST_SILENCE * 1000))
+
+        def make() -> PostgresKeySession:
+            session = self._dedicated(idle_session_timeout=silence)
+            self._connections.locks.add(session)
+            return PostgresKeySession(session, owner, self._limits.statement_timeout)
+
+        room = self._size_of_given(self._pool) if self._given is not None and not self._opens_for_loops else None
+        return PostgresKeySessions(make, room or None)
 
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, quoted(payload))

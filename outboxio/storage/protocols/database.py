@@ -24,6 +24,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
+from outboxio.storage.protocols.keyed import KeySessions
 from outboxio.storage.protocols.operating import (
     OperationRepository,
     ProbeRepository,
@@ -146,6 +147,13 @@ class Database(Protocol):
 
         ``heartbeat``: the seconds between two proofs. ``longest_block``: the seconds for which the event loop may stand
         still without losing the locks, if the session lives in a thread.
+        """
+        ...
+
+    def key_sessions(self, owner: str, heartbeat: float) -> KeySessions:
+        """The sessions for keyed locks of the application. The server ends a session that is silent for 1.8 heartbeats.
+
+        ``heartbeat``: the seconds between two proofs.
         """
         ...
 

@@ -18,6 +18,7 @@ from outboxio.storage.sqlite.application_connection import ApplicationSession, f
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
+from outboxio.storage.sqlite.key_session import SqliteKeySession, SqliteKeySessions
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.operations import SqliteOperations
@@ -119,6 +120,9 @@ class SqliteDatabase:
     ) -> SqliteClusterLock:
         """A lock on files. The operating system keeps the lock as long as the process lives, even with a stuck loop."""
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
+
+    def key_sessions(self, owner: str, heartbeat: float) -> SqliteKeySessions:
+        return SqliteKeySessions(lambda: SqliteKeySession(self._connections, self._locks, self.name, owner))
 
     async def notify(self, channel: str, payload: str) -> None:
         """Do nothing: SQLite cannot wake processes, so processes poll."""

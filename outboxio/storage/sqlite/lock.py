@@ -199,6 +199,11 @@ class FileLock:
         except OSError:
             return False
 
+    def remove(self) -> None:
+        """Remove the file while the lock is held, so that a process with the same file open finds :attr:`is_ours` False."""
+        if self.is_ours:
+            os.unlink(self._path)
+
     def release(self) -> None:
         self._file.close()
 

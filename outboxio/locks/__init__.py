@@ -1,0 +1,1 @@
+"""Keyed locks of the application: one holder in the cluster for a key (decision 56)."""
