@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.chaos import partitions
 from tests.chaos.arena import Place
 from tests.chaos.faults import FAULTS
@@ -17,6 +19,7 @@ RATE = 15  # actions per second: the backlog of an outage has to be worked off
 SEED = int(os.environ.get("OUTBOXIO_CHAOS_SEED", "1"))
 
 
+@pytest.mark.timeout(600)  # beside the other parts of the gate, all processes of a run share two cores
 async def test_whatever_goes_wrong_the_history_keeps_what_is_promised(database_url: str, tmp_path: Path) -> None:
     # Each database begins with different faults, because there is no time for all.
     seed = SEED + list(DIALECTS).index(Look(database_url).dialect)

@@ -83,12 +83,10 @@ class Rabbitmq:
 
     def __init__(self, home: Path) -> None:
         self._ends = ExitStack()
+        atexit.register(self._ends.close)  # removes the folder; a broker that is stopped keeps its messages
         self._broker = OwnRabbitmq(self._ends)
         self.url = self._broker.url
-        self.start, self.restart = self._broker.start, self._broker.restart
-
-    def stop(self) -> None:
-        self._ends.close()
+        self.start, self.stop, self.restart = self._broker.start, self._broker.stop, self._broker.restart
 
     async def prepare(self) -> None:
         async with await aio_pika.connect(self.url) as connection:
@@ -109,12 +107,10 @@ class Redis:
 
     def __init__(self, home: Path) -> None:
         self._ends = ExitStack()
+        atexit.register(self._ends.close)  # removes the folder; a broker that is stopped keeps its messages
         self._broker = OwnRedis(self._ends)
         self.url = self._broker.url
-        self.start, self.restart = self._broker.start, self._broker.restart
-
-    def stop(self) -> None:
-        self._ends.close()
+        self.start, self.stop, self.restart = self._broker.start, self._broker.stop, self._broker.restart
 
     async def prepare(self) -> None:
         """The inbox makes the stream."""
