@@ -132,7 +132,7 @@ def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
     Example::
 
         def upgrade() -> None:
-            outboxio.upgrade(op, to=7)  # from outboxio.integrations import alembic as outboxio
+            outboxio.upgrade(op, to=9)  # from outboxio.integrations import alembic as outboxio
     """
     context = op.get_context()
     dialect = _dialect_of(context)
