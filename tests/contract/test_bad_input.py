@@ -399,7 +399,7 @@ def blocking(envelope: Any) -> None:
         (nothing, [MoneyDeposited], {"name": "a", "topic": " "}, "the topic of handler 'a': ' ' is blank"),
         (nothing, [], {"name": "a"}, "handler 'a' names neither event types nor a topic"),
         (nothing, [NoEvent], {"name": "a"}, "handler 'a' is for .*NoEvent.*, which is no Event class"),
-        (nothing, ["MoneyDeposited"], {"name": "a"}, "handler 'a' is for 'MoneyDeposited', which is no Event class"),
+        (nothing, ["MoneyDeposited"], {"name": "a"}, "handler 'a' is for 'MoneyDeposited', a name .* its class"),
         (nothing, [MoneyDeposited], {"name": "a", "timeout": -1}, "handler 'a' has timeout=-1; expected a duration"),
         (nothing, [MoneyDeposited], {"name": "a", "timeout": "soon"}, "handler 'a' has timeout='soon'; expected a"),
         (nothing, [MoneyDeposited], {"name": "a", "concurrency": 0}, "handler 'a' has concurrency=0; expected 1 or"),

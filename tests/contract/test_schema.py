@@ -55,6 +55,10 @@ COLUMNS = {
     "handler_minutes": """
         namespace minute_date handler_name instance succeeded failed dead expired skipped duration_us durations lags""",
     "instance_reports": "namespace instance version started_date last_seen_date delay_seconds report",
+    "jobs": (
+        "namespace job_name schedule state next_date due_date term attempts moment_date? lease lease_term instance "
+        "started_date? finished_date? result? error? succeeded failed missed paused_date? ordered_date?"
+    ),
     "operations": """
         id namespace kind state request actor origin reason? matched done refused reached? worker stop_ordered
         created_date updated_date finished_date? error?""",
@@ -363,7 +367,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
         "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "succeeded": "1", "failed": "0",
         "dead": "0", "expired": "0", "skipped": "0", "duration_us": "1", "delay_seconds": "1", "matched": "1",
-        "done": "0", "refused": "0", "stop_ordered": "FALSE",
+        "done": "0", "refused": "0", "stop_ordered": "FALSE", "missed": "0", "lease_term": "1",
     }  # fmt: skip
     dates = "'2030-01-01 00:00:00.000000'"
     tables = {table: columns for table, columns in columns_in(look.dialect).items() if table != "schema_versions"}
