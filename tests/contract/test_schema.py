@@ -127,7 +127,7 @@ async def text_columns_of(look: Look, table: str) -> list[str]:
         question = "SELECT name FROM pragma_table_info('eventlog_' || $1) WHERE type = 'TEXT'"
     else:
         question = """SELECT column_name AS name FROM information_schema.columns WHERE table_schema = 'eventlog'
-            AND table_name = $1 AND data_type IN ('text', 'character varying', 'varchar')"""
+            AND table_name = $1 AND data_type IN ('text', 'longtext', 'character varying', 'varchar')"""
     return [row["name"] for row in await look.fetch(question, table)]
 
 
