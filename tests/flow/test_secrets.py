@@ -62,7 +62,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
         name: [ROWS]
         for name in (
             *("doctor", "handlers", "instances", "locks", "list", "dead", "events", "tail", "keys", "paused"),
-            *("operations", "export", "health"),
+            *("operations", "export", "health", "jobs"),
         )
     },
     **{name: [(*ROWS, UNKNOWN)] for name in ("show", "stop")},

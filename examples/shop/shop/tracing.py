@@ -18,7 +18,7 @@ FILE = os.environ.get("SHOP_TRACES")
 
 
 def as_line(span: ReadableSpan) -> str:
-    return span.to_json(indent=None) + "\n"
+    return json.dumps(json.loads(span.to_json())) + "\n"
 
 
 def open_telemetry() -> OpenTelemetry | None:
