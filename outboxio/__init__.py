@@ -50,6 +50,7 @@ from outboxio.errors import (
     UnreadableRow,
     WaitsForItself,
     WrongEventLoop,
+    WrongProcess,
 )
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
@@ -206,6 +207,7 @@ __all__ = [
     "UnreadableRow",
     "WaitsForItself",
     "WrongEventLoop",
+    "WrongProcess",
     "__version__",
     "action",
     "event",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
@@ -47,6 +44,7 @@ from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock, ShardClock
+from outboxio.support.ids import ProcessName
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import AnyTelemetry, TelemetryChoice
@@ -81,7 +79,8 @@ class Outbox(Registration, JobRegistration, Recording):
     object of a subclass of :class:`outboxio.telemetry.Telemetry`, or a list of several.
 
     An outbox is used in one event loop at a time. A call in another event loop raises :class:`WrongEventLoop`,
-    until the first event loop or the outbox is closed.
+    until the first event loop or the outbox is closed. A forked child process may use an outbox that its parent has
+    not open; otherwise each use raises :class:`WrongProcess`.
 
     Raises :class:`ConfigurationError` for a database or an option that cannot be understood.
 
@@ -318,7 +317,7 @@ class Outbox(Registration, JobRegistration, Recording):
             handlers=self._handlers,
             jobs=self._jobs,
             settings=self.settings,
-            owner=f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}",
+            process=ProcessName(),
             outbox=self,
             execute=self._execute,
             join=self._join,
@@ -344,7 +343,7 @@ class Outbox(Registration, JobRegistration, Recording):
         return Admin(AdminSetup(
             namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
             settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
-            process=shards[0].environment.owner, ends=Ends(),
+            process=shards[0].environment.process, ends=Ends(),
         ), By())  # fmt: skip
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:

@@ -49,6 +49,7 @@ REMEDIES = {
     "UnreadableRow": "Correct the row in `event_notifications`, then retry the notification.",
     "WaitsForItself": "Follow the remedy of the message, which depends on the call.",
     "WrongEventLoop": "Make one `Outbox` for each event loop, or close the outbox first.",
+    "WrongProcess": "Open the outbox [after the fork](../how-to/web-servers-and-forks.md), or close it before.",
 }
 """What an engineer does about each error."""
 

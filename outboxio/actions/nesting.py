@@ -13,7 +13,8 @@ from collections.abc import Collection
 from uuid import UUID
 
 from outboxio.errors import WaitsForItself
-from outboxio.model.envelope import handler_around
+from outboxio.model.envelope import handler_around, leave_handlers
+from outboxio.support.ids import in_forked_children
 from outboxio.transaction import transactions_around
 
 
@@ -52,3 +53,13 @@ def refuse_in_claiming_transaction(call: str) -> None:
                 f"the transaction of handler {tx.action_name!r}, which has locked its row,",
                 "give the order with background=True, or after the transaction has ended",
             )
+
+
+def _begin_child() -> None:
+    """The handler and the transactions around a fork go on in the parent. In the child they are over."""
+    for tx in transactions_around():
+        tx.abandon()
+    leave_handlers()
+
+
+in_forked_children(_begin_child)

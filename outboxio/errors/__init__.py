@@ -15,6 +15,7 @@ from outboxio.errors.configuration import (
     UnknownEventType,
     UnknownHandler,
     WrongEventLoop,
+    WrongProcess,
 )
 from outboxio.errors.databases import DatabaseError, DatabaseUnavailable, DrainTimeout, PoolExhausted, ShutdownError
 from outboxio.errors.events import AmbiguousTypeName, InvalidEvent, TooManyHops
@@ -64,6 +65,7 @@ __all__ = [
     "SchemaNewer", "SchemaNotAdoptable", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord",
     "TooManyHops", "TransactionClosed", "TransactionEnded", "TransactionError", "Unavailable", "Undescribable",
     "UnknownEventType", "UnknownHandler", "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
+    "WrongProcess",
 ]  # fmt: skip
 
 # Tracebacks, logs, stored errors and pickles show the module from which applications import the errors.

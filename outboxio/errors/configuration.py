@@ -90,6 +90,24 @@ class WrongEventLoop(ConfigurationError):
         return cls(f"the pool of shard {shard!r}", f"the event loop that it was made in, which {state}", "in this one")
 
 
+class WrongProcess(ConfigurationError):
+    """An outbox that the parent process had opened was used in a forked child. No row was written.
+
+    ``opened_in`` and ``process`` are process ids: of the process that opened the outbox, and of the child.
+    """
+
+    def __init__(self, subject: str, opened_in: int, process: int) -> None:
+        self.subject = subject
+        self.opened_in = opened_in
+        self.process = process
+        super().__init__(
+            f"{subject} was opened in process {opened_in}, and was used in process {process}, a forked copy that must "
+            "not use the connections of its parent: make the outbox, or use it for the first time, after the fork (in "
+            "the lifespan of the application, post_fork of gunicorn, worker_process_init of Celery), or `await "
+            "outbox.close()` before the fork"
+        )
+
+
 class OtherDatabase(ConfigurationError):
     """The connection that was given to ``record`` is not of the shard's database. No row was written."""
 

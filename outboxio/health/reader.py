@@ -66,6 +66,7 @@ class HealthReader:
 
     async def _read(self, patience: float | None) -> Health:
         """``patience``: the seconds for a question to the database, or ``None`` to ask nothing."""
+        self._guard.refuse_in_child()  # the memory of a forked child is that of its parent
         home = self._guard.loop
         if home is None or home.is_closed() or home is asyncio.get_running_loop():
             return await self._read_here(patience)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from outboxio.support.ids import in_forked_children
 
 T = TypeVar("T")
 
@@ -157,6 +158,5 @@ def _stop_at_exit() -> None:
         thread.stop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_children(_forget_in_child)
 atexit.register(_stop_at_exit)

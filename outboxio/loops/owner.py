@@ -8,6 +8,9 @@ for ever.
 So the first use binds the outbox to the running loop, and a second loop is refused for as long as the first loop may
 come back. This module is the only owner of that rule. An object that holds connections, futures or locks asks the guard
 at each use, and begins anew when a second loop takes over.
+
+The same holds for a forked child process, which has copies of all connections: if the parent had opened the outbox, the
+guard refuses every use in the child (decision 57).
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from outboxio.errors import WrongEventLoop
+from outboxio.errors import WrongEventLoop, WrongProcess
+from outboxio.support.ids import in_forked_children
 
 _Loop = asyncio.AbstractEventLoop
 _BeginAnew = Callable[[], object]
 
-_left_by_parents: list[object] = []
-"""Connections of a parent process. They stay open: closing in a forked child would end the parent's connections."""
+_of_parents: list[object] = []
+"""Holders of a parent process's connections. They stay here for ever: an object that closes a copy of a connection in a
+forked child may end the parent's connection."""
 
 
 class EventLoopGuard:
     """Binds an outbox to the event loop that uses the outbox, and refuses every second loop.
 
     A second loop takes over in these cases: the former loop is closed (``asyncio.run`` once more, a loop for each
-    test), is garbage, or belongs to a parent process; or the outbox was closed.
+    test), or is garbage; or the outbox was closed. A forked child may use an outbox that its parent had not opened, or
+    had closed.
 
     Example::
 
@@ -47,8 +53,10 @@ class EventLoopGuard:
         self._former: Callable[[], _Loop | None] = _nobody
         self._thread = ""
         self._process = 0
+        self._opened_in: int | None = None
         self._taking = threading.Lock()
         self._members: list[weakref.WeakMethod[_BeginAnew]] = []
+        _guards.add(self)
 
     @classmethod
     def of_shard(cls, name: str) -> EventLoopGuard:
@@ -58,8 +66,7 @@ class EventLoopGuard:
     def when_taken_over(self, begin_anew: _BeginAnew) -> None:
         """Call this method whenever an event loop takes over, including the first loop.
 
-        The method forgets the objects that belong to an event loop, and returns the forgotten connections. The guard
-        does not keep the method's object alive.
+        The method forgets the objects that belong to an event loop. The guard does not keep the method's object alive.
         """
         self._members = [member for member in self._members if member() is not None]
         self._members.append(weakref.WeakMethod(begin_anew))
@@ -67,11 +74,13 @@ class EventLoopGuard:
     def enter(self) -> _Loop:
         """The running event loop, to which the outbox is bound from now on.
 
-        Raises :class:`WrongEventLoop` if the outbox is bound to a different loop, or if no event loop runs.
+        Raises :class:`WrongEventLoop` if the outbox is bound to a different loop, or if no event loop runs, and
+        :class:`WrongProcess` in a forked child whose parent had opened the outbox.
         """
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError as error:
+            self.refuse_in_child()
             raise WrongEventLoop(self._subject, self._describe_owner(), "where no event loop runs") from error
         if self._owner() is not loop:
             self._take(loop)
@@ -88,6 +97,11 @@ class EventLoopGuard:
         owner = self._owner()
         return owner is not None and not owner.is_closed()
 
+    def refuse_in_child(self) -> None:
+        """Raise :class:`WrongProcess` in a forked child whose parent had opened the outbox."""
+        if self._opened_in is not None:
+            raise WrongProcess(self._subject, self._opened_in, os.getpid())
+
     def leave(self) -> None:
         """The outbox is closed, so the next event loop may use the outbox."""
         with self._taking:
@@ -101,15 +115,24 @@ class EventLoopGuard:
 
     def _take(self, loop: _Loop) -> None:
         with self._taking:
-            owner, is_child = self._owner(), self._process != os.getpid()
-            if owner is not None and owner is not loop and not owner.is_closed() and not is_child:
+            self.refuse_in_child()
+            owner = self._owner()
+            if owner is not None and owner is not loop and not owner.is_closed():
                 raise WrongEventLoop(self._subject, self._describe_owner(), f"in that of {_this_thread()}")
             if self._former() is not loop:
-                left = [begin_anew() for member in self._members if (begin_anew := member()) is not None]
-                if self._process and is_child:
-                    _left_by_parents.append(left)
+                for member in self._members:
+                    if (begin_anew := member()) is not None:
+                        begin_anew()
             self._owner = self._former = weakref.ref(loop)
             self._thread, self._process = _this_thread(), os.getpid()
+
+    def begin_child(self) -> None:
+        """This process is a forked child. Nothing of the parent's is closed, and no event loop is asked."""
+        self._taking = threading.Lock()  # a thread of the parent may have held the lock
+        if self._owner is not _nobody:
+            self._opened_in = self._process
+            _of_parents.append([member() for member in self._members])
+        self._owner = self._former = _nobody
 
     def _describe_owner(self) -> str:
         owner = self._owner()
@@ -117,6 +140,17 @@ class EventLoopGuard:
             return "no event loop yet"
         state = "runs" if owner.is_running() else "does not run at the moment, and was not closed"
         return f"the event loop of {self._thread}, which {state}"
+
+
+_guards: weakref.WeakSet[EventLoopGuard] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for guard in list(_guards):
+        guard.begin_child()
+
+
+in_forked_children(_begin_child)
 
 
 def _nobody() -> None:

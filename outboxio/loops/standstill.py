@@ -23,6 +23,7 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.loops.background import Background, call_soon
+from outboxio.support.ids import in_forked_children
 from outboxio.support.log import Fields, log_of
 
 logger = log_of(__name__)
@@ -348,5 +349,4 @@ def _forget_in_child() -> None:
     _watches.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_children(_forget_in_child)

@@ -397,6 +397,12 @@ def begin_inside() -> None:
         _enclosing.set((*_enclosing.get(), envelope))
 
 
+def leave_handlers() -> None:
+    """The code that runs from now on in this context is inside of no handler."""
+    current_envelope.set(None)
+    _enclosing.set(())
+
+
 def handler_around(outbox: object) -> EventEnvelope[Any] | None:
     """The envelope of the innermost handler of an outbox around this call, unless the handler has ended."""
     around: Sequence[EventEnvelope[Any] | None] = (current_envelope.get(), *reversed(_enclosing.get()))

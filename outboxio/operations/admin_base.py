@@ -13,6 +13,7 @@ from outboxio.operations.admin_shards import AdminShard, AdminShards, Ends
 from outboxio.operations.known_names import Known
 from outboxio.operations.ordering.recorder import By, Recorder
 from outboxio.settings import Settings
+from outboxio.support.ids import ProcessName
 
 
 class AdminSetup(Struct, frozen=True, kw_only=True):
@@ -26,7 +27,7 @@ class AdminSetup(Struct, frozen=True, kw_only=True):
     redact: Redact
     owner: object
     """The outbox, whose transactions would block an order on a database with a single writer."""
-    process: str
+    process: ProcessName
     """The name of this process in ``leases`` and ``operations``."""
     ends: Ends
     """Of bulk orders."""

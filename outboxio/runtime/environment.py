@@ -16,6 +16,7 @@ from outboxio.model.envelope import Execute, Join
 from outboxio.model.lock_name import LockName, channel_name
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
+from outboxio.support.ids import ProcessName
 from outboxio.telemetry.choice import TelemetryChoice
 
 
@@ -33,8 +34,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     handlers: HandlerRegistry
     jobs: Mapping[str, JobSpec]
     settings: Settings
-    owner: str
-    """The name of this process and outbox, in ``leases`` and in wake-ups."""
+    process: ProcessName
     outbox: object
     execute: Execute
     join: Join
@@ -42,6 +42,11 @@ class Environment(Struct, frozen=True, kw_only=True):
     redact: Redact
     telemetry: TelemetryChoice
     on_dead: DeadHook | None = None
+
+    @property
+    def owner(self) -> str:
+        """The name of this process and outbox, in ``leases`` and in wake-ups."""
+        return self.process.text
 
     @property
     def channel(self) -> str:

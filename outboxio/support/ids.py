@@ -1,17 +1,25 @@
-"""Identifiers in the order of time."""
+"""Identifiers: of rows, in the order of time, and of processes. A forked child makes identifiers of its own."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from uuid import UUID, SafeUUID
 
 _VERSION_AND_VARIANT = (7 << 76) | (2 << 62)
 _RANDOM_BITS = (1 << 62) - 1
 _FRACTION = 245  # nanoseconds, rounded up, that change the fraction
 _new, _set = UUID.__new__, object.__setattr__  # as the standard library's own, from Python 3.14 on
+
+
+def in_forked_children(forget: Callable[[], object]) -> None:
+    """Call ``forget`` at the beginning of every forked child of this process, before any other code of the child."""
+    if hasattr(os, "register_at_fork"):  # not on Windows, where there is no fork
+        os.register_at_fork(after_in_child=forget)
 
 
 def uuid7() -> UUID:
@@ -55,5 +63,39 @@ def _forget() -> None:
     _randoms = iter(())
 
 
-if hasattr(os, "register_at_fork"):  # where there is fork
-    os.register_at_fork(after_in_child=_forget)
+in_forked_children(_forget)
+
+
+class ProcessName:
+    """The name of this process and outbox: host, process id and a random part. A forked child makes a name of its own.
+
+    Example::
+
+        name = ProcessName()
+        name.text   # 'web-1:4711:9f3a02bc', and 'web-1:4712:51c0e7d4' in a forked child
+    """
+
+    def __init__(self) -> None:
+        self._forks, self._text = _forks, _new_name()
+
+    @property
+    def text(self) -> str:
+        if self._forks != _forks:
+            self._forks, self._text = _forks, _new_name()
+        return self._text
+
+
+def _new_name() -> str:
+    return f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+_forks = 0
+"""The number of forks between the first process and this process."""
+
+
+def _count() -> None:
+    global _forks
+    _forks += 1
+
+
+in_forked_children(_count)

@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outboxio import Outbox
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
+from tests.kit.own_programs import outcome
 from tests.kit.probes import open_transactions
-
-ROOT = Path(__file__).parents[2]
-
-BEGINNING = """
-    import asyncio, json, os, sys, threading
-    from collections import Counter
-    from uuid import uuid4
-    from outboxio import Outbox, Settings
-    from tests.kit.app import Emit, WalletOpened
-    from tests.kit.probes import add_wallet
-
-    outbox = Outbox(sys.argv[1], namespace="app", settings=Settings(pool_timeout="10s", lock_heartbeat="300ms"))
-"""
-
-
-async def outcome(url: str, body: str) -> Any:
-    """The JSON that a program prints. The program has an outbox on the test's database."""
-    code = textwrap.dedent(BEGINNING) + textwrap.dedent(body)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, url, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    async with asyncio.timeout(90):
-        out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    return json.loads(out)
 
 
 @pytest.fixture
@@ -166,46 +136,6 @@ async def test_a_stay_that_a_closed_loop_did_not_leave_is_over(database_url: str
     """)  # fmt: skip
 
     assert succeeded == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-async def test_a_forked_child_has_connections_of_its_own_and_takes_none_from_its_parent(
-    database_url: str, look: Look
-) -> None:
-    result = await outcome(database_url, """
-        import warnings
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
-
-        async def parent():
-            await outbox.migrate()
-            await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(5)))
-            child = os.fork()
-            if child == 0:
-                os._exit(in_child())
-            _, status = await asyncio.to_thread(os.waitpid, child, 0)
-            async with asyncio.timeout(20):
-                await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(20, 25)))
-                counted = (await outbox.admin.counts())["undelivered"]
-            await outbox.close()
-            return status, counted
-
-        def in_child():
-            try:
-                asyncio.run(asyncio.wait_for(act(), 20))
-            except BaseException as error:
-                sys.stderr.write(repr(error))
-                return 1
-            return 0
-
-        async def act():
-            await asyncio.gather(*(outbox.executor.execute(Emit((n,))) for n in range(10, 15)))
-            await outbox.close()
-
-        print(json.dumps(asyncio.run(parent())))
-    """)  # fmt: skip
-
-    assert result == [0, 15]
-    assert len(await look.events()) == 15
 
 
 def test_in_memory_a_stay_that_a_closed_loop_did_not_leave_is_over_too() -> None:

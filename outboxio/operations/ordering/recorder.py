@@ -18,7 +18,7 @@ from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
 from outboxio.operations.admin_shards import AdminShard, AdminShards
 from outboxio.operations.orders import given_stored
-from outboxio.support.ids import uuid7
+from outboxio.support.ids import ProcessName, uuid7
 from outboxio.support.log import log_of, type_name
 from outboxio.support.text import briefly
 
@@ -74,13 +74,18 @@ Change = Callable[[AdminShard], Awaitable[int | Numbers]]
 class Recorder:
     """Carries orders out and records them."""
 
-    def __init__(self, namespace: str, shards: AdminShards, worker: str, by: By, redact: Redact) -> None:
-        """``worker``: the name of this process in ``operations``."""
-        self.worker = worker
+    def __init__(self, namespace: str, shards: AdminShards, process: ProcessName, by: By, redact: Redact) -> None:
+        """``process``: the name of this process in ``operations``."""
+        self._process = process
         self.by = by
         self._namespace = namespace
         self._shards = shards
         self._redact = redact
+
+    @property
+    def worker(self) -> str:
+        """The name of this process in ``operations``."""
+        return self._process.text
 
     def order(self, kind: str, request: Mapping[str, object], actor: object, reason: object) -> Order:
         """An order with checked texts. Raises :class:`ConfigurationError` for a text that cannot be stored."""

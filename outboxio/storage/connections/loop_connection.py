@@ -64,16 +64,13 @@ class BaseLoopConnection(ABC):
         self._guard = guard
         self._keeps = keeps
         self._writes = writes
-        self._failures = 0
-        self._is_suspect = False
-        self._connection: Any = None
-        self._turn = asyncio.Lock()
+        self._begin_anew()
         guard.when_taken_over(self._begin_anew)
 
-    def _begin_anew(self) -> object:
-        left, self._connection, self._turn = self._connection, None, asyncio.Lock()
+    def _begin_anew(self) -> None:
+        self._connection: Any = None
+        self._turn = asyncio.Lock()
         self._failures, self._is_suspect = 0, False
-        return left
 
     # --- what a dialect adds -------------------------------------------------------------------
 

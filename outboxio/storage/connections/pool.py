@@ -66,12 +66,11 @@ class Pool:
         self._where = where
         self._timeout = timeout
         self._largest = largest
-        self._opened: dict[Any, float] = {}
         self._begin_anew()
         guard.when_taken_over(self._begin_anew)
 
-    def _begin_anew(self) -> object:
-        left, self._opened = self._opened, {}
+    def _begin_anew(self) -> None:
+        self._opened: dict[Any, float] = {}
         self._idle: list[tuple[float, Any]] = []
         self._used: dict[Any, float] = {}  # each with the moment of its checkout
         self._opening: set[_Permit] = set()
@@ -81,7 +80,6 @@ class Pool:
         self._trusted_since = float("-inf")
         self._all_back = asyncio.Event()
         self._is_closing = False
-        return left
 
     @property
     def used(self) -> Collection[Any]:

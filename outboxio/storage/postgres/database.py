@@ -138,10 +138,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
 
     reading = session
 
-    def _begin_anew(self) -> object:
+    def _begin_anew(self) -> None:
         """Start with an empty time limit on the new event loop."""
         self._answer_limit = TimeLimit(self._limits.statement_timeout)
-        return None
 
     def wrap(self, connection: Any) -> PostgresSession | None:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)

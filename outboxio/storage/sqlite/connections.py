@@ -64,7 +64,7 @@ class Connections:
         """Connections on which the application reads, of a database in a file."""
         guard.when_taken_over(self._begin_anew)
 
-    def _begin_anew(self) -> object:
+    def _begin_anew(self) -> None:
         """Roll back the open transaction of the former event loop, and refuse the session of that transaction."""
         self.writer = self.writer.successor()
         self.turn = self._new_turn()
@@ -72,7 +72,6 @@ class Connections:
             self._reader = self._inspector = self.writer
         else:
             self._reader, self._inspector = self._reader.successor(), self._inspector.successor()
-        return None
 
     @property
     def in_use(self) -> int:

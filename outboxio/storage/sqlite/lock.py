@@ -31,6 +31,7 @@ from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
 from outboxio.support.clock import utc_now
+from outboxio.support.ids import in_forked_children
 
 RAISE_TERMS = """
 INSERT INTO eventlog_leases (name, term, owner, acquired_date, released_term)
@@ -251,8 +252,7 @@ def _close_in_child() -> None:
         file.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+in_forked_children(_close_in_child)
 
 
 # --- in memory -----------------------------------------------------------------------------------

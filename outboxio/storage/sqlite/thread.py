@@ -7,7 +7,6 @@ ROLLBACK after a cancelled statement finds the connection as the statement has l
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import threading
 import weakref
@@ -34,7 +33,6 @@ class ThreadConnection:
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
         self._jobs: _Jobs | None = None
-        self._process = 0
         self.is_left = False
         """True if a new event loop has taken the connection over."""
         self._when_forgotten: weakref.finalize[..., ThreadConnection]
@@ -76,7 +74,7 @@ class ThreadConnection:
         """
         self.is_left = True
         successor = ThreadConnection(self._connect)
-        if self._jobs is not None and self._process == os.getpid():  # threads do not survive a fork
+        if self._jobs is not None:
             jobs = self._leave()
             assert jobs is not None
             successor._take_over(jobs)
@@ -98,7 +96,7 @@ class ThreadConnection:
         return jobs
 
     def _take_over(self, jobs: _Jobs) -> None:
-        self._jobs, self._process = jobs, os.getpid()
+        self._jobs = jobs
         self._when_forgotten = weakref.finalize(self, jobs.put, (None, _ignore))
         self._when_forgotten.atexit = False
 
