@@ -73,7 +73,7 @@ class JobRunner:
         limit = asyncio.timeout(self.timeout_of(spec))
         try:
             async with limit:
-                await self.perform(run)
+                await self._perform(run, limit)
             if not spec.is_transactional:
                 await self._end(run, "SUCCEEDED")
         except asyncio.CancelledError:
@@ -81,17 +81,25 @@ class JobRunner:
             raise
         except RunRefused:
             self._was_taken_over(run)
+        except TimeoutError as error:
+            is_over = limit.expired()
+            await self._end(run, "TIMED_OUT" if is_over else "FAILED", self._timed_out(spec) if is_over else error)
         except Exception as error:
             await self._end(run, "TIMED_OUT" if limit.expired() else "FAILED", error)
 
-    async def perform(self, run: Started) -> None:
+    async def _perform(self, run: Started, limit: asyncio.Timeout) -> None:
         """Call the function; with a transaction, the record of the run commits together with the function's effects."""
         if run.spec.is_transactional:
-            await self._perform_in_transaction(run)
-        else:
-            await run.spec.call(Job(run.spec.name, run.moment, run.attempt, self._stopping))
+            await self._perform_in_transaction(run, limit)
+            return
+        await run.spec.call(Job(run.spec.name, run.moment, run.attempt, self._stopping))
+        if limit.expired():  # the function has ignored the cancellation
+            raise self._timed_out(run.spec)
 
-    async def _perform_in_transaction(self, run: Started) -> None:
+    def _timed_out(self, spec: JobSpec) -> TimeoutError:
+        return TimeoutError(f"job {spec.name!r} ran longer than its timeout of {self.timeout_of(spec):g} s")
+
+    async def _perform_in_transaction(self, run: Started, limit: asyncio.Timeout) -> None:
         setup, spec = self._setup, run.spec
         record = setup.emitter.action(
             setup.namespace, setup.clock(), f"job {spec.name}"[:255], {}, action_id=uuid7(), cause=None,
@@ -106,6 +114,8 @@ class JobRunner:
                 await tx.flush()
                 tx.close()
                 tx.require_open("a statement on tx.connection")
+                if limit.expired():
+                    raise self._timed_out(spec)
                 if tx.events:
                     await tx.write(record.completed(setup.clock()), tx.events)
                 if run.term and not await self._table.write_in(session, END, *self._end_of(run, "SUCCEEDED", None)):

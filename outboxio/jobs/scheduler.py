@@ -28,6 +28,7 @@ AHEAD = timedelta(seconds=1)  # jobs that are due so soon give the next pause
 GRACE = timedelta(seconds=30)  # after its timeout, a run of a process with different jobs counts as interrupted
 STUCK = 10.0  # seconds after the timeout
 SHORTEST_PAUSE = 0.002
+DECLARED_AGAIN = timedelta(minutes=1)  # an operator may have removed a row
 
 
 class JobScheduler:
@@ -47,7 +48,7 @@ class JobScheduler:
         self._holds = holds
         self._wake = wake
         self._lease: Lease | None = None
-        self._declared = 0
+        self._declared: tuple[int, datetime] | None = None
         self._pause = AHEAD.total_seconds()
         self._ending: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -70,9 +71,9 @@ class JobScheduler:
         if lease is None or not self._holds_lock():
             return RoundResult(0)
         now = self._setup.clock()
-        if self._declared != lease.term:
+        if self._declared is None or self._declared[0] != lease.term or now - self._declared[1] >= DECLARED_AGAIN:
             await self._declare(lease, now)
-            self._declared = lease.term
+            self._declared = lease.term, now
         started, rows = 0, await self._table.due(now + AHEAD)
         for row in rows:
             if row.name not in self._jobs or row.name in self._running:

@@ -7,7 +7,7 @@ from datetime import datetime
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.job import JobRow
 from outboxio.operations.admin_base import AdminBase
-from outboxio.storage.job_table import ORDER, ORDER_IS_DUE, PAUSE, UNPAUSE, JobTable
+from outboxio.storage.job_table import ORDER, PAUSE, REMOVE, UNPAUSE, JobTable
 from outboxio.support.text import briefly
 
 
@@ -53,8 +53,21 @@ class JobOrders(AdminBase):
             await outbox.admin.run_job_now("close-day")
         """
         table, now = await self._table_for(name)
-        await table.write(ORDER, now, self._namespace, name)
-        await table.write(ORDER_IS_DUE, now, self._namespace, name)
+        await table.write(ORDER, now, now, self._namespace, name)
+
+    async def remove_job(self, name: str) -> None:
+        """Remove the row of a job that no process has any more, with its counts and its pause.
+
+        A process that has the job, and runs, inserts a new row within about a minute. Raises
+        :class:`ConfigurationError` while the job runs.
+
+        Example::
+
+            await outbox.admin.remove_job("old-report")
+        """
+        table, now = await self._table_for(name)
+        if not await table.write(REMOVE, self._namespace, name, now):
+            raise ConfigurationError(f"job {name!r} runs now, and keeps its row: remove the job after the run")
 
     def _job_table(self) -> tuple[JobTable, str]:
         shard = next(iter(self._setup.shards))

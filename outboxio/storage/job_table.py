@@ -21,6 +21,12 @@ _COLUMNS = ", ".join("job_name" if name == "name" else name for name in JobRow._
 
 ALL = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = ? ORDER BY job_name"
 
+# The rows in which the rules of the verdict may find a fault.
+FAULTY = f"""
+SELECT {_COLUMNS} FROM eventlog.jobs
+WHERE namespace = ? AND (due_date <= ? OR result <> 'SUCCEEDED' OR paused_date IS NOT NULL) ORDER BY job_name
+"""
+
 DUE = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = ? AND due_date <= ? ORDER BY due_date"
 
 # The row of a job that a different process has inserted meanwhile stays.
@@ -62,8 +68,15 @@ WHERE namespace = ? AND job_name = ? AND term = ? AND state = 'RUNNING'
 
 PAUSE = "UPDATE eventlog.jobs SET paused_date = ? WHERE namespace = ? AND job_name = ? AND paused_date IS NULL"
 UNPAUSE = "UPDATE eventlog.jobs SET paused_date = NULL WHERE namespace = ? AND job_name = ? AND paused_date IS NOT NULL"
-ORDER = "UPDATE eventlog.jobs SET ordered_date = ? WHERE namespace = ? AND job_name = ?"
-ORDER_IS_DUE = "UPDATE eventlog.jobs SET due_date = ? WHERE namespace = ? AND job_name = ? AND state <> 'RUNNING'"
+
+# The due date of a run under way stays: the date says when the run must have ended. END then makes the order due.
+ORDER = """
+UPDATE eventlog.jobs SET ordered_date = ?, due_date = CASE WHEN state = 'RUNNING' THEN due_date ELSE ? END
+WHERE namespace = ? AND job_name = ?
+"""
+
+# A run that goes on keeps the row. A run that must have ended long ago has no process, or does not end.
+REMOVE = "DELETE FROM eventlog.jobs WHERE namespace = ? AND job_name = ? AND (state <> 'RUNNING' OR due_date <= ?)"
 
 
 class JobTable:
@@ -77,6 +90,10 @@ class JobTable:
     async def all(self) -> list[JobRow]:
         """All jobs, by name."""
         return await self._read(ALL, self._namespace)
+
+    async def faulty(self, now: datetime) -> list[JobRow]:
+        """The jobs that are due, whose last run did not succeed, or that are paused, by name."""
+        return await self._read(FAULTY, self._namespace, now)
 
     async def due(self, until: datetime) -> list[JobRow]:
         """The jobs that are due at ``until``, the first first."""

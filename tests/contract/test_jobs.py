@@ -34,7 +34,7 @@ async def until(outbox: Outbox, holds: Callable[[JobRow], bool], name: str = "ti
         found = await row(outbox, name)
         return found is not None and holds(found)
 
-    await eventually(looks, timeout=20)
+    await eventually(looks, timeout=60)
     assert found is not None
     return found
 
@@ -112,6 +112,35 @@ async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, c
         clock.advance(MINUTE)
         found = await until(outbox, lambda job: job.failed == 1)
     assert found.result == "TIMED_OUT"
+    assert str(found.error).startswith("TimeoutError: job 'tick' ran longer than its timeout of 0.05 s")
+
+
+async def test_a_run_that_returns_after_its_cancellation_has_failed_and_its_transaction_is_rolled_back(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox = await make_outbox(clock=clock)
+
+    async def ignores() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return
+
+    @outbox.job("tick", every=MINUTE, timeout="50ms")
+    async def tick() -> None:
+        await ignores()
+
+    @outbox.job("tock", every=MINUTE, timeout="50ms")
+    async def tock(tx: Transaction) -> None:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
+        await ignores()
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        for name in ("tick", "tock"):
+            assert (await until(outbox, lambda job: job.failed == 1, name)).result == "TIMED_OUT"
+    assert await outbox.admin.payloads(["MoneyDeposited"]) == []
 
 
 async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
@@ -138,6 +167,53 @@ async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox
         await outbox.admin.pause_job("tock")
 
 
+async def test_an_order_during_a_run_lets_the_run_end_and_runs_the_job_again(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox, begun, free = await make_outbox(clock=clock), list[datetime](), asyncio.Event()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick(job: Job) -> None:
+        begun.append(job.moment)
+        await free.wait()
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        before = await until(outbox, lambda job: job.state == "RUNNING")
+        await outbox.admin.run_job_now("tick")
+        ordered = await until(outbox, lambda job: job.ordered_date is not None)
+        assert (ordered.state, ordered.due_date, ordered.term) == ("RUNNING", before.due_date, before.term)
+        free.set()
+        done = await until(outbox, lambda job: job.succeeded == 2)
+    assert (begun, done.ordered_date, done.next_date) == ([NOON + MINUTE] * 2, None, NOON + 2 * MINUTE)
+
+
+async def test_the_row_of_a_job_without_a_process_is_removed_and_a_process_inserts_its_row_anew(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox, free = await make_outbox(clock=clock), asyncio.Event()
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick() -> None:
+        await free.wait()
+
+    async with outbox.running():
+        await declared(outbox)
+        clock.advance(MINUTE)
+        await until(outbox, lambda job: job.state == "RUNNING")
+        with pytest.raises(ConfigurationError, match="job 'tick' runs now, and keeps its row"):
+            await outbox.admin.remove_job("tick")
+        free.set()
+        await until(outbox, lambda job: job.succeeded == 1)
+        await outbox.admin.remove_job("tick")
+        assert await outbox.admin.jobs() == []
+        clock.advance(MINUTE)
+        assert (await declared(outbox)).succeeded == 0
+    await outbox.admin.remove_job("tick")
+    assert await outbox.admin.jobs() == []
+
+
 async def test_the_command_line_lists_jobs_and_gives_orders(
     make_outbox: MakeOutbox, clock: MovableClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,13 +225,13 @@ async def test_the_command_line_lists_jobs_and_gives_orders(
 
     async with outbox.running():
         await declared(outbox)
-        await jobs_command(outbox, "tick", None, "tick", as_json=False)
+        await jobs_command(outbox, "tick", None, "tick", None, as_json=False)
         await until(outbox, lambda job: job.failed == 1)
         capsys.readouterr()
-        await jobs_command(outbox, None, None, None, as_json=False)
+        await jobs_command(outbox, None, None, None, None, as_json=False)
         told = capsys.readouterr().out
         assert all(word in told for word in ("tick", "every 60 s", "PAUSED", "FAILED", "ValueError: no mail server"))
-        await jobs_command(outbox, None, "tick", None, as_json=True)
+        await jobs_command(outbox, None, "tick", None, None, as_json=True)
         assert '"paused_date": null' in capsys.readouterr().out
 
 

@@ -22,6 +22,7 @@ from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.storage.protocols import HandlerMinute, InstanceReport
 from outboxio.support.clock import utc_now
 from outboxio.testing import MovableClock
+from tests.contract import test_job_verdicts
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.dashboards import browser
 from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of
@@ -136,7 +137,7 @@ async def test_an_overview_is_read_once_a_second_for_all_callers(
 
 
 async def test_every_rule_has_a_test_here() -> None:
-    tests = {name for name in globals() if name.startswith("test_rule_")}
+    tests = {name for name in (*globals(), *vars(test_job_verdicts)) if name.startswith("test_rule_")}
     assert {f"test_rule_{name}" for name in RULE_NAMES} == tests
 
 

@@ -11,9 +11,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from outboxio import Outbox, Received, RightsMissing
+from outboxio.model.operating.job import JobRow
+from outboxio.storage.job_table import JobTable
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.inside import database_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "operate" / "security.md"
 HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
@@ -139,10 +142,15 @@ async def test_a_worker_does_all_but_change_the_tables(open_as: Open, rows: Look
                 await tx.execute(statement)
 
 
-async def test_an_operator_looks_and_puts_right_and_adds_no_events(open_as: Open, owner: Outbox) -> None:
+async def test_an_operator_looks_and_puts_right_and_adds_no_events(
+    open_as: Open, owner: Outbox, clock: MovableClock
+) -> None:
     owner.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     await owner.executor.execute(Emit((1, 2)))
     await owner.drain()
+    await JobTable("app", database_of(owner)).insert(
+        [JobRow("tick", "every 60 s", "WAITING", clock.now(), clock.now())]
+    )
     operator = open_as("app_operator")
     await operator.check()
 
@@ -158,6 +166,10 @@ async def test_an_operator_looks_and_puts_right_and_adds_no_events(open_as: Open
     assert [one.number for one in await operator.admin.partitions("first", 4)] == [4]
     assert await operator.admin.instances() == []
     assert await operator.admin.unsubscribe("first") == 1
+    assert await operator.admin.pause_job("tick")
+    assert await operator.admin.unpause_job("tick")
+    await operator.admin.run_job_now("tick")
+    await operator.admin.remove_job("tick")
     await refused([lambda: operator.executor.execute(Emit((3,))), operator.admin.purge])
 
 

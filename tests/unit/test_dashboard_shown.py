@@ -181,6 +181,16 @@ async def test_the_sentence_of_a_failing_handler_ends_before_the_message() -> No
     assert told.verdict == ["`a: b` fails 92% of 12 runs of the last 5 minutes."]
 
 
+async def test_the_sentence_of_a_failing_job_ends_before_the_message() -> None:
+    sentence = "Job `a: b` ended FAILED 14 min ago, after 3 attempts: ConnectionError: secret: more."
+    failing = Finding(rule="job_failing", level="degraded", sentence=sentence, remedy="", job="a: b", shard="x")
+    async with memory_outbox() as outbox:
+        overview = await outbox.admin.overview()
+    told = without_messages(replace(overview, findings=(failing,)))
+
+    assert told.verdict == ["Job `a: b` ended FAILED 14 min ago, after 3 attempts."]
+
+
 async def test_handlers_in_order_are_folded_below_handlers_with_a_finding() -> None:
     async with memory_outbox() as outbox:
         await filled(outbox)

@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from outboxio.model.operating.job import JobRow
 from outboxio.operations.overview.facts import (
     Facts,
     FailedOperation,
@@ -59,6 +60,20 @@ def shard(*handlers: HandlerFacts, **facts: Any) -> ShardFacts:
 
 def overview(*shards: ShardFacts) -> Overview:
     return overview_of(Facts(namespace="app", shards=shards))
+
+
+def job(**row: Any) -> JobRow:
+    """A job that waits for its next moment."""
+    next_date = NOW + timedelta(minutes=5)
+    return JobRow(**{
+        "name": "close-day", "schedule": "every 300 s", "state": "WAITING", "next_date": next_date,
+        "due_date": next_date, "attempts": 1, "instance": WORKER, "started_date": ago(minutes=14),
+        "finished_date": ago(minutes=14), "result": "SUCCEEDED", **row,
+    })  # fmt: skip
+
+
+FAILED = {"result": "FAILED", "attempts": 3, "error": "ValueError: no mail server\nFile mail.py"}
+RUNS = {"state": "RUNNING", "due_date": NOW + timedelta(seconds=50), "started_date": ago(seconds=40)}
 
 
 def told(facts: ShardFacts) -> list[tuple[str, str]]:
@@ -117,6 +132,14 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
         shard(instances=[instance(handlers={"ledger": HandlerReport(rest=RestReport(ago(seconds=40), "away"))})]),
         "`ledger` has rested for 40 s in process host-a:7:c0ffee: away.",
     ),
+    "job_late": (
+        shard(jobs=[job(due_date=ago(minutes=9), **FAILED)]),
+        "Job `close-day` is late: the job has been due for 9 min, and no process runs the job.",
+    ),
+    "job_failing": (
+        shard(jobs=[job(**FAILED)]),
+        "Job `close-day` ended FAILED 14 min ago, after 3 attempts: ValueError: no mail server.",
+    ),
     "new_dead": (
         shard(handler(dead=9, dead_hour=3, newest_dead=ago(minutes=4))),
         "3 notifications of `ledger` ended DEAD or EXPIRED within the last hour, the last 4 min ago.",
@@ -128,6 +151,11 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     "stuck_runs": (
         shard(instances=[instance(handlers={"ledger": HandlerReport(stuck=1)})]),
         "1 run of `ledger` is stuck in process host-a:7:c0ffee.",
+    ),
+    "job_stuck": (
+        shard(jobs=[job(**{**RUNS, "due_date": ago(seconds=11), "started_date": ago(minutes=3)})]),
+        "Job `close-day` does not end in process host-a:7:c0ffee: the run began 3 min ago, and goes on after its "
+        "cancellation.",
     ),
     "unroutable": (
         shard(unroutable={"old-name": 12}), "12 notifications of `old-name` wait, and no process has such a handler.",
@@ -188,6 +216,15 @@ HEALTHY = {
     "events for other tools": shard(handlers=(), undelivered={"Paid": Waiting(9, ago(days=1))}),
     "a partition without a holder, without work": shard(
         handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)])
+    ),
+    "a job that waits, and a job that has not run yet": shard(jobs=[job(), job(result=None, finished_date=None)]),
+    "a job that is due for a moment": shard(jobs=[job(due_date=ago(seconds=59))]),
+    "a job that runs": shard(jobs=[job(**RUNS)]),
+    "a job between two attempts": shard(jobs=[job(**{**FAILED, "state": "RETRYING"})]),
+    "the second attempt of a job": shard(jobs=[job(**{**FAILED, **RUNS, "attempts": 2})]),
+    "a run that has just been cancelled": shard(jobs=[job(**{**RUNS, "due_date": ago(seconds=9)})]),
+    "a job that an operator has paused": shard(
+        jobs=[job(**FAILED, due_date=ago(minutes=9), paused_date=ago(hours=23))]
     ),
     "contract files that wait": shard(pending=("0008_contract.sql",)),
 }
@@ -275,3 +312,38 @@ def test_durations_and_numbers_are_as_exact_as_a_person_needs() -> None:
     ]  # fmt: skip
     assert [counted(number) for number in (0, 9999, MOST, MOST + 1)] == ["0", "9,999", "10,000+", "10,000+"]
     assert listed(["a", "b", "c", "d", "e"]) == "`a`, `b`, `c` and 2 more"
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_follows_a_failed_run_leaves_the_failure_told_without_the_attempts_of_the_new_run() -> None:
+    [(rule, sentence)] = told(shard(jobs=[job(**{**FAILED, **RUNS, "attempts": 1})]))
+    assert (rule, sentence) == (
+        "job_failing", "Job `close-day` ended FAILED 14 min ago: ValueError: no mail server.",
+    )  # fmt: skip
+
+
+def test_the_run_of_a_process_that_is_gone_is_late_and_not_stuck() -> None:
+    gone = job(**{**RUNS, "due_date": ago(minutes=2), "instance": "host-b:9:dead"})
+    assert told(shard(jobs=[gone])) == [
+        ("job_late", "Job `close-day` is late: process host-b:9:dead ended during the run, and no process took over.")
+    ]
+
+
+def test_a_paused_job_with_an_order_to_run_is_late() -> None:
+    [(rule, _)] = told(
+        shard(jobs=[job(due_date=ago(minutes=9), paused_date=ago(hours=1), ordered_date=ago(minutes=9))])
+    )
+    assert rule == "job_late"
+
+
+def test_late_jobs_without_any_process_are_told_as_the_missing_process() -> None:
+    facts = shard(handlers=(), instances=[], jobs=[job(due_date=ago(minutes=9))])
+    assert told(facts) == [("no_instance", "No process works: events, notifications and jobs wait.")]
+
+
+def test_a_job_that_has_been_paused_for_long_is_told() -> None:
+    assert told(shard(jobs=[job(paused_date=ago(days=2))])) == [
+        ("paused_long", "Job `close-day` has been paused for 2 days.")
+    ]

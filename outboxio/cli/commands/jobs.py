@@ -9,7 +9,9 @@ from outboxio.cli.shown import moment
 from outboxio.outbox import Outbox
 
 
-async def jobs(outbox: Outbox, pause: str | None, unpause: str | None, run: str | None, *, as_json: bool) -> Exit:
+async def jobs(
+    outbox: Outbox, pause: str | None, unpause: str | None, run: str | None, remove: str | None, *, as_json: bool
+) -> Exit:
     """Carry out the orders, and print the jobs as they are then."""
     admin = admin_of(outbox)
     if pause is not None:
@@ -18,6 +20,8 @@ async def jobs(outbox: Outbox, pause: str | None, unpause: str | None, run: str 
         await admin.unpause_job(unpause)
     if run is not None:
         await admin.run_job_now(run)
+    if remove is not None:
+        await admin.remove_job(remove)
     found = await admin.jobs()
     if as_json:
         say_json(found)

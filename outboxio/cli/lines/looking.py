@@ -256,9 +256,10 @@ def jobs(
     pause: Annotated[str | None, _job("Start no run of this job, in any process.")] = None,
     unpause: Annotated[str | None, _job("End the pause of this job.")] = None,
     run: Annotated[str | None, _job("Run this job now.")] = None,
+    remove: Annotated[str | None, _job("Remove the row of this job, which no process has any more.")] = None,
 ) -> None:
     """List the jobs, each with the next moment and the result of the last run."""
-    _look(common, target, jobs_command.jobs, pause, unpause, run)
+    _look(common, target, jobs_command.jobs, pause, unpause, run, remove)
 
 
 def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:

@@ -73,6 +73,9 @@ MENDS: Mapping[str, Mend] = {
     "paused_long": Mend("handler", "See the handler", by_handler=True),
     "clock_off": Mend("instances", "Instances"),
     "operation_failed": Mend("operations", "Operations"),
+    "job_late": Mend("instances", "Instances"),
+    "job_failing": Mend("instances", "Instances"),
+    "job_stuck": Mend("instances", "Instances"),
 }
 """The page that mends a finding, by the name of the rule."""
 
@@ -119,9 +122,12 @@ def without_messages(found: Overview) -> Overview:
 
 
 def _without_message(finding: Finding) -> Finding:
-    if finding.rule != "handler_failing" or finding.handler is None:
+    if finding.rule == "handler_failing":
+        name = f"`{finding.handler}`"
+    elif finding.rule == "job_failing":
+        name = f"Job `{finding.job}`"
+    else:
         return finding
-    name = f"`{finding.handler}`"
     figures, _, _ = finding.sentence.removeprefix(name).partition(":")
     return replace(finding, sentence=f"{name}{figures.rstrip('.')}.")
 

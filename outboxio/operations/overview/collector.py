@@ -26,8 +26,10 @@ from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, In
 from outboxio.operations.overview.readings import KnownHandlers, Readings, alert_ages, instance_facts, lock_facts
 from outboxio.operations.overview.rules import FAILING_RUNS, FAILING_SHARE, failures
 from outboxio.operations.overview.values import MOST
+from outboxio.operations.overview.wording import brief
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
+from outboxio.storage.job_table import JobTable
 from outboxio.storage.protocols import Announced
 from outboxio.support.clock import utc_now
 from outboxio.support.text import without_passwords
@@ -39,7 +41,6 @@ MOST_KEYS = 100
 _INSTANCES_FOR = timedelta(minutes=10)  # the time for which a dead process is shown
 _OPERATIONS = 20
 _UNOWNED_FOR = timedelta(seconds=5)
-_LONGEST_ERROR = 120
 
 _FAILURES = (State.FAILED, State.DEAD, State.EXPIRED, State.DYING)
 
@@ -56,6 +57,7 @@ class Collector:
         self._settings = settings
         self._handlers = handlers
         self._redact = redact
+        self._jobs = JobTable(namespace, one.database)
         self._checked_at = float("-inf")
         self._pending: Sequence[str] = ()
 
@@ -73,7 +75,7 @@ class Collector:
             if self._database.lacks_schema(error):
                 facts = self._without(schema=f"{error}. Tables or columns are missing")
             elif isinstance(error, DatabaseUnavailable) or self._database.is_unreachable(error):
-                facts = self._without(error=_brief(without_passwords(str(error) or type(error).__name__)))
+                facts = self._without(error=brief(without_passwords(str(error) or type(error).__name__)))
             else:
                 raise
         return replace(facts, took=time.monotonic() - began)
@@ -94,6 +96,7 @@ class Collector:
             fanout=await self._fanout(instances, now), undelivered=undelivered,
             unroutable=await self._unroutable(known, now), instances=instances,
             failed_operations=await self._failed_operations(now),
+            jobs=await self._jobs.faulty(now),
         )  # fmt: skip
         return replace(facts, handlers=[await self._with_error(facts, one) for one in handlers])
 
@@ -177,7 +180,7 @@ class Collector:
             return handler
         search = Search(states=_FAILURES, names=(handler.name, *handler.aliases))
         errors = (await self._database.search.last_errors(self._namespace, search, 1)).rows
-        told = _brief(self._redact(f"{errors[0].type}: {errors[0].message}")) if errors else None
+        told = brief(self._redact(f"{errors[0].type}: {errors[0].message}")) if errors else None
         return replace(handler, last_error=told)
 
     async def _unroutable(self, known: KnownHandlers, now: datetime) -> dict[str, int]:
@@ -196,12 +199,7 @@ class Collector:
     async def _failed_operations(self, now: datetime) -> list[FailedOperation]:
         newest = await self._database.operations.select(self._namespace, _OPERATIONS, None)
         return [
-            FailedOperation(one.kind, one.actor, _brief(one.error or "no reason is known"), str(one.id))
+            FailedOperation(one.kind, one.actor, brief(one.error or "no reason is known"), str(one.id))
             for one in newest
             if one.state is OperationState.FAILED and one.updated_date > now - HOUR
         ]
-
-
-def _brief(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from msgspec import Struct
 
 from outboxio.handlers.options import ALERT_AGE
+from outboxio.model.operating.job import JobRow
 from outboxio.operations.overview.values import StuckRunStatus
 from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
 
@@ -142,6 +143,8 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     """Unfinished notifications by a handler name that no process has."""
     instances: Sequence[InstanceFacts] = ()
     failed_operations: Sequence[FailedOperation] = ()
+    jobs: Sequence[JobRow] = ()
+    """The jobs that are due, whose last run did not succeed, or that are paused. The first shard keeps the jobs."""
     took: float = 0.0
 
     @property

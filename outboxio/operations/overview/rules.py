@@ -10,8 +10,11 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
+from msgspec.structs import replace
+
 from outboxio.handlers.subscription import LONGEST_UNSEEN
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, ShardFacts
+from outboxio.operations.overview.job_rules import job_failing, job_late, job_stuck, late_jobs
 from outboxio.operations.overview.values import Finding, Level
 from outboxio.operations.overview.wording import counted, listed, of, past, spoken, waiting
 
@@ -50,13 +53,15 @@ def schema_behind(facts: ShardFacts) -> Iterator[Finding]:
 
 
 def no_instance(facts: ShardFacts) -> Iterator[Finding]:
-    """No process is in ``running()``, although handlers or events are there."""
-    has_work = facts.undelivered or any(handler.last_seen is not None for handler in facts.handlers)
+    """No process is in ``running()``, although handlers, events or due jobs are there."""
+    late = late_jobs(facts)
+    has_work = late or facts.undelivered or any(handler.last_seen is not None for handler in facts.handlers)
     if not facts.is_known or not has_work or any(instance.is_alive for instance in facts.instances):
         return
     seen = max((instance.last_seen for instance in facts.instances), default=None)
     when = "" if seen is None else f", and the last was seen {past(facts.age(seen))}"
-    sentence = f"No process works{when}: events and notifications wait."
+    what = "events, notifications and jobs" if late else "events and notifications"
+    sentence = f"No process works{when}: {what} wait."
     yield _finding(facts, "no_instance", sentence, "outboxio worker module:outbox", level="down")
 
 
@@ -204,12 +209,17 @@ def event_without_handler(facts: ShardFacts) -> Iterator[Finding]:
 
 
 def paused_long(facts: ShardFacts) -> Iterator[Finding]:
-    """A handler has been paused for more than a day."""
+    """A handler or a job has been paused for more than a day."""
     for handler in facts.handlers:
         if handler.paused_since is not None and facts.age(handler.paused_since) > PAUSED_LONG.total_seconds():
             age = spoken(facts.age(handler.paused_since))
             sentence = f"`{handler.name}` has been paused for {age}, {counted(handler.due)} waiting."
             yield _finding(facts, "paused_long", sentence, f"outboxio unpause {_word(handler.name)}", handler)
+    for job in facts.jobs:
+        if job.paused_date is not None and facts.age(job.paused_date) > PAUSED_LONG.total_seconds():
+            sentence = f"Job `{job.name}` has been paused for {spoken(facts.age(job.paused_date))}."
+            finding = _finding(facts, "paused_long", sentence, f"outboxio jobs --unpause {_word(job.name)}")
+            yield replace(finding, job=job.name)
 
 
 def operation_failed(facts: ShardFacts) -> Iterator[Finding]:
@@ -220,8 +230,8 @@ def operation_failed(facts: ShardFacts) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     shard_unreachable, schema_behind, no_instance, lock_without_holder, fanout_behind, handler_behind, handler_failing,
-    handler_resting, new_dead, parked_keys, stuck_runs, unroutable, event_without_handler, paused_long, clock_off,
-    partition_unowned, operation_failed,
+    handler_resting, job_late, job_failing, new_dead, parked_keys, stuck_runs, job_stuck, unroutable,
+    event_without_handler, paused_long, clock_off, partition_unowned, operation_failed,
 )  # fmt: skip
 """All rules, the worst fault first."""
 

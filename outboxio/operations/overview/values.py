@@ -27,6 +27,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """A command that mends the fault, or that says more."""
     handler: str | None = None
     shard: str | None = None
+    job: str | None = None
 
 
 class HandlerStatus(Struct, frozen=True, kw_only=True):

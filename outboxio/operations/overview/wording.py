@@ -8,6 +8,7 @@ from outboxio.operations.overview.values import MOST
 
 _UNITS = (("s", 60.0), ("min", 60.0), ("h", 24.0))
 _MOST_NAMED = 3
+_LONGEST_ERROR = 120  # characters
 
 
 def counted(number: int, most: int = MOST) -> str:
@@ -41,6 +42,12 @@ def past(seconds: float) -> str:
     if seconds < 1:
         return "just now"
     return f"{seconds:.0f} s ago" if seconds < 10 else f"{spoken(seconds)} ago"
+
+
+def brief(error: str) -> str:
+    """An error in a line of at most 120 characters."""
+    line = " ".join(error.split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."
 
 
 def listed(names: Sequence[str]) -> str:
