@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -33,8 +33,10 @@ DUE = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = ? AND due_date <=
 INSERT = """
 INSERT INTO eventlog.jobs (namespace, job_name, schedule, state, next_date, due_date, term, attempts, lease, lease_term,
   instance, succeeded, failed, missed)
-VALUES (?, ?, ?, 'WAITING', ?, ?, 0, 0, '', 0, '', 0, 0, 0)
+VALUES
 """
+_NEW_ROW = "(?, ?, ?, 'WAITING', ?, ?, 0, 0, '', 0, '', 0, 0, 0)"
+_NEW_ROWS = 100  # rows in a statement
 _KEEPS = {
     "mysql": "ON DUPLICATE KEY UPDATE job_name = job_name",
     "mariadb": "ON DUPLICATE KEY UPDATE job_name = job_name",
@@ -102,21 +104,14 @@ class JobTable:
     async def insert(self, jobs: Sequence[JobRow]) -> None:
         """Insert the rows of new jobs."""
         keeps = _KEEPS.get(self._dialect, "ON CONFLICT DO NOTHING")
-        async with self._database.session() as session:
-            await session.begin()
-            for job in jobs:
-                await self.write_in(
-                    session, INSERT + keeps, self._namespace, job.name, job.schedule, job.next_date, job.due_date
-                )
-            await session.commit()
+        for begin in range(0, len(jobs), _NEW_ROWS):
+            some = jobs[begin : begin + _NEW_ROWS]
+            values = [(self._namespace, job.name, job.schedule, job.next_date, job.due_date) for job in some]
+            await self.write(f"{INSERT}{', '.join([_NEW_ROW] * len(some))} {keeps}", *chain.from_iterable(values))
 
     async def write(self, statement: str, *args: Any) -> bool:
-        """Run a statement of this module in a transaction of its own; True if a row has changed."""
-        async with self._database.session() as session:
-            await session.begin()
-            changed = await self.write_in(session, statement, *args)
-            await session.commit()
-        return changed
+        """Run a statement of this module, which is a transaction by itself; True if a row has changed."""
+        return await self._database.write_alone(self._sql(statement), args) > 0
 
     async def write_in(self, session: Session, statement: str, *args: Any) -> bool:
         """Run a statement of this module in an open transaction; True if a row has changed."""

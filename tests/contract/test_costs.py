@@ -24,7 +24,9 @@ import pytest
 from outboxio import Event, Outbox, Settings, Transaction
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, State
+from outboxio.model.operating.job import JobRow
 from outboxio.model.outcome import Bucket, Lease, Outcome
+from outboxio.storage.job_table import PAUSE, JobTable
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT, UNLESS_MADE, id_head
@@ -461,6 +463,19 @@ async def test_many_inbox_messages_cost_a_fixed_number_of_statements_and_round_t
 
 STARTING = 4.5  # seconds until what it does at the start is done, and it looks once a second
 IDLE = 2.0  # seconds
+
+
+async def test_each_write_of_a_job_is_one_statement_so_that_a_frozen_process_keeps_no_row_locked(
+    wire: Wire, make_outbox: MakeOutbox
+) -> None:
+    outbox = await make_outbox()
+    table = JobTable("app", database_of(outbox))
+    await table.insert([JobRow("first", "every 1s", "WAITING", NOW, NOW)])  # opens the connection
+    with counted(wire) as spent:
+        await table.insert([JobRow(f"job {number}", "every 1s", "WAITING", NOW, NOW) for number in range(3)])
+        assert await table.write(PAUSE, NOW, "app", "job 1")
+
+    assert [text.split()[0] for text in spent.texts] == ["INSERT", "UPDATE"], spent.texts
 
 
 async def test_an_idle_second_costs_a_look_at_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:

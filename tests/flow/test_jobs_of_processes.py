@@ -44,9 +44,7 @@ async def test_no_moment_runs_twice_while_the_holders_are_killed_frozen_and_aske
             last = await next_holder([worker for worker in workers if worker not in (killed, leaver)])
             assert last not in (killed, leaver)
         finally:
-            for worker in workers:
-                if not worker.is_gone:
-                    worker.kill()
+            await asyncio.gather(*(worker.end() for worker in workers))
         moments = [run["moment"] for worker in workers for run in worker.of("run")]
         (row,) = await outbox.admin.jobs()
     assert len(moments) == len(set(moments))
@@ -56,11 +54,12 @@ async def test_no_moment_runs_twice_while_the_holders_are_killed_frozen_and_aske
 async def test_a_killed_run_is_run_again_if_the_retry_policy_allows_a_second_attempt(database_url: str) -> None:
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         first = await start(database_url, hangs=True, attempts=2)
-        ((killed),) = await first.until("run", timeout=60)
-        first.kill()
+        (killed,) = await first.until("run", timeout=60)
+        await first.end()
         second = await start(database_url, attempts=2)
         again = (await second.until("run", timeout=60))[0]
         assert (again["moment"], again["attempt"]) == (killed["moment"], 2)
         await second.leave()
+        await second.end()
         (row,) = await outbox.admin.jobs()
     assert row.failed == 1

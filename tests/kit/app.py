@@ -181,7 +181,7 @@ class Journal:
         """The amounts of the deposits, in the order of the calls."""
         return [int(envelope.event.amount) for envelope in self.envelopes]
 
-    async def calls(self, number: int, timeout: float = 20) -> None:
+    async def calls(self, number: int, timeout: float = 60) -> None:
         """Wait until the handler was called so often."""
         async with self._called, asyncio.timeout(timeout):
             await self._called.wait_for(lambda: len(self.envelopes) >= number)

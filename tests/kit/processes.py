@@ -72,12 +72,12 @@ class Worker:
         """The reports of a kind, with the given details."""
         return [r for r in self.reports if r["what"] == what and all(r.get(k) == v for k, v in like.items())]
 
-    async def until(self, what: str, number: int = 1, timeout: float = 20, **like: Any) -> list[Report]:
+    async def until(self, what: str, number: int = 1, timeout: float = 60, **like: Any) -> list[Report]:
         """Wait until the worker has sent so many such reports, and return them."""
         await self.until_it(lambda: len(self.of(what, **like)) >= number, timeout)
         return self.of(what, **like)
 
-    async def until_it(self, holds: Callable[[], bool], timeout: float = 20) -> None:
+    async def until_it(self, holds: Callable[[], bool], timeout: float = 60) -> None:
         """Wait until a condition on the reports holds."""
         async with self._told:
             with suppress(TimeoutError):

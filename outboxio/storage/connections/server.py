@@ -68,10 +68,12 @@ class ServerDatabase(ABC, Generic[Loop]):
         # Rare statements keep no connection of a given pool from the application, and may run on a standby.
         self._admin = self._loop_connection(keeps=self._given is None, writes=False)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
+        self._jobs = self._loop_connection(keeps=self._given is None)
 
     async def release_loops(self) -> None:
         """Give back the connections of the loops."""
-        await to_the_end(together(loop.close() for loop in (self._fanout, self._find, self._settle, self._admin)))
+        loops = (self._fanout, self._find, self._settle, self._jobs, self._admin)
+        await to_the_end(together(loop.close() for loop in loops))
 
     async def close(self) -> None:
         """Close the watches, the connections of the loops, and the pool."""

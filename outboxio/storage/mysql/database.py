@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from functools import partial
@@ -155,6 +155,9 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         threaded = ThreadedLock(lock, session, heartbeat, longest_block)
         self._connections.locks.add(threaded)
         return threaded
+
+    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
+        return await self._jobs.execute(for_flavours(sql), tuple(args))
 
     async def notify(self, channel: str, payload: str) -> None:
         """Does nothing: MySQL cannot wake processes, so that each process polls."""

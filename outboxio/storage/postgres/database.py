@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import datetime
 from functools import partial
@@ -180,6 +180,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self._lock_session = LockSession(session, threaded)
         self._connections.locks.add(threaded or session)
         return threaded or lock
+
+    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
+        return await self._jobs.execute(sql, *args)
 
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, quoted(payload))

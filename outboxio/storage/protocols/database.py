@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Protocol
@@ -146,6 +147,13 @@ class Database(Protocol):
 
         ``heartbeat``: the seconds between two proofs. ``longest_block``: the seconds for which the event loop may stand
         still without losing the locks, if the session lives in a thread.
+        """
+        ...
+
+    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
+        """Run a statement of a job, which is a transaction by itself; the number of rows that changed.
+
+        A process that freezes keeps no row locked, because no message to the server separates UPDATE and COMMIT.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any
@@ -31,6 +32,7 @@ from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
+from outboxio.storage.sqlite.values import as_parameters
 from outboxio.support.clock import utc_now
 
 OLDEST = (3, 35, 0)
@@ -119,6 +121,9 @@ class SqliteDatabase:
     ) -> SqliteClusterLock:
         """A lock on files. The operating system keeps the lock as long as the process lives, even with a stuck loop."""
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
+
+    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
+        return await self._connections.write(sql, as_parameters(sql, args))
 
     async def notify(self, channel: str, payload: str) -> None:
         """Do nothing: SQLite cannot wake processes, so processes poll."""
