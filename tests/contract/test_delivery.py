@@ -469,7 +469,8 @@ async def test_a_handler_that_ignores_its_cancellation_keeps_no_other_outcome_fr
 ) -> None:
     let_go = asyncio.Event()
 
-    @outbox.handler(MoneyDeposited, name="stuck", delivery="transactional", timeout="100ms")
+    # Time enough for a slow machine to begin the run: a run that is cancelled before it begins is not stuck.
+    @outbox.handler(MoneyDeposited, name="stuck", delivery="transactional", timeout="2s")
     async def handle(envelope: Envelope) -> None:
         while not let_go.is_set():
             try:

@@ -478,8 +478,9 @@ def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
 
 def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
     script = """
-        import asyncio, sys
+        import asyncio, logging, sys
         from outboxio.storage.sqlite.database import SqliteDatabase
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warning about a callback that a busy machine makes slow
         database = SqliteDatabase("main", sys.argv[1])
         asyncio.run(database.schema.migrate())
         asyncio.run(database.schema.check())

@@ -52,6 +52,7 @@ class Kafka:
     def freeze(self) -> None:
         """The broker answers nobody, and its connections stay open."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # the signal stops a busy process some time after the call
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
