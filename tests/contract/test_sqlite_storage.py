@@ -480,7 +480,7 @@ def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
     script = """
         import asyncio, logging, sys
         from outboxio.storage.sqlite.database import SqliteDatabase
-        logging.getLogger("asyncio").setLevel(logging.ERROR)  # no warning about a callback that a busy machine makes slow
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # a busy machine makes callbacks slow
         database = SqliteDatabase("main", sys.argv[1])
         asyncio.run(database.schema.migrate())
         asyncio.run(database.schema.check())
