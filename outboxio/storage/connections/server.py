@@ -72,7 +72,7 @@ class ServerDatabase(ABC, Generic[Loop]):
 
     async def release_loops(self) -> None:
         """Give back the connections of the loops."""
-        loops = (self._fanout, self._find, self._settle, self._jobs, self._admin)
+        loops = (self._fanout, self._find, self._settle, self._admin, self._jobs)
         await to_the_end(together(loop.close() for loop in loops))
 
     async def close(self) -> None:
