@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
-from outboxio.errors import ConfigurationError, Unprocessable
+from outboxio.errors import Unprocessable
 from outboxio.jobs.job import Job, JobSpec
+from outboxio.jobs.watch import JobWatch
 from outboxio.model.emitter import Emitter
 from outboxio.model.error_description import Description
+from outboxio.model.operating.job import JobResult
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
+from outboxio.statistics.jobs import Jobs
 from outboxio.storage.job_table import END, JobTable
 from outboxio.storage.protocols import Database
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of
+from outboxio.telemetry.choice import TelemetryChoice
 from outboxio.transaction import Transaction, roll_back, work_in, work_outside
 
 logger = log_of(__name__)
+
+LEFT = "the process left running() during the run"
 
 
 class RunRefused(Exception):
@@ -53,6 +60,8 @@ class JobSetup(Struct, frozen=True, kw_only=True):
     resources: Any
     committed: Any
     """Called after a commit that wrote events."""
+    statistics: Jobs
+    telemetry: TelemetryChoice
 
 
 class JobRunner:
@@ -69,23 +78,30 @@ class JobRunner:
 
     async def run(self, run: Started) -> None:
         """Run the job, and record the end. An error of the job is recorded and logged."""
-        spec = run.spec
-        limit = asyncio.timeout(self.timeout_of(spec))
-        try:
-            async with limit:
-                await self._perform(run, limit)
-            if not spec.is_transactional:
-                await self._end(run, "SUCCEEDED")
-        except asyncio.CancelledError:
-            await to_the_end(self._end(run, "INTERRUPTED", ConfigurationError("the process left running()")))
-            raise
-        except RunRefused:
-            self._was_taken_over(run)
-        except TimeoutError as error:
-            is_over = limit.expired()
-            await self._end(run, "TIMED_OUT" if is_over else "FAILED", self._timed_out(spec) if is_over else error)
-        except Exception as error:
-            await self._end(run, "TIMED_OUT" if limit.expired() else "FAILED", error)
+        with self._watch(run) as watch:
+            limit = asyncio.timeout(self.timeout_of(run.spec))
+            try:
+                async with limit:
+                    await self._perform(run, limit)
+                await self._succeeded(run, watch)
+            except asyncio.CancelledError as error:
+                await to_the_end(self._end(run, watch, "INTERRUPTED", error))
+                raise
+            except RunRefused:
+                self._was_taken_over(run)
+            except TimeoutError as error:
+                if not limit.expired():
+                    await self._end(run, watch, "FAILED", error)
+                else:
+                    place = (error.__cause__ or error).__traceback__  # the line at which the run was cancelled
+                    await self._end(run, watch, "TIMED_OUT", self._timed_out(run.spec).with_traceback(place))
+            except Exception as error:
+                await self._end(run, watch, "TIMED_OUT" if limit.expired() else "FAILED", error)
+
+    def _watch(self, run: Started) -> JobWatch:
+        setup, name = self._setup, run.spec.name
+        ask = partial(setup.telemetry.chosen.job, setup.namespace, setup.shard, name, run.moment, run.attempt)
+        return JobWatch(setup.statistics.of(name), ask, setup.redact)
 
     async def _perform(self, run: Started, limit: asyncio.Timeout) -> None:
         """Call the function; with a transaction, the record of the run commits together with the function's effects."""
@@ -130,38 +146,47 @@ class JobRunner:
         if tx.events:
             setup.committed(tx.events)
 
-    async def _end(self, run: Started, result: str, error: Exception | None = None) -> None:
+    async def _succeeded(self, run: Started, watch: JobWatch) -> None:
+        """Record a success. That of a function that takes ``tx`` is recorded already."""
+        if run.spec.is_transactional or await self._table.write(END, *self._end_of(run, "SUCCEEDED", None)):
+            watch.ended("SUCCEEDED")
+        else:
+            self._was_taken_over(run)
+
+    async def _end(self, run: Started, watch: JobWatch, result: JobResult, error: BaseException) -> None:
         name = run.spec.name
-        if error is not None and result != "INTERRUPTED":
+        if result != "INTERRUPTED":
             logger.warning(
                 "job %r failed for %s, attempt %d: %s", name, run.moment, run.attempt,
                 Description.of(error, self._setup.redact).message, job=name, attempt=run.attempt, result=result,
             )  # fmt: skip
-        if not await self._table.write(END, *self._end_of(run, result, error)):
+        if await self._table.write(END, *self._end_of(run, result, error)):
+            watch.ended(result, error)
+        else:
             self._was_taken_over(run)
 
-    def _end_of(self, run: Started, result: str, error: Exception | None) -> tuple[Any, ...]:
+    def _end_of(self, run: Started, result: JobResult, error: BaseException | None) -> tuple[Any, ...]:
         """The values of the statement that ends a run."""
         now, spec = self._setup.clock(), run.spec
         most = spec.retry.max_attempts
-        again = error is not None and not isinstance(error, Unprocessable) and (most is None or run.attempt < most)
-        if again and error is not None:
+        state, due = "WAITING", spec.starts_at(run.next_date)
+        if error is not None and not isinstance(error, Unprocessable) and (most is None or run.attempt < most):
             cap = self._setup.settings.handling_max_backoff_cap
-            state, due = "RETRYING", now + spec.retry.wait_after(run.attempt, error, cap)
-        else:
-            state, due = "WAITING", spec.starts_at(run.next_date)
-        text = None if error is None else _words(Description.of(error, self._setup.redact))
+            cause = error if isinstance(error, Exception) else InterruptedError(LEFT)
+            state, due = "RETRYING", now + spec.retry.wait_after(run.attempt, cause, cap)
         return (
-            state, due, now, result, text, int(error is None), int(error is not None),
+            state, due, now, result, self._text_of(error), int(error is None), int(error is not None),
             self._setup.namespace, spec.name, run.term,
         )  # fmt: skip
+
+    def _text_of(self, error: BaseException | None) -> str | None:
+        if error is None or isinstance(error, asyncio.CancelledError):
+            return None if error is None else LEFT
+        told = Description.of(error, self._setup.redact)
+        return f"{told.type}: {told.message}\n{told.traceback}"
 
     def _was_taken_over(self, run: Started) -> None:
         logger.warning(
             "the end of a run of job %r is refused: a different process has taken the run over", run.spec.name,
             job=run.spec.name, term=run.term,
         )  # fmt: skip
-
-
-def _words(description: Description) -> str:
-    return f"{description.type}: {description.message}\n{description.traceback}"

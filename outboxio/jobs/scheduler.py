@@ -43,6 +43,7 @@ class JobScheduler:
         self._instance = instance
         self._table = JobTable(setup.namespace, setup.database)
         self._runner = JobRunner(setup, self._table, stopping)
+        self._statistics = setup.statistics
         self.locks = locks
         """The lock of the jobs of this process; empty if this process runs no job."""
         self._holds = holds
@@ -137,10 +138,11 @@ class JobScheduler:
         else:
             due = Due(row.moment_date or row.next_date, row.attempts + 1, row.next_date)
         if due.moment is None:
-            await self._table.write(
+            if await self._table.write(
                 PASS_OVER, due.next_date, spec.starts_at(due.next_date), due.missed, self._setup.namespace, spec.name,
                 row.term,
-            )  # fmt: skip
+            ):  # fmt: skip
+                self._statistics.of(spec.name).missed += due.missed
             return 0
         return await self._claim(spec, row, due, lease, now)
 
@@ -153,6 +155,7 @@ class JobScheduler:
             due.missed, self._setup.namespace, spec.name, row.term, row.state, lease.name, lease.term,
         )  # fmt: skip
         if claimed:
+            self._statistics.of(spec.name).missed += due.missed
             run = Started(spec, due.moment, due.attempt, row.term + 1, due.next_date)
             task = self._running[spec.name] = asyncio.create_task(
                 self._runner.run(run), name=f"outboxio job {spec.name}"
@@ -164,6 +167,7 @@ class JobScheduler:
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         self._running.pop(name, None)
         self._late_at.pop(name, None)
+        self._statistics.of(name).stuck = 0
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error(
@@ -177,10 +181,12 @@ class JobScheduler:
         again = most is None or row.attempts < most
         told = f"the process {row.instance} ended, or lost the lock of jobs, during the run"
         logger.warning("job %r was interrupted: %s", spec.name, told, job=spec.name, instance=row.instance)
-        await self._table.write(
+        if await self._table.write(
             END, "RETRYING" if again else "WAITING", now if again else spec.starts_at(row.next_date), now,
             "INTERRUPTED", told, 0, 1, self._setup.namespace, spec.name, row.term,
-        )  # fmt: skip
+        ):  # fmt: skip
+            lasted = now - (row.started_date or now)
+            self._statistics.of(spec.name).durations["interrupted"].add(max(0.0, lasted.total_seconds()))
 
     def _holds_lock(self) -> bool:
         return all(map(self._holds, self.locks))
@@ -190,6 +196,7 @@ class JobScheduler:
         for name, late_at in self._late_at.items():
             if now >= late_at:
                 self._late_at[name] = float("inf")
+                self._statistics.of(name).stuck = 1
                 logger.error(
                     "job %r does not end: the timeout has cancelled the run, and the function goes on", name, job=name
                 )

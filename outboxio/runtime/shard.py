@@ -225,7 +225,8 @@ class ShardRuntime:
         return JobSetup(
             namespace=environment.namespace, shard=self.name, database=self.database, clock=self.clock,
             emitter=self.emitter, settings=environment.settings, redact=environment.redact, outbox=environment.outbox,
-            resources=environment.resources, committed=self.committed,
+            resources=environment.resources, committed=self.committed, statistics=self.statistics.jobs,
+            telemetry=environment.telemetry,
         )  # fmt: skip
 
     def scheduler(self, run: ShardRun, *, runs: bool) -> JobScheduler:

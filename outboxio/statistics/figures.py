@@ -26,12 +26,24 @@ class HandlerFigures(Struct, frozen=True, kw_only=True):
     parked_keys: int = 0
 
 
+class JobFigures(Struct, frozen=True, kw_only=True):
+    """The row of a job."""
+
+    due_age: float = 0.0
+    """Seconds for which the job has been due without a run; 0.0 while the job waits, runs or is paused."""
+    failing: bool = False
+    """True if the last run did not succeed, and its attempts are used up."""
+    paused: bool = False
+
+
 class Figures(Struct, frozen=True, kw_only=True):
     """The tables of a shard at a moment."""
 
     moment: datetime
     handlers: Mapping[str, HandlerFigures] = {}
     """By the present name of the handler, or the stored name without a handler here."""
+    jobs: Mapping[str, JobFigures] = {}
+    """By the name of the job, on the first shard."""
     undelivered: int = 0
     """Events that wait for fan-out, and that a handler wants."""
     undelivered_age: float = 0.0

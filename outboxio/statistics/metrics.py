@@ -15,6 +15,7 @@ from msgspec import Struct
 from outboxio.statistics.buckets import Histogram
 from outboxio.statistics.figures import Figures
 from outboxio.statistics.handlers import OUTCOMES
+from outboxio.statistics.jobs import JOB_OUTCOMES, JobStatistics
 from outboxio.statistics.shard import Live, ShardStatistics
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -142,6 +143,29 @@ def _handler_figure(name: str, unit: str, field: str, help: str) -> Metric:
     return _metric(name, "gauge", unit, "handler", read, help)
 
 
+def _jobs(get: Callable[[JobStatistics], float]) -> Read:
+    """A value for each job of this process."""
+    return lambda shard: [((name,), get(job)) for name, job in list(shard.jobs.by_name.items())]
+
+
+def _job_runs(shard: ShardStatistics) -> Values:
+    for name, job in list(shard.jobs.by_name.items()):
+        for outcome in JOB_OUTCOMES:
+            yield (name, outcome), job.runs(outcome)
+
+
+def _job_durations(shard: ShardStatistics) -> Values:
+    for name, job in list(shard.jobs.by_name.items()):
+        for outcome, durations in job.durations.items():
+            yield (name, outcome), durations
+
+
+def _job_figure(name: str, unit: str, field: str, help: str) -> Metric:
+    get = attrgetter(field)
+    read = _of_tables(lambda figures: [((job,), float(get(one))) for job, one in figures.jobs.items()])
+    return _metric(name, "gauge", unit, "job", read, help)
+
+
 # fmt: off
 PROCESS_DURATION = _metric(
     "messaging.process.duration", "histogram", "s", "handler outcome error_type", _durations,
@@ -162,6 +186,19 @@ LAG = _metric(
 FANOUT_LAG = _metric(
     "outboxio.fanout.lag", "histogram", "s", "", _field("fanout_lag"),
     "Time from a commit of this process to the end of the fan-out round that follows, once for each round.")
+
+JOB_DURATION = _metric(
+    "outboxio.job.duration", "histogram", "s", "job outcome", _job_durations, "Duration of the runs of a job.")
+
+JOB_FIGURES: tuple[Metric, ...] = (
+    _job_figure(
+        "outboxio.job.due.age", "s", "due_age",
+        "Time for which a job has been due without a run; 0 while the job waits, runs or is paused."),
+    _job_figure(
+        "outboxio.job.failing", "{job}", "failing",
+        "1 if the last run of a job did not succeed, and its attempts are used up."),
+    _job_figure("outboxio.job.paused", "{job}", "paused", "1 if an operator has paused the job."),
+)
 
 FIGURES: tuple[Metric, ...] = (
     _handler_figure("outboxio.notifications.due", "{notification}", "due", "Notifications that are due now."),
@@ -191,11 +228,21 @@ FIGURES: tuple[Metric, ...] = (
     _figure(
         "outboxio.unroutable", "{notification}", "unroutable",
         "Notifications for handlers that no process announces any more, and resting notifications."),
+    *JOB_FIGURES,
 )
 """The metrics of the tables, which only the holder of the fan-out lock exports."""
 
 METRICS: tuple[Metric, ...] = (
-    PROCESS_DURATION, SENT, CONSUMED, OPERATION_DURATION, LAG, FANOUT_LAG,
+    PROCESS_DURATION, SENT, CONSUMED, OPERATION_DURATION, LAG, FANOUT_LAG, JOB_DURATION,
+    _metric(
+        "outboxio.job.runs", "counter", "{run}", "job outcome", _job_runs,
+        "Runs of a job: succeeded, failed, timed_out, or interrupted by the end of the process."),
+    _metric(
+        "outboxio.job.missed", "counter", "{moment}", "job", _jobs(lambda job: job.missed),
+        "Moments of a job that passed without a run."),
+    _metric(
+        "outboxio.job.stuck", "gauge", "{run}", "job", _jobs(lambda job: job.stuck),
+        "Runs of a job that ignore their cancellation."),
     _metric(
         "outboxio.fanout.events", "counter", "{event}", "", _field("fanned_out"),
         "Events that this process has fanned out."),

@@ -12,6 +12,7 @@ from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
 from outboxio.statistics.counters import Counters
 from outboxio.statistics.figures import Figures
 from outboxio.statistics.handlers import OTHER, HandlerStatistics
+from outboxio.statistics.jobs import Jobs
 
 MOST_ACTIONS = 200  # names of actions that are counted apart
 
@@ -47,16 +48,16 @@ class ShardStatistics:
     """
 
     __slots__ = (
+        "_before",
         "_counters",
         "_live",
-        "_refused",
-        "_standstills",
         "actions",
         "fanned_out",
         "fanout_lag",
         "figures",
         "figures_wanted",
         "handlers",
+        "jobs",
         "lock_changes",
         "locks_held",
         "loop_failures",
@@ -78,6 +79,8 @@ class ShardStatistics:
         """Makes the statistics of a handler, by its name."""
         self.handlers: dict[str, HandlerStatistics] = {}
         """By the present name of the handler."""
+        self.jobs = Jobs()
+        """The runs of jobs, on the first shard."""
         self.actions: dict[tuple[str, str], int] = {}
         """Executed actions by name and outcome; names beyond the first 200 count as ``other``."""
         self.fanned_out = 0
@@ -105,7 +108,7 @@ class ShardStatistics:
         self.figures_wanted = False
         """True if metrics want the numbers of the tables."""
         self._counters = Counters()
-        self._refused = self._standstills = 0
+        self._before = Counters()
         self._live: Live | None = None
 
     @property
@@ -124,23 +127,24 @@ class ShardStatistics:
 
     def follow(self, counters: Counters) -> None:
         """The counters of a shard run that begins. The counters of the former shard run are kept as numbers."""
-        self._refused, self._standstills = self.refused, self.standstills
+        self._before = Counters(refused=self.refused, standstills=self.standstills)
         self._counters = counters
 
     @property
     def refused(self) -> int:
         """Outcomes that the fence refused, because a second process holds the handler, or the row is settled."""
-        return self._refused + self._counters.refused
+        return self._before.refused + self._counters.refused
 
     @property
     def standstills(self) -> int:
         """How often the event loop stood still for about a second or longer."""
-        return self._standstills + self._counters.standstills
+        return self._before.standstills + self._counters.standstills
 
     def begin_anew(self) -> None:
         """A new event loop takes over: the runs of the former event loop do not go on."""
         for handler in self.handlers.values():
             handler.begin_anew()
+        self.jobs.begin_anew()
 
     def of(self, handler_name: str) -> HandlerStatistics:
         """The statistics of a handler."""

@@ -21,6 +21,9 @@ _COLUMNS = ", ".join("job_name" if name == "name" else name for name in JobRow._
 
 ALL = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = ? ORDER BY job_name"
 
+# An error may be long, and is read where a person reads the error.
+WITHOUT_ERRORS = ALL.replace(" error,", " NULL,")
+
 # The rows in which the rules of the verdict may find a fault.
 FAULTY = f"""
 SELECT {_COLUMNS} FROM eventlog.jobs
@@ -89,9 +92,9 @@ class JobTable:
         self._database = database
         self._dialect = database.dialect
 
-    async def all(self) -> list[JobRow]:
-        """All jobs, by name."""
-        return await self._read(ALL, self._namespace)
+    async def all(self, *, errors: bool = True) -> list[JobRow]:
+        """All jobs, by name. ``errors=False`` leaves the errors out."""
+        return await self._read(ALL if errors else WITHOUT_ERRORS, self._namespace)
 
     async def faulty(self, now: datetime) -> list[JobRow]:
         """The jobs that are due, whose last run did not succeed, or that are paused, by name."""

@@ -19,6 +19,7 @@ from outboxio.telemetry.protocol import (
     Call,
     Execution,
     HandlingTelemetry,
+    JobCall,
     Round,
     RoundKind,
     Sending,
@@ -27,9 +28,12 @@ from outboxio.telemetry.protocol import (
 )
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from outboxio.handlers.handler import Handler
     from outboxio.model.event import ActionRecord, EventRecord
     from outboxio.model.notification import Notification
+    from outboxio.model.operating.job import JobResult
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
     from outboxio.outbox import Outbox
@@ -137,6 +141,12 @@ class _Call(_All, Call):
             part.raised(error)
 
 
+class _JobCall(_All, JobCall):
+    def ended(self, result: JobResult, error: BaseException | None, redact: Redact) -> None:
+        for part in self._parts:
+            part.ended(result, error, redact)
+
+
 class Several(Telemetry):
     """Several telemetries as one, each inside of the one before."""
 
@@ -159,6 +169,9 @@ class Several(Telemetry):
         handling = [p.handling(namespace, shard, clock, inline=inline) for p in self._parts]
         present = [each for each in handling if each is not None]
         return _Handling(present) if present else None
+
+    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
+        return _JobCall([part.job(namespace, shard, name, moment, attempt) for part in self._parts])
 
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
         for part in reversed(self._parts):

@@ -12,10 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from outboxio.handlers.handler import Handler
     from outboxio.loops.loop import RoundResult
     from outboxio.model.event import ActionRecord, EventRecord
     from outboxio.model.notification import Notification
+    from outboxio.model.operating.job import JobResult
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
     from outboxio.outbox import Outbox
@@ -73,7 +76,16 @@ class Call(Watched):
         """The call of ``inbox.consume`` has failed: the message has no row yet, and the verdict comes later."""
 
 
-EXECUTION, SENDING, CALL = Execution(), Sending(), Call()
+class JobCall(Watched):
+    """A run of a job."""
+
+    __slots__ = ()
+
+    def ended(self, result: JobResult, error: BaseException | None, redact: Redact) -> None:
+        """The end of the run is recorded. A run without an end was taken over by a different process."""
+
+
+EXECUTION, SENDING, CALL, JOB_CALL = Execution(), Sending(), Call(), JobCall()
 """Work that no telemetry surrounds."""
 
 
@@ -119,6 +131,10 @@ class Telemetry:
     def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry | None:
         """A shard begins to run handlers; ``None`` to leave every run alone. ``inline``: for ``inbox.consume``."""
         return None
+
+    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
+        """A job runs. ``moment``: of the schedule, naive UTC. ``attempt``: 1 for the first run of a moment."""
+        return JOB_CALL
 
     def yields_to(self, given: Telemetry) -> bool:
         """True for telemetry of the whole process that an outbox with the telemetry ``given`` does not need."""

@@ -12,6 +12,7 @@ from outboxio.cli.commands.jobs import jobs as jobs_command
 from outboxio.testing import MovableClock
 from tests.kit.app import eventually
 from tests.kit.inside import database_of, fresh_overview, owner_of, run_of
+from tests.kit.jobs import ran
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.costly]
 
@@ -21,15 +22,6 @@ MINUTE = timedelta(minutes=1)
 async def told(outbox: Outbox) -> dict[str, str]:
     """The sentences of the rules about jobs, by rule."""
     return {one.rule: one.sentence for one in (await fresh_overview(outbox)).findings if one.job is not None}
-
-
-async def ran(outbox: Outbox, *, succeeded: int = 0, failed: int = 0) -> None:
-    """Wait for the end of runs."""
-
-    async def has_run() -> bool:
-        return [(job.succeeded, job.failed) for job in await outbox.admin.jobs()] == [(succeeded, failed)]
-
-    await eventually(has_run)
 
 
 async def reported(outbox: Outbox, clock: MovableClock) -> None:

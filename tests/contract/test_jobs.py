@@ -113,6 +113,7 @@ async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, c
         found = await until(outbox, lambda job: job.failed == 1)
     assert found.result == "TIMED_OUT"
     assert str(found.error).startswith("TimeoutError: job 'tick' ran longer than its timeout of 0.05 s")
+    assert "in tick" in str(found.error)
 
 
 async def test_a_run_that_returns_after_its_cancellation_has_failed_and_its_transaction_is_rolled_back(

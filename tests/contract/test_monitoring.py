@@ -16,6 +16,7 @@ from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.testing import memory_outbox
 from tests.kit import promtool
 from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.jobs import figures_tell_jobs, ran
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
@@ -55,11 +56,15 @@ async def exported() -> set[str]:
             if envelope.event.amount == 2:
                 raise Unprocessable("no")
 
+        @outbox.job("close-day", every="1h")
+        async def close_day() -> None: ...
+
         OutboxCollector(outbox)
         async with outbox.running():
+            await ran(outbox)
+            await figures_tell_jobs(outbox)
             await outbox.execute(Emit((1, 2)))
             await eventually(lambda: outbox.statistics["default"].of("h").dead == 1)
-            await eventually(lambda: outbox.statistics["default"].figures is not None)
             outbox.statistics["default"].purged_from("events", 0)  # retention removes nothing for a week
             text = metrics_text(outbox).decode()
     return set(re.findall(r"^(\w+)", text, re.MULTILINE))
@@ -125,6 +130,7 @@ def test_every_alert_leads_to_a_page_of_the_runbook_and_every_rule_has_one() -> 
 
 HEADS = ("Meaning", "Where to look", "How to mend the fault")
 OF_HANDLER = '{namespace="shop",shard="default",handler="h",instance="a:1"}'
+OF_JOB = '{namespace="shop",shard="default",job="close-day",instance="a:1"}'
 OF_SHARD = '{namespace="shop",shard="default",instance="a:1"}'
 CONSUMED = 'messaging_client_consumed_messages_total{{namespace="shop",shard="default",handler="h",outcome="{}"}}'
 
@@ -170,6 +176,16 @@ FAULTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "OutboxioPausedLong": (
         {f"outboxio_paused{OF_HANDLER}": "1x1500"}, {f"outboxio_paused{OF_HANDLER}": "1x700 0 1x800"},
     ),
+    "OutboxioJobLate": (
+        {f"outboxio_job_due_age_seconds{OF_JOB}": "61x130"}, {f"outboxio_job_due_age_seconds{OF_JOB}": "59x130"},
+    ),
+    "OutboxioJobFailing": (
+        {f"outboxio_job_failing{OF_JOB}": "1x130"}, {f"outboxio_job_failing{OF_JOB}": "0x130"},
+    ),
+    "OutboxioJobStuck": ({f"outboxio_job_stuck{OF_JOB}": "1x130"}, {f"outboxio_job_stuck{OF_JOB}": "0x130"}),
+    "OutboxioJobPausedLong": (
+        {f"outboxio_job_paused{OF_JOB}": "1x1500"}, {f"outboxio_job_paused{OF_JOB}": "1x700 0 1x800"},
+    ),
     "OutboxioLoopBlocked": (
         {f"outboxio_loop_lag_seconds{OF_SHARD}": "1.5x130"}, {f"outboxio_loop_lag_seconds{OF_SHARD}": "0.5x130"},
     ),
@@ -184,7 +200,7 @@ def test_every_alert_fires_for_its_fault_and_only_for_it(tmp_path: Path) -> None
     assert set(FAULTS) == {rule["alert"] for rule in rules()}
     tests: list[dict[str, Any]] = []
     for alert, (faulty, quiet) in FAULTS.items():
-        minutes = 1500 if alert == "OutboxioPausedLong" else 100
+        minutes = 1500 if alert.endswith("PausedLong") else 100
         for series, fires in ((faulty, True), (quiet, False)):
             tests.append(
                 {

@@ -13,7 +13,8 @@ from outboxio.integrations.opentelemetry import OpenTelemetry
 from outboxio.statistics.buckets import DURATIONS
 from outboxio.statistics.handlers import HandlerStatistics
 from outboxio.statistics.metrics import FIGURES, METRICS
-from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.app import Emit, MoneyDeposited
+from tests.kit.jobs import figures_tell_jobs, ran
 
 Attributes = tuple[tuple[str, Any], ...]
 PLACE = {"outboxio.namespace": "shop", "outboxio.shard": "default"}
@@ -118,9 +119,17 @@ async def test_a_batch_pays_for_one_duration_a_call(provider: Any, reader: InMem
 
 
 async def test_every_metric_has_its_name_unit_and_description(provider: Any, reader: InMemoryMetricReader) -> None:
-    async with await worked(OpenTelemetry(meter_provider=provider)) as outbox, outbox.running():
+    outbox = await worked(OpenTelemetry(meter_provider=provider))
+
+    @outbox.job("close-day", every="1h")
+    async def close_day() -> None: ...
+
+    async with outbox, outbox.running():
         outbox.statistics["default"].purged_from("events", 0)
-        await eventually(lambda: outbox.statistics["default"].figures is not None)
+        await ran(outbox)
+        await outbox.admin.run_job_now("close-day")
+        await ran(outbox, succeeded=1)
+        await figures_tell_jobs(outbox)
         found = Collected(reader).metrics
     described = {name: (metric.unit, metric.description) for name, metric in found.items()}
     assert described == {

@@ -24,6 +24,7 @@ from outboxio.model.outcome import Outcome
 from outboxio.statistics import metrics as catalog
 from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
 from outboxio.statistics.handlers import HandlerStatistics
+from outboxio.statistics.jobs import JobStatistics
 from outboxio.statistics.metrics import METRICS, Metric, Sample, measure
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.version import __version__
@@ -40,6 +41,9 @@ _OF_CONVENTIONS = {
     "error_type": names.ERROR_TYPE,
 }  # fmt: skip
 _OPERATIONS = {catalog.PROCESS_DURATION: "process", catalog.CONSUMED: "process", catalog.SENT: "send"}
+
+
+_OF_DURATIONS = (catalog.PROCESS_DURATION, catalog.OPERATION_DURATION, catalog.JOB_DURATION)
 
 
 class OutboxMetrics:
@@ -66,7 +70,7 @@ class OutboxMetrics:
             if metric.kind != "histogram":
                 self._observe(meter, metric)
             elif histograms:
-                bounds = DURATIONS if metric in (catalog.PROCESS_DURATION, catalog.OPERATION_DURATION) else LAGS
+                bounds = DURATIONS if metric in _OF_DURATIONS else LAGS
                 self._histograms[metric] = meter.create_histogram(
                     metric.name, metric.unit, metric.help, explicit_bucket_boundaries_advisory=bounds
                 )
@@ -106,6 +110,9 @@ class OutboxMetrics:
             return ToldHistogram(bounds, self._histograms[metric], attributes)
 
         statistics.new_handler = lambda name: ToldStatistics(name, told)
+        statistics.jobs.new = lambda name: JobStatistics(
+            lambda outcome: told(catalog.JOB_DURATION, DURATIONS, job=name, outcome=outcome)
+        )
         statistics.sends = told(catalog.OPERATION_DURATION, DURATIONS, operation="send")
         statistics.settles = told(catalog.OPERATION_DURATION, DURATIONS, operation="settle")
         statistics.fanout_lag = told(catalog.FANOUT_LAG, LAGS)

@@ -34,6 +34,8 @@ OUTCOME = "outboxio.outcome"
 RETRY_AT = "outboxio.retry_at"
 HANDLER = "outboxio.handler"
 ROWS = "outboxio.rows"
+JOB = "outboxio.job"
+MOMENT = "outboxio.moment"
 
 # Values of OUTCOME, for actions and for runs.
 COMMITTED, JOINED, DUPLICATE, REFUSED, UNKNOWN = "committed", "joined", "duplicate", "refused", "unknown"
@@ -55,6 +57,10 @@ def process(destination: str) -> str:
 
 def on_dead(handler_name: str) -> str:
     return f"on_dead {handler_name}"
+
+
+def job(job_name: str) -> str:
+    return f"job {job_name}"
 
 
 def destination_of(event_types: Iterable[str], namespace: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from outboxio.integrations.opentelemetry import names
 from outboxio.integrations.opentelemetry.context import Carrying
 from outboxio.integrations.opentelemetry.handling import Choices, Propagation, SpannedHandling
 from outboxio.integrations.opentelemetry.metrics import OutboxMetrics
-from outboxio.integrations.opentelemetry.work import Attributes, SpannedExecution
+from outboxio.integrations.opentelemetry.work import Attributes, SpannedExecution, SpannedJob
 from outboxio.integrations.opentelemetry.writing import Writing, parent_around
 from outboxio.loops.loop import RoundResult
 from outboxio.model.event import ActionRecord, EventRecord
@@ -26,7 +26,7 @@ from outboxio.support.clock import Clock
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly
-from outboxio.telemetry.protocol import Execution, HandlingTelemetry, Round, RoundKind, Sending, Telemetry
+from outboxio.telemetry.protocol import Execution, HandlingTelemetry, JobCall, Round, RoundKind, Sending, Telemetry
 
 if TYPE_CHECKING:
     from outboxio.outbox import Outbox
@@ -107,6 +107,12 @@ class OpenTelemetry(Telemetry):
         return SpannedHandling(
             self._tracer, self._carrying, self._choices, _place(namespace, shard), clock, inline=inline
         )
+
+    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
+        attributes = _place(namespace, shard) | {
+            names.JOB: name, names.MOMENT: f"{moment.isoformat(timespec='milliseconds')}Z", names.ATTEMPT: attempt,
+        }  # fmt: skip
+        return SpannedJob(self._tracer.start_span(names.job(name), Context(), SpanKind.INTERNAL, attributes))
 
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
         if not self._has_internals:

@@ -13,10 +13,13 @@ from opentelemetry.trace import Status, StatusCode
 
 from outboxio.errors import CommitUnknown
 from outboxio.integrations.opentelemetry import names
+from outboxio.model.error_description import Description
 from outboxio.model.notification import State
+from outboxio.model.operating.job import JobResult
 from outboxio.model.outcome import Outcome
+from outboxio.model.redaction import Redact
 from outboxio.support.log import type_name
-from outboxio.telemetry.protocol import Call, Execution, Watched
+from outboxio.telemetry.protocol import Call, Execution, JobCall, Watched
 
 Attributes = dict[str, str | int]
 
@@ -109,6 +112,24 @@ class SpannedCall(Spanned, Call):
         if name == names.RETRY and outcome.next_retry_at is not None:
             self.span.set_attribute(names.RETRY_AT, f"{outcome.next_retry_at.isoformat(timespec='milliseconds')}Z")
         self.fail(entry.type, f"{entry.type}: {entry.message}")
+
+
+class SpannedJob(Spanned, JobCall):
+    """``job``: a run of a job. A run that was taken over by a different process has the outcome ``cut_short``."""
+
+    def __init__(self, span: trace.Span) -> None:
+        super().__init__(span, contexts.Context())
+        self._result = names.CUT_SHORT
+        self._error: Description | None = None
+
+    def ended(self, result: JobResult, error: BaseException | None, redact: Redact) -> None:
+        self._result = result.lower()
+        self._error = None if error is None else Description.of(error, redact)
+
+    def describe(self, error: BaseException | None) -> None:
+        self.span.set_attribute(names.OUTCOME, self._result)
+        if self._error is not None:
+            self.fail(self._error.type, f"{self._error.type}: {self._error.message}")
 
 
 class _Entry(Struct):

@@ -10,9 +10,12 @@ from msgspec.structs import replace
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.lock_name import Slot
+from outboxio.model.operating.job import JobRow
+from outboxio.operations.overview.job_rules import has_failed
 from outboxio.operations.partitions.owners import counts_of
-from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures
+from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures, JobFigures
 from outboxio.statistics.shard import ShardStatistics
+from outboxio.storage.job_table import JobTable
 from outboxio.storage.protocols import Announced, Database, slots_of
 from outboxio.storage.protocols.operating import DueFigures
 from outboxio.support.clock import ShardClock
@@ -44,6 +47,7 @@ class FigureReader:
         self._statistics = statistics
         self._fans_out = fans_out
         self._seen_since = seen_since
+        self._jobs = JobTable(namespace, database)
 
     async def run_once(self) -> RoundResult:
         """Read the figures, if metrics want the figures and this process fans out."""
@@ -83,6 +87,7 @@ class FigureReader:
         return Figures(
             moment=now,
             handlers=figures.handlers,
+            jobs={job.name: _job_figures(job, now) for job in await self._jobs.all(errors=False)},
             undelivered=sum(waiting[name].number for name in wanted),
             undelivered_age=_age(oldest, now),
             unwanted=sum(one.number for name, one in waiting.items() if name not in wanted),
@@ -137,6 +142,15 @@ class _ByHandler:
         self.handlers[name] = replace(
             figures, **{field: getattr(figures, field) + number for field, number in numbers.items()}
         )
+
+
+def _job_figures(job: JobRow, now: datetime) -> JobFigures:
+    waits = job.state != "RUNNING" and (job.paused_date is None or job.ordered_date is not None)
+    return JobFigures(
+        due_age=_age(job.due_date, now) if waits else 0.0,
+        failing=has_failed(job),
+        paused=job.paused_date is not None,
+    )
 
 
 def _age(moment: datetime | None, now: datetime) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -41,15 +41,19 @@ class RunReporting:
         self._shard = shard.name
         self._statistics = shard.statistics
         shard.statistics.follow(run.counters)
-        self._expect(environment, roles)
+        self._expect(environment, roles, run.jobs.locks)
 
-    def _expect(self, environment: Environment, roles: Roles) -> None:
-        """The locks and handlers of this process, which metrics show before anything has happened."""
+    def _expect(self, environment: Environment, roles: Roles, of_jobs: Sequence[LockName]) -> None:
+        """The locks, handlers and jobs of this process, which metrics show before anything has happened."""
         if roles.fanout:
             self._statistics.expect_lock(environment.fanout_lock)
         for handler in environment.handlers.to_run if roles.handling else ():
             self._statistics.expect_lock(LockName(environment.namespace, "dispatch", handler.name))
             self._statistics.expect_handler(handler.name, handler.options.alert_age)
+        for lock in of_jobs:
+            self._statistics.expect_lock(lock)
+            for name in environment.jobs:
+                self._statistics.jobs.of(name)
 
     def shown(self) -> AbstractContextManager[None]:
         """Show the shard run in metrics while the block lasts."""
