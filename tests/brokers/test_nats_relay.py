@@ -17,7 +17,6 @@ from nats.js.api import DiscardPolicy, StreamConfig
 
 from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
 from outboxio.integrations.nats import NatsRelay
-from outboxio.integrations.nats.relay import waves
 from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
 from tests.kit.nats_server import NatsServer, nats_server
@@ -352,11 +351,6 @@ async def test_a_broker_that_is_away_uses_no_attempt_and_work_goes_on_when_the_b
 
 async def rows(look: Look, number: int) -> bool:
     return len(await look.notifications()) == number
-
-
-def test_waves_have_each_key_once_and_keep_the_order_of_keys() -> None:
-    assert list(waves("abacaab")) == [[0, 1, 3], [2, 6], [4], [5]]
-    assert list(waves("")) == []
 
 
 @pytest.mark.parametrize("subject", ["notes..x", "notes.*", "notes. x", ".{event_type}", "notes.{even_type}", ""])

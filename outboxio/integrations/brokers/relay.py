@@ -181,9 +181,7 @@ class Relay(EventHandler[Any]):
 
     async def close(self) -> None:
         """Close the connection, unless the application gave the client. The outbox calls this at its end."""
-        async with self._connecting:
-            self.is_connected = False
-            await self.disconnect()
+        await self.leave()
 
     def unavailable(self, reason: str) -> Unavailable:
         """The error for a broker that is away. The handler rests 0.1 s, doubled by each call that fails, up to 3 s.

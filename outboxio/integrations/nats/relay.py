@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import nats.errors
 
 from outboxio.errors import Unprocessable
 from outboxio.integrations.brokers.formats import percent_encoded
+from outboxio.integrations.brokers.in_order import publish_in_order
 from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict
 from outboxio.integrations.nats.connection import Connection, NoStream, NotPermitted, Servers
@@ -83,17 +84,9 @@ class NatsRelay(Relay):
         if not self._connection.is_up:
             await self.leave()
             raise self.unavailable(self._connection.reason())
-        if not self.ordered:
-            return await self._publish(parcels)
-        verdicts: list[Verdict] = [None] * len(parcels)
-        failed: set[str] = set()
-        for wave in waves(parcel.message.key for parcel in parcels):
-            going = [place for place in wave if parcels[place].message.key not in failed]
-            for place, verdict in zip(going, await self._publish([parcels[i] for i in going]), strict=True):
-                if verdict is not None:
-                    verdicts[place] = verdict
-                    failed.add(parcels[place].message.key)
-        return verdicts
+        if self.ordered:
+            return await publish_in_order(parcels, self._publish)
+        return await self._publish(parcels)
 
     async def _publish(self, parcels: Sequence[Parcel]) -> list[Verdict]:
         """Publish messages together, and wait for all acknowledgements."""
@@ -163,21 +156,3 @@ class NatsRelay(Relay):
 
 class PublishRefused(Exception):
     """JetStream answered with an error, for example because the stream is full."""
-
-
-def waves(keys: Iterable[str]) -> Iterator[list[int]]:
-    """The places of keys in waves: a wave has each key once, and the waves keep the order of each key.
-
-    Example::
-
-        list(waves(["a", "b", "a"]))  # [[0, 1], [2]]
-    """
-    seen: dict[str, int] = {}
-    gathered: list[list[int]] = []
-    for place, key in enumerate(keys):
-        number = seen.get(key, 0)
-        seen[key] = number + 1
-        if number == len(gathered):
-            gathered.append([])
-        gathered[number].append(place)
-    yield from gathered
