@@ -93,7 +93,7 @@ class Story:
     async def _redelivered(self, inbox: BrokerInbox) -> None:
         """Wait until an inbox has seen all messages again."""
         async with asyncio.timeout(LONGEST_WAIT):
-            while inbox.duplicates < self._sent:  # noqa: ASYNC110
+            while inbox.duplicates < self._sent:  # noqa: ASYNC110  # an inbox only counts
                 await asyncio.sleep(0.05)
 
     def _proof(self, seen: dict[str, Sequence[int]]) -> bool:

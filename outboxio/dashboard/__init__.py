@@ -13,11 +13,13 @@ Example::
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from outboxio.errors import ConfigurationError
 
 try:  # imported only to name a missing package; the modules below import what they use
-    import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    import starlette  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import_module("jinja2")
+    import_module("starlette")
 except ImportError as error:
     raise ConfigurationError(f"outboxio.dashboard needs {error.name}: pip install 'outboxio[dashboard]'") from error
 

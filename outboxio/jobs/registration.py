@@ -123,7 +123,7 @@ class JobRegistration(ABC):
                         f"job {name!r}: parameter {parameter.name!r} of {where} is a resource that a factory makes "
                         "from an envelope; a job has no envelope, so make the resource in the job"
                     )
-                sources[parameter.name] = lambda _, value=value: value  # type: ignore[misc]
+                sources[parameter.name] = _always(value)
             elif parameter.default is parameter.empty and parameter.kind not in (
                 parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
             ):  # fmt: skip
@@ -132,6 +132,10 @@ class JobRegistration(ABC):
                     f"job: Job, tx: Transaction, and resources by type ({self._job_resources.told})"
                 )
         return (lambda job: function(**{key: source(job) for key, source in sources.items()})), takes_tx
+
+
+def _always(value: Any) -> Callable[[Job], Any]:
+    return lambda _: value
 
 
 def _tx_of(job: Job) -> Transaction:

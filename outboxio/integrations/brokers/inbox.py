@@ -51,7 +51,7 @@ class BrokerInbox(ABC):
         shard: str | None = None,
     ) -> None:
         """``source`` and ``type``: of messages that name none. ``topic``: the topic of the stored events."""
-        if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= LARGEST_BATCH:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= LARGEST_BATCH:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(f"batch is {briefly(batch)}; expected a whole number from 1 to {LARGEST_BATCH}")
         self.batch = batch
         self.source = source

@@ -82,7 +82,7 @@ class Template:
         return "".join(filled)
 
     def _checked(self, text: str) -> list[tuple[str, str | None]]:
-        if not isinstance(text, str) or not text:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(text, str) or not text:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(
                 f"{self._option} is {briefly(text)}; expected a text such as 'wallets.{{event_type}}'"
             )

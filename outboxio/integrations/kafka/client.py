@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from typing import Any
 
-import aiokafka as _aiokafka  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
-import aiokafka.conn as _conn  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
-import aiokafka.errors as _errors  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
-import aiokafka.partitioner as _partitioner  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
-
-_client: Any = _aiokafka
-_connections: Any = _conn
-_partitions: Any = _partitioner
-_told: Any = _errors
+_client: Any = import_module("aiokafka")
+_connections: Any = import_module("aiokafka.conn")
+_partitions: Any = import_module("aiokafka.partitioner")
+_told: Any = import_module("aiokafka.errors")
 
 Producer: type[Any] = _client.AIOKafkaProducer
 Consumer: type[Any] = _client.AIOKafkaConsumer

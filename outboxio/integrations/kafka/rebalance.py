@@ -10,7 +10,7 @@ from outboxio.integrations.kafka.client import Listener
 LONGEST_WAIT = 5.0  # seconds; the group waits for this process no longer than its session timeout, 10 s
 
 
-class Rebalance(Listener):  # type: ignore[misc]  # pyright: ignore[reportUntypedBaseClass]
+class Rebalance(Listener):  # type: ignore[misc]  # pyright: ignore[reportUntypedBaseClass]  # aiokafka has no types
     """Knows if a batch is in hand, and lets the group wait for its end.
 
     ``generation`` counts the assignments. A batch belongs to the generation in which it was fetched.

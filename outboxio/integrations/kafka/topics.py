@@ -43,7 +43,7 @@ def topics_of(topics: Topics) -> Callable[[Message], str]:
 
 def valid(topic: str, message: Message) -> str:
     """The topic, or :class:`Unprocessable` for a name that Kafka does not take."""
-    if not isinstance(topic, str) or not _VALID.match(topic) or topic in (".", ".."):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(topic, str) or not _VALID.match(topic) or topic in (".", ".."):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
         raise Unprocessable(
             f"event {message.id} of type {message.type!r} has the topic {briefly(topic)}; Kafka takes 1 to 249 "
             "letters, digits, dots, hyphens and underscores: change topics= of the relay, or the model type"
@@ -52,6 +52,6 @@ def valid(topic: str, message: Message) -> str:
 
 
 def _by(field: str, pattern: str) -> Callable[[Message], str]:
-    if not isinstance(pattern, str) or pattern.count("{}") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(pattern, str) or pattern.count("{}") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
         raise ConfigurationError(f"the pattern is {briefly(pattern)}; expected a text with one {{}}, as 'outbox.{{}}'")
     return Template(pattern.replace("{}", f"{{{field}}}"), option="topics")

@@ -63,7 +63,7 @@ class Connection:
         self._options = options
         self._name = name
         self._lost = lost
-        self._client: Client | None = None if self.owned else servers  # type: ignore[assignment]
+        self._client = servers if isinstance(servers, Client) else None
         self._last_error: BaseException | None = None
         self._forbidden: set[str] = set()
 
@@ -115,7 +115,7 @@ class Connection:
         }
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                await client.connect(self._servers, **options)  # type: ignore[arg-type]
+                await client.connect(cast("str | list[str]", self._servers), **options)
         except (OSError, TimeoutError, nats.errors.Error) as error:
             if self._last_error is None or not isinstance(error, nats.errors.NoServersError | TimeoutError):
                 self._last_error = error

@@ -3,10 +3,12 @@
 Needs ``outboxio[rabbitmq]``, that is aio-pika.
 """
 
+from importlib import import_module
+
 from outboxio.errors import ConfigurationError
 
 try:
-    import aio_pika as _client  # noqa: F401  # pyright: ignore[reportUnusedImport]  # found out once, here
+    import_module("aio_pika")  # found out once, here
 except ImportError as error:
     raise ConfigurationError(
         "outboxio.integrations.rabbitmq needs aio-pika: pip install 'outboxio[rabbitmq]'"

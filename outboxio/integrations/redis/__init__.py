@@ -3,10 +3,12 @@
 Needs ``outboxio[redis]``, that is redis-py, and Redis 6.2 or newer.
 """
 
+from importlib import import_module
+
 from outboxio.errors import ConfigurationError
 
 try:
-    import redis.asyncio as _client  # noqa: F401  # pyright: ignore[reportUnusedImport]  # found out once, here
+    import_module("redis.asyncio")  # found out once, here
 except ImportError as error:
     raise ConfigurationError("outboxio.integrations.redis needs redis-py: pip install 'outboxio[redis]'") from error
 

@@ -60,7 +60,7 @@ class RedisRelay(Relay):
         **options: Unpack[RelayOptions],
     ) -> None:
         super().__init__(prefix="ce_", **options)
-        if maxlen is not None and (not isinstance(maxlen, int) or maxlen < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if maxlen is not None and (not isinstance(maxlen, int) or maxlen < 1):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(f"maxlen is {briefly(maxlen)}; expected a whole number from 1, or None")
         self._stream = Template(stream, option="stream")
         self._maxlen = maxlen

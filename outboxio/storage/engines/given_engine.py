@@ -144,7 +144,7 @@ def given_engine(shard: str, source: Any, guard: EventLoopGuard, limits: Limits)
 
     maker: async_sessionmaker[AsyncSession]
     if isinstance(source, async_sessionmaker):
-        maker, engine = source, source.kw.get("bind")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        maker, engine = source, source.kw.get("bind")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]  # checked below
     else:
         maker, engine = async_sessionmaker(expire_on_commit=False), source
     if not isinstance(engine, AsyncEngine):

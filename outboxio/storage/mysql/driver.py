@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-# Neither package has types or stubs.
+# Neither package has types or stubs. The imports are plain, so that import-linter sees who imports a driver.
 import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import pymysql as _pymysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingModuleSource]
 
@@ -51,12 +51,12 @@ class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no typ
     async def _request_authentication(self) -> None:
         if self._ssl_context and not self.server_capabilities & _TLS:
             raise _below.err.OperationalError(*_NO_TLS)
-        await super()._request_authentication()  # pyright: ignore[reportUnknownMemberType]
+        await super()._request_authentication()  # pyright: ignore[reportUnknownMemberType]  # as above
 
     def __del__(self) -> None:
         if self._loop.is_closed():
             self._writer = None
-        super().__del__()  # pyright: ignore[reportUnknownMemberType]
+        super().__del__()  # pyright: ignore[reportUnknownMemberType]  # as above
 
 
 class _UnreadResult:
