@@ -34,7 +34,7 @@ class Admin(
       ``documents``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``.
     - Mend: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
-    - Jobs: ``jobs``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``.
+    - Jobs: ``jobs``, ``job``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``.
     - Look at orders: ``operations``, ``operation``, ``stop``.
 
     The name of a handler stands for its aliases as well. A handler name that is neither registered here nor known to

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.job import JobRow
 from outboxio.operations.admin_base import AdminBase
+from outboxio.operations.admin_shards import AdminShard
 from outboxio.storage.job_table import ORDER, PAUSE, REMOVE, UNPAUSE, JobTable
 from outboxio.support.text import briefly
 
 
 class JobOrders(AdminBase):
-    """The part of :class:`~outboxio.operations.admin.Admin` for jobs. The first shard keeps the jobs."""
+    """The part of :class:`~outboxio.operations.admin.Admin` for jobs. The first shard keeps the jobs.
+
+    Each order writes a row of ``operations``: ``actor`` and ``reason`` are for that row.
+    """
 
     async def jobs(self) -> list[JobRow]:
         """The jobs of the namespace, by name, each with its next moment and the end of its last run.
@@ -21,41 +27,54 @@ class JobOrders(AdminBase):
 
             late = [job.name for job in await outbox.admin.jobs() if job.result == "FAILED"]
         """
-        return await self._job_table()[0].all()
+        return await JobTable(self._namespace, self._first_shard[1].database).all()
 
-    async def pause_job(self, name: str) -> bool:
+    async def job(self, name: str) -> JobRow:
+        """A job by its name. Raises :class:`ConfigurationError` for a name that no job has.
+
+        Example::
+
+            print((await outbox.admin.job("close-day")).next_date)
+        """
+        jobs = {job.name: job for job in await self.jobs()}
+        if name not in jobs:
+            known = ", ".join(map(repr, jobs)) or "none"
+            raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this namespace are {known}")
+        return jobs[name]
+
+    async def pause_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> bool:
         """Start no run of a job, in any process; a run under way goes on. False if the job was paused already.
 
         Example::
 
-            await outbox.admin.pause_job("close-day")
+            await outbox.admin.pause_job("close-day", reason="the ledger is locked")
         """
-        table, now = await self._table_for(name)
-        return await table.write(PAUSE, now, self._namespace, name)
+        await self.job(name)
+        return await self._order("pause_job", name, actor, reason, PAUSE, lambda now: (now, self._namespace, name))
 
-    async def unpause_job(self, name: str) -> bool:
+    async def unpause_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> bool:
         """End the pause of a job, which waits for its next moment. False if the job was not paused.
 
         Example::
 
             await outbox.admin.unpause_job("close-day")
         """
-        table, _ = await self._table_for(name)
-        return await table.write(UNPAUSE, self._namespace, name)
+        await self.job(name)
+        return await self._order("unpause_job", name, actor, reason, UNPAUSE, lambda now: (self._namespace, name))
 
-    async def run_job_now(self, name: str) -> None:
+    async def run_job_now(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
         """Run a job within about 1 s, on the process that holds its lock, even if the job is paused.
 
         A run under way comes to its end first. The moments of the schedule stay.
 
         Example::
 
-            await outbox.admin.run_job_now("close-day")
+            await outbox.admin.run_job_now("close-day", reason="the mail server is back")
         """
-        table, now = await self._table_for(name)
-        await table.write(ORDER, now, now, self._namespace, name)
+        await self.job(name)
+        await self._order("run_job_now", name, actor, reason, ORDER, lambda now: (now, now, self._namespace, name))
 
-    async def remove_job(self, name: str) -> None:
+    async def remove_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
         """Remove the row of a job that no process has any more, with its counts and its pause.
 
         A process that has the job, and runs, inserts a new row within about a minute. Raises
@@ -65,18 +84,32 @@ class JobOrders(AdminBase):
 
             await outbox.admin.remove_job("old-report")
         """
-        table, now = await self._table_for(name)
-        if not await table.write(REMOVE, self._namespace, name, now):
-            raise ConfigurationError(f"job {name!r} runs now, and keeps its row: remove the job after the run")
+        job, (_, one) = await self.job(name), self._first_shard
+        refusal = ConfigurationError(f"job {name!r} runs now, and keeps its row: remove the job after the run")
+        if job.state == "RUNNING" and job.due_date > await one.now():
+            raise refusal
+        if not await self._order(
+            "remove_job", name, actor, reason, REMOVE, lambda now: (self._namespace, name, now)
+        ):  # fmt: skip
+            raise refusal  # a run has begun meanwhile
 
-    def _job_table(self) -> tuple[JobTable, str]:
-        shard = next(iter(self._setup.shards))
-        return JobTable(self._namespace, self._setup.shards[shard].database), shard
+    @property
+    def _first_shard(self) -> tuple[str, AdminShard]:
+        return next(iter(self._setup.shards.items()))
 
-    async def _table_for(self, name: str) -> tuple[JobTable, datetime]:
-        table, shard = self._job_table()
-        names = [job.name for job in await table.all()]
-        if name not in names:
-            known = ", ".join(map(repr, names)) or "none"
-            raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this namespace are {known}")
-        return table, await self._setup.shards[shard].now()
+    async def _order(
+        self, kind: str, name: str, actor: str | None, reason: str | None, statement: str,
+        values: Callable[[datetime], tuple[Any, ...]],
+    ) -> bool:  # fmt: skip
+        """Record the order, and run its statement; True if a row has changed."""
+        changed = False
+
+        async def change(one: AdminShard) -> int:
+            nonlocal changed
+            table = JobTable(self._namespace, one.database)
+            changed = await table.write(statement, *values(await one.now()))
+            return 0  # no notification has changed
+
+        order = self._recorder.order(kind, {"job": name}, actor, reason)
+        await self._recorder.carry_out(order, self._first_shard[0], change)
+        return changed

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from outboxio import Job, Outbox, RetryPolicy
+from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
+from outboxio.cli.commands.manner import Manner
 from outboxio.testing import MovableClock
 from tests.kit.app import eventually
 from tests.kit.inside import database_of, fresh_overview, owner_of, run_of
@@ -58,7 +60,7 @@ async def test_rule_job_failing(outbox: Outbox, clock: MovableClock, capsys: pyt
         }
         assert any("ended FAILED" in reason for reason in (await outbox.health()).reasons)
         fails = False
-        await jobs_command(outbox, None, None, "close-day", None, as_json=False)
+        await jobs_command(outbox, Given(run="close-day"), Manner())
         await ran(outbox, succeeded=1, failed=2)
         assert await told(outbox) == {}
 
@@ -79,7 +81,7 @@ async def test_rule_job_late(outbox: Outbox, clock: MovableClock) -> None:
         said = await told(former)
         assert list(said) == ["job_late"]
         assert said["job_late"].startswith("Job `close-day` is late: the job has been due for ")
-        await jobs_command(former, None, None, None, "close-day", as_json=False)
+        await jobs_command(former, Given(remove="close-day"), Manner(yes=True))
         assert await told(former) == {}
 
 

@@ -11,7 +11,9 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
+from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
+from outboxio.cli.commands.manner import Manner
 from outboxio.model.operating.job import JobRow
 from outboxio.testing import MovableClock
 from tests.kit.app import MoneyDeposited, eventually
@@ -226,14 +228,50 @@ async def test_the_command_line_lists_jobs_and_gives_orders(
 
     async with outbox.running():
         await declared(outbox)
-        await jobs_command(outbox, "tick", None, "tick", None, as_json=False)
+        await jobs_command(outbox, Given(pause="tick", run="tick"), Manner(reason="a test"))
         await until(outbox, lambda job: job.failed == 1)
         capsys.readouterr()
-        await jobs_command(outbox, None, None, None, None, as_json=False)
+        await jobs_command(outbox, Given(), Manner())
         told = capsys.readouterr().out
         assert all(word in told for word in ("tick", "every 60 s", "PAUSED", "FAILED", "ValueError: no mail server"))
-        await jobs_command(outbox, None, "tick", None, None, as_json=True)
+        await jobs_command(outbox, Given(unpause="tick"), Manner(as_json=True))
         assert '"paused_date": null' in capsys.readouterr().out
+        await jobs_command(outbox, Given(pause="tick"), Manner(dry_run=True))
+        assert "jobs would start no run of tick, in any process" in capsys.readouterr().out
+        with pytest.raises(ConfigurationError, match="no job is named 'tock'"):
+            await jobs_command(outbox, Given(remove="tock"), Manner(dry_run=True))
+    orders = [(order.kind, order.origin, order.reason) for order in reversed(await outbox.admin.operations())]
+    assert orders == [
+        ("pause_job", "cli", "a test"), ("run_job_now", "cli", "a test"), ("unpause_job", "cli", None),
+    ]  # fmt: skip
+
+
+async def test_orders_about_jobs_are_recorded_and_a_refused_order_is_not(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox = await make_outbox(clock=clock)
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick() -> None: ...
+
+    async with outbox.running():
+        await declared(outbox)
+    admin = outbox.admin.by("ada", origin="dashboard")
+    await admin.pause_job("tick", reason="the ledger is locked")
+    assert not await admin.pause_job("tick", actor="bob")
+    await admin.remove_job("tick")
+    with pytest.raises(ConfigurationError, match="no job is named 'tick'"):
+        await admin.run_job_now("tick")
+    told = [
+        (order.kind, order.state, order.actor, order.origin, order.reason, order.request)
+        for order in reversed(await outbox.admin.operations())
+    ]
+    request = {"job": "tick"}
+    assert told == [
+        ("pause_job", "DONE", "ada", "dashboard", "the ledger is locked", request),
+        ("pause_job", "DONE", "bob", "dashboard", None, request),
+        ("remove_job", "DONE", "ada", "dashboard", None, request),
+    ]
 
 
 async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from outboxio.cli.answer import Exit, line, say, say_json
+from outboxio.cli.asking import ask
+from outboxio.cli.commands.manner import Manner
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
 from outboxio.cli.shown import moment
+from outboxio.operations.admin import Admin
 from outboxio.outbox import Outbox
 
 
-async def jobs(
-    outbox: Outbox, pause: str | None, unpause: str | None, run: str | None, remove: str | None, *, as_json: bool
-) -> Exit:
+class Given(Struct, frozen=True, kw_only=True):
+    """The orders on the command line, each with the name of a job."""
+
+    pause: str | None = None
+    unpause: str | None = None
+    run: str | None = None
+    remove: str | None = None
+
+    def told(self) -> dict[str, str]:
+        """What each order does, by the name of the job."""
+        words = {
+            self.pause: "start no run of {}, in any process",
+            self.unpause: "end the pause of {}",
+            self.run: "run {} now",
+            self.remove: "remove the row of {}, with its counts and its pause",
+        }
+        return {name: does.format(name) for name, does in words.items() if name is not None}
+
+
+async def jobs(outbox: Outbox, given: Given, manner: Manner) -> Exit:
     """Carry out the orders, and print the jobs as they are then."""
     admin = admin_of(outbox)
-    if pause is not None:
-        await admin.pause_job(pause)
-    if unpause is not None:
-        await admin.unpause_job(unpause)
-    if run is not None:
-        await admin.run_job_now(run)
-    if remove is not None:
-        await admin.remove_job(remove)
+    if manner.dry_run:
+        for name in given.told():
+            await admin.job(name)
+        return manner.said(f"jobs would {' and '.join(given.told().values()) or 'change nothing'}")
+    if given.remove is not None and not ask(f"{given.told()[given.remove]}?", yes=manner.yes):
+        return Exit.NO
+    await _carry_out(admin, given, manner.reason)
     found = await admin.jobs()
-    if as_json:
+    if manner.as_json:
         say_json(found)
         return Exit.FINE
     if not found:
@@ -39,3 +60,14 @@ async def jobs(
         )  # fmt: skip
     say(shown)
     return Exit.FINE
+
+
+async def _carry_out(admin: Admin, given: Given, reason: str | None) -> None:
+    if given.pause is not None:
+        await admin.pause_job(given.pause, reason=reason)
+    if given.unpause is not None:
+        await admin.unpause_job(given.unpause, reason=reason)
+    if given.run is not None:
+        await admin.run_job_now(given.run, reason=reason)
+    if given.remove is not None:
+        await admin.remove_job(given.remove, reason=reason)

@@ -16,6 +16,7 @@ from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
+from outboxio.cli.lines.changing import Manner
 from outboxio.cli.lines.numbers import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
@@ -252,6 +253,7 @@ def _job(told: str) -> Any:
 
 def jobs(
     common: Common,
+    manner: Manner,
     target: Target = None,
     pause: Annotated[str | None, _job("Start no run of this job, in any process.")] = None,
     unpause: Annotated[str | None, _job("End the pause of this job.")] = None,
@@ -259,7 +261,13 @@ def jobs(
     remove: Annotated[str | None, _job("Remove the row of this job, which no process has any more.")] = None,
 ) -> None:
     """List the jobs, each with the next moment and the result of the last run."""
-    _look(common, target, jobs_command.jobs, pause, unpause, run, remove)
+    given = jobs_command.Given(pause=pause, unpause=unpause, run=run, remove=remove)
+
+    async def work() -> Exit:
+        async with opened(common.of_namespace(target)) as outbox:
+            return await jobs_command.jobs(outbox, given, manner.with_json(common))
+
+    answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def operations(common: Common, target: Target = None, limit: Limit = 20, after: After = None) -> None:

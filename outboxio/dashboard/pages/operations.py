@@ -116,6 +116,7 @@ def said(operation: Operation, *, tells: bool) -> str:
     if isinstance(number := request.get("number"), int) and "ids" in request:
         return "1 notification" if number == 1 else f"{number:,} notifications"
     parts = [f"the handler “{request['handler']}”"] if "handler" in request else []
+    parts += [f"the job “{request['job']}”"] if "job" in request else []
     parts += [f"{_NAMES[name]} {_value(value)}" for name, value in request.items() if name in _NAMES and value]
     return ", ".join(parts) or ("old rows" if operation.kind == "purge" else "everything")
 

@@ -18,6 +18,11 @@ STATES: Mapping[str, str] = {
 }
 """The states of a notification."""
 
+UNCOUNTED = frozenset({
+    "pause", "unpause", "stop", "unsubscribe", "partitions", "pause_job", "unpause_job", "run_job_now", "remove_job",
+})  # fmt: skip
+"""Orders that change no notification."""
+
 OPERATIONS: Mapping[str, str] = {
     "RUNNING": "The order is being carried out.",
     "DONE": "The order has been carried out.",

@@ -25,7 +25,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     id: UUID
     kind: str
     """The order: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``, ``purge``,
-    ``unsubscribe``, ``partitions``."""
+    ``unsubscribe``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``."""
     state: OperationState
     matched: int
     """The notifications that the filter has matched so far; all of them in the state DONE."""
