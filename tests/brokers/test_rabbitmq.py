@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ from pamqp.header import ContentHeader
 from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
 from outboxio.integrations.rabbitmq import RabbitInbox, RabbitRelay
 from tests.kit.app import Look, eventually
-from tests.kit.brokers import Broker, OwnRabbitmq
+from tests.kit.brokers import PASSWORD, USER, Broker, OwnRabbitmq
 
 pytestmark = pytest.mark.above_statements
 
@@ -268,6 +269,42 @@ async def test_poison_goes_to_the_dead_letters_and_blocks_nothing(
     dead = [message.body for message in await place.messages(place.dead)]
     assert sorted(dead) == [b'{"number": 3}', b"{broken"]
     assert inbox.refused == 2
+
+
+async def test_an_inbox_that_may_not_enter_says_why_and_loses_nothing(
+    outbox: Outbox, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with place_at(own_rabbitmq) as place:
+        await place.send(1, 2)
+        try:
+            async with RabbitInbox(outbox, own_rabbitmq.url_of_a_stranger, queue=place.name).running():
+                await eventually(lambda: told(caplog, "ACCESS_REFUSED"))
+                assert await stored(look) == []
+                # Now the password of the inbox is the right one.
+                await asyncio.to_thread(own_rabbitmq.control, "change_password", USER, "wrong")
+                await eventually(lambda: has(look, [1, 2]))
+        finally:
+            await asyncio.to_thread(own_rabbitmq.control, "change_password", USER, PASSWORD)
+        assert await place.count() == 0
+    assert f"the inbox of queue {place.name} has lost its broker" in caplog.text
+    assert "has no connection to RabbitMQ" in caplog.text
+    assert ":wrong@" not in caplog.text
+
+
+async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_nothing(
+    outbox: Outbox, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    trusting = ssl.create_default_context()
+    async with place_at(own_rabbitmq) as place:
+        await place.send(1, 2)
+        inbox = RabbitInbox(outbox, own_rabbitmq.tls_url, queue=place.name, connect={"ssl_context": trusting})
+        async with inbox.running():
+            await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+            assert await stored(look) == []
+            trusting.load_verify_locations(own_rabbitmq.certificate)
+            await eventually(lambda: has(look, [1, 2]))
+        assert await place.count() == 0
+    assert "has no connection to RabbitMQ" in caplog.text
 
 
 async def test_two_inboxes_share_a_queue(outbox: Outbox, rabbitmq: Broker, place: Place, look: Look) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import redis.asyncio as client
 from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
 from outboxio.integrations.redis import RedisInbox, RedisRelay
 from outboxio.integrations.redis.relay import REMEMBERS_IDS, version_of
+from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
-from tests.kit.brokers import Broker, OwnRedis
+from tests.kit.brokers import PASSWORD, Broker, OwnRedis
 
 pytestmark = pytest.mark.above_statements
 
@@ -249,6 +251,41 @@ async def test_messages_of_a_dead_consumer_are_taken_over(
     async with RedisInbox(outbox, redis.url, stream=stream, group="g", claim_after=0.2).running():
         await eventually(lambda: has(look, list(range(10))))
     assert (await store.xpending(stream, "g"))["pending"] == 0
+
+
+async def test_an_inbox_that_may_not_enter_says_why_and_loses_nothing(
+    outbox: Outbox, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = own_redis.fresh_name()
+    async with client.Redis.from_url(own_redis.url) as store:
+        await send(store, name, 1, 2)
+        try:
+            async with RedisInbox(outbox, own_redis.url_of_a_stranger, stream=name, group="g").running():
+                await eventually(lambda: told(caplog, "invalid username-password pair"))
+                assert await stored(look) == []
+                await store.config_set("requirepass", "wrong")  # now the password of the inbox is the right one
+                await eventually(lambda: has(look, [1, 2]))
+        finally:
+            await store.config_set("requirepass", PASSWORD)
+        assert (await store.xpending(name, "g"))["pending"] == 0
+    assert f"the inbox of stream {name} (g) has lost its broker" in caplog.text
+    assert "has no connection to Redis" in caplog.text
+    assert ":wrong@" not in caplog.text
+
+
+async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_nothing(
+    outbox: Outbox, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    trusted, name = certificate(tmp_path, "elsewhere.example"), own_redis.fresh_name()
+    inbox = RedisInbox(outbox, own_redis.tls_url, stream=name, group="g", connect={"ssl_ca_certs": str(trusted)})
+    async with client.Redis.from_url(own_redis.url) as store:
+        await send(store, name, 1, 2)
+        async with inbox.running():
+            await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+            assert await stored(look) == []
+            trusted.write_bytes(own_redis.certificate.read_bytes())
+            await eventually(lambda: has(look, [1, 2]))
+    assert "has no connection to Redis" in caplog.text
 
 
 def test_redis_8_6_remembers_ids() -> None:
