@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop relay docs docs-build test lint style types format bench bench-full chaos chaos-mutants
+.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full chaos chaos-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -29,6 +29,9 @@ shop: $(VENV)/.with-shop ## open a shop on FastAPI and SQLAlchemy; DATABASE=<url
 
 relay: $(VENV)/.with-dev ## send events from a shop to a warehouse through NATS or RabbitMQ, and prove that each came once, in order; ARGS=--private
 	@$(BIN)/python -m examples.relay $(ARGS)
+
+saga: $(VENV)/.with-demo ## cancel orders over two services, and give the money back; DATABASE=postgresql://... on your own server
+	@$(BIN)/python -m examples.saga $(if $(DATABASE),"$(DATABASE)") $(ARGS)
 
 docs: $(VENV)/.with-docs ## build the documentation site and serve it; ARGS='--port 8001', ARGS='--version 1.2' for a release
 	@$(BIN)/python -m website --serve $(ARGS)
