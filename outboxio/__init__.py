@@ -14,6 +14,10 @@ from outboxio.errors import (
     InterruptedRun,
     InvalidEvent,
     InvalidRetryAfter,
+    KeyedLockError,
+    LockHeld,
+    LockLost,
+    LockTimeout,
     NestedConnection,
     NestedExecute,
     NoHandlerTransaction,
@@ -63,6 +67,7 @@ from outboxio.health.values import Health, LoopHealth, ShardHealth
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import Consumption, Received
 from outboxio.jobs.job import Job
+from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.action import Action, Retry
 from outboxio.model.decorated import action, event, upcaster
 from outboxio.model.envelope import EventEnvelope
@@ -144,7 +149,12 @@ __all__ = [
     "InvalidRetryAfter",
     "Job",
     "KeyStatus",
+    "KeyedLock",
+    "KeyedLockError",
+    "LockHeld",
+    "LockLost",
     "LockStatus",
+    "LockTimeout",
     "LoopHealth",
     "NestedConnection",
     "NestedExecute",

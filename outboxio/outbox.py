@@ -21,6 +21,8 @@ from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import InlineRunner
 from outboxio.jobs.registration import JobRegistration
+from outboxio.locks.locking import Locking
+from outboxio.locks.shard_locks import ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
@@ -55,7 +57,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration, JobRegistration, Recording):
+class Outbox(Registration, JobRegistration, Recording, Locking):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
@@ -125,7 +127,8 @@ class Outbox(Registration, JobRegistration, Recording):
             self._shards[name] = self._shard(environment, name, given, clock)
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
-        self._lifecycle = Lifecycle(self, self._shards, self._guard)
+        locks = {name: self._shard_locks(shard) for name, shard in self._shards.items()}
+        self._lifecycle = Lifecycle(self, self._shards, [each.sessions for each in locks.values()], self._guard)
         own_connections = OwnConnections(self._guard)
         self.executor = self._action_executor(redact)
         """Runs actions."""
@@ -134,6 +137,7 @@ class Outbox(Registration, JobRegistration, Recording):
         self.lifespan = Lifespan(self, self._guard)
         """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
+        Locking.__init__(self, locks, lambda shard: self.executor.shard(shard).name)
         self.inbox = Inbox(namespace, self.executor, own_connections.session_on, self._inline)
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)
@@ -357,6 +361,10 @@ class Outbox(Registration, JobRegistration, Recording):
             telemetry=self._telemetry,
         )
         return ShardRuntime(environment, database, ShardClock(clock, name), emitter, is_first=not self._shards)
+
+    def _shard_locks(self, shard: ShardRuntime) -> ShardLocks:
+        owner, statistics = shard.environment.owner, shard.statistics.keyed_locks
+        return ShardLocks(self, self.namespace, shard.database, owner, self.settings, self._guard, statistics)
 
     async def _enter(self, roles: Roles) -> tuple[Outbox, Leave]:
         return self, await self._lifecycle.enter(roles)

@@ -110,6 +110,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for 1.8
     times as long. 50 ms to 1 day."""
 
+    lock_sessions: int = 8
+    """Sessions for the locks of ``outbox.lock``, in each process and shard, at most. A lock that is held, or waits for
+    a different process, uses a session; further tasks wait for a session. Of a given pool, at most a quarter."""
+
     balance: Balance = "partitioned"
     """``"partitioned"``: processes share the handlers that have several partitions, and the process that came first
     keeps the rest. ``"all"``: handlers with a single partition are spread over the processes too. An event then waits

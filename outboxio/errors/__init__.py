@@ -32,6 +32,7 @@ from outboxio.errors.handlers import (
     Unprocessable,
     UnreadableRow,
 )
+from outboxio.errors.locks import KeyedLockError, LockHeld, LockLost, LockTimeout
 from outboxio.errors.root import OutboxError
 from outboxio.errors.schema import (
     RightsMissing,
@@ -59,6 +60,7 @@ from outboxio.errors.transactions import (
 __all__ = [
     "AmbiguousTypeName", "CommitUnknown", "ConcurrentUse", "ConfigurationError", "CrashedProcess", "DatabaseError",
     "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun", "InvalidEvent", "InvalidRetryAfter",
+    "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
     "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
     "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
     "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",

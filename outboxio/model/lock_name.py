@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.model.notification import Notification
 
-Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since", "jobs"]
+Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since", "jobs", "lock", "gate"]
 
 _LEASE_LENGTH = 255
 
@@ -38,6 +38,8 @@ class Slot(NamedTuple):
 
 class LockName(Struct, frozen=True, order=True):
     """The name of a cluster lock: a role in a namespace, for dispatch with a handler name and a partition.
+
+    A keyed lock of the application has the role ``lock``, and the key as the handler name.
 
     The names of partition 0 are the names that versions without partitions use. So such a process and this process
     exclude each other.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec.structs import astuple
 
@@ -27,11 +27,18 @@ _FOR_EVER = timedelta(days=36_500)
 Phase = Literal["stopped", "starting", "running", "leaving"]
 
 
+class Closes(Protocol):
+    async def close(self) -> None: ...
+
+
 class Lifecycle:
     """Starts and stops the shards of an outbox."""
 
-    def __init__(self, outbox: object, shards: Mapping[str, ShardRuntime], guard: EventLoopGuard) -> None:
-        """``outbox``: recognises a call inside a handler or a transaction of the same outbox."""
+    def __init__(
+        self, outbox: object, shards: Mapping[str, ShardRuntime], parts: Sequence[Closes], guard: EventLoopGuard
+    ) -> None:
+        """``outbox``: recognises a call inside a handler or a transaction. ``parts``: closed before the shards."""
+        self._parts = parts
         self._outbox = outbox
         self._shards = shards
         self._guard = guard
@@ -120,8 +127,8 @@ class Lifecycle:
                 await self._stop()
             finally:
                 errors = await self._close_handlers()
-                for shard in self._shards.values():
-                    await shard.close()
+                for part in (*self._parts, *self._shards.values()):
+                    await part.close()
                 end_floods()
                 self._guard.leave()
             if errors:

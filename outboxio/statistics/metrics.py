@@ -272,6 +272,21 @@ METRICS: tuple[Metric, ...] = (
         "outboxio.lock.held", "gauge", "{lock}", "lock", _counts("locks_held"),
         "Cluster locks that this process holds: fanout, or dispatch/ and the handler, one for each partition."),
     _metric(
+        "outboxio.keyed_lock.wait", "histogram", "s", "", _field("keyed_locks.waits"),
+        "Time from the request to the lock, once for each lock that outbox.lock() has given."),
+    _metric(
+        "outboxio.keyed_lock.held", "gauge", "{lock}", "", _field("keyed_locks.held"),
+        "Locks of outbox.lock() that this process holds."),
+    _metric(
+        "outboxio.keyed_lock.waiting", "gauge", "{task}", "", _field("keyed_locks.waiting"),
+        "Tasks of this process that wait for a lock of outbox.lock()."),
+    _metric(
+        "outboxio.keyed_lock.timeouts", "counter", "{request}", "", _field("keyed_locks.timeouts"),
+        "Requests for a lock of outbox.lock() that ended with their timeout."),
+    _metric(
+        "outboxio.keyed_lock.lost", "counter", "{lock}", "", _field("keyed_locks.lost"),
+        "Locks of outbox.lock() that ended with their session, before their block."),
+    _metric(
         "outboxio.running", "gauge", "{process}", "role",
         _of_run(lambda live, shard: [((role,), 1) for role in live.roles]),
         "1 while this process is in running() with this role."),

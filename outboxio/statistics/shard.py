@@ -13,6 +13,7 @@ from outboxio.statistics.counters import Counters
 from outboxio.statistics.figures import Figures
 from outboxio.statistics.handlers import OTHER, HandlerStatistics
 from outboxio.statistics.jobs import Jobs
+from outboxio.statistics.keyed_locks import KeyedLockStatistics
 
 MOST_ACTIONS = 200  # names of actions that are counted apart
 
@@ -58,6 +59,7 @@ class ShardStatistics:
         "figures_wanted",
         "handlers",
         "jobs",
+        "keyed_locks",
         "lock_changes",
         "locks_held",
         "loop_failures",
@@ -99,6 +101,8 @@ class ShardStatistics:
         """Rounds that failed, by loop."""
         self.purged: dict[str, int] = {}
         """Rows that retention has removed, by table."""
+        self.keyed_locks = KeyedLockStatistics()
+        """The locks of ``outbox.lock``."""
         self.sends = Histogram(DURATIONS)
         """The time in which the events of an action were written and committed."""
         self.settles = Histogram(DURATIONS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from outboxio import Outbox, Overview
 from outboxio.dispatch.settler import Settler
+from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease, Outcome
 from outboxio.runtime.shard_run import ShardRun
@@ -67,6 +68,22 @@ def locks_of(outbox: Outbox, shard: str = "default") -> Any:
 def seen_owners_of(outbox: Outbox, shard: str = "default") -> set[str]:
     """The owners of partitions, as the process has last read them."""
     return {lease.owner for lease in run_of(outbox, shard).membership._share._cluster.leases.values()}
+
+
+def lock_sessions_of(outbox: Outbox, shard: str = "default") -> list[Any]:
+    """The open sessions with keyed locks (``locks.session.LockSession``)."""
+    return [session for session in outbox._locks[shard].sessions._members if session.is_open]
+
+
+def lines_of(outbox: Outbox, shard: str = "default") -> list[str]:
+    """The keys that tasks of this process hold or want."""
+    return [name.handler_name for name in outbox._locks[shard].lines._lines]
+
+
+def connection_of(lock: KeyedLock) -> Any:
+    """The driver's connection that holds a keyed lock."""
+    assert lock._session is not None
+    return lock._session._session._session._connection  # type: ignore[attr-defined]  # not on SQLite
 
 
 def lock_loop_of(outbox: Outbox, shard: str = "default") -> Any:

@@ -145,6 +145,12 @@ class ServerDatabase(ABC, Generic[Loop]):
     def handler_transactions(self) -> int:
         return max(1, self._largest_pool // 2)
 
+    def most_key_sessions(self, wanted: int) -> int:
+        """``wanted``, and at most a quarter of a given pool: the rest is for actions and loops."""
+        if self._opens_for_loops or not (size := self._size_of_given(self._pool)):
+            return wanted
+        return max(1, min(wanted, size // 4))
+
     @property
     def connections_in_use(self) -> int:
         if self._engine is not None:

@@ -36,6 +36,7 @@ from outboxio.storage.mysql.connection import (
 from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
+from outboxio.storage.mysql.key_session import MysqlKeySession
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.operations import MysqlOperations
@@ -158,6 +159,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
 
     async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
         return await self._jobs.execute(for_flavours(sql), tuple(args))
+
+    def key_session(self, owner: str, heartbeat: float) -> MysqlKeySession:
+        session = self._dedicated()
+        self._connections.locks.add(session)
+        return MysqlKeySession(session, self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
         """Does nothing: MySQL cannot wake processes, so that each process polls."""

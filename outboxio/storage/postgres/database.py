@@ -38,6 +38,7 @@ from outboxio.storage.postgres.connection import (
 from outboxio.storage.postgres.event_search import PostgresEventSearch
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
+from outboxio.storage.postgres.key_session import PostgresKeySession
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.operations import PostgresOperations
@@ -183,6 +184,11 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
 
     async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
         return await self._jobs.execute(sql, *args)
+
+    def key_session(self, owner: str, heartbeat: float) -> PostgresKeySession:
+        session = self._dedicated()
+        self._connections.locks.add(session)
+        return PostgresKeySession(session, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, quoted(payload))

@@ -38,6 +38,7 @@ from outboxio.storage.protocols.hot import (
     SessionUnit,
     StartRepository,
 )
+from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
     BulkOrder,
     Counted,
@@ -115,6 +116,7 @@ __all__ = [
     "Holder",
     "Instance",
     "InstanceReport",
+    "KeySession",
     "LastError",
     "LockGrant",
     "NewNotification",

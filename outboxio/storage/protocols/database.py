@@ -25,6 +25,7 @@ from outboxio.storage.protocols.hot import (
     Session,
     StartRepository,
 )
+from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
     OperationRepository,
     ProbeRepository,
@@ -155,6 +156,14 @@ class Database(Protocol):
 
         A process that freezes keeps no row locked, because no message to the server separates UPDATE and COMMIT.
         """
+        ...
+
+    def key_session(self, owner: str, heartbeat: float) -> KeySession:
+        """A session for keyed locks, which is not open yet. ``heartbeat``: the seconds between two proofs."""
+        ...
+
+    def most_key_sessions(self, wanted: int) -> int:
+        """The largest number of key sessions, if the setting says ``wanted``: a given pool serves only a few."""
         ...
 
     async def notify(self, channel: str, payload: str) -> None:

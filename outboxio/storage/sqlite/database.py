@@ -19,6 +19,7 @@ from outboxio.storage.sqlite.application_connection import ApplicationSession, f
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
+from outboxio.storage.sqlite.key_session import SqliteKeySession
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.operations import SqliteOperations
@@ -124,6 +125,12 @@ class SqliteDatabase:
 
     async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
         return await self._connections.write(sql, as_parameters(sql, args))
+
+    def key_session(self, owner: str, heartbeat: float) -> SqliteKeySession:
+        return SqliteKeySession(self._connections, self._locks, self.name, owner)
+
+    def most_key_sessions(self, wanted: int) -> int:
+        return wanted
 
     async def notify(self, channel: str, payload: str) -> None:
         """Do nothing: SQLite cannot wake processes, so processes poll."""

@@ -59,6 +59,10 @@ class Held(Protocol):
 
     def release(self) -> None: ...
 
+    def end(self) -> None:
+        """Release a lock whose name is not used again soon: leave no file behind."""
+        ...
+
 
 class Locks(Protocol):
     """The locks of a database."""
@@ -155,7 +159,7 @@ class SqliteClusterLock:
 
 
 class FileLocks:
-    """Lock files in a folder beside the database. A removed file would let two processes hold a lock, so files stay."""
+    """Lock files in a folder beside the database. Files of cluster locks stay."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -202,6 +206,12 @@ class FileLock:
 
     def release(self) -> None:
         self._file.close()
+
+    def end(self) -> None:
+        # While the lock is held: a process that has opened the file finds that the path leads to no file, or another.
+        if self.is_ours:
+            os.unlink(self._path)
+        self.release()
 
 
 def _refuse_foreign(folder: str, database: str) -> None:
@@ -285,3 +295,5 @@ class MemoryLock:
 
     def release(self) -> None:
         self._taken.discard(self._name)
+
+    end = release
