@@ -137,7 +137,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         self.lifespan = Lifespan(self, self._guard)
         """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
-        Locking.__init__(self, locks, lambda shard: self.executor.shard(shard).name)
+        Locking.__init__(self, locks)
         self.inbox = Inbox(namespace, self.executor, own_connections.session_on, self._inline)
         """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         self.admin = self._admin(redact)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 from outboxio.errors import ConfigurationError, InvalidEvent
@@ -10,15 +10,15 @@ from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.locks.shard_locks import ShardLocks
 from outboxio.model.event import checked_name
 from outboxio.support.duration import parse_duration
+from outboxio.support.text import briefly
 
 
 class Locking:
     """The base class of :class:`~outboxio.Outbox` that makes keyed locks."""
 
-    def __init__(self, locks: Mapping[str, ShardLocks], shard_name: Callable[[str | None], str]) -> None:
-        """``shard_name``: the name of a shard, or of the first shard. Raises :class:`ConfigurationError`."""
+    def __init__(self, locks: Mapping[str, ShardLocks]) -> None:
+        """``locks``: by shard."""
         self._locks = locks
-        self._lock_shard = shard_name
 
     def lock(self, key: str, *, shard: str | None = None, timeout: timedelta | float | str | None = None) -> KeyedLock:
         """A lock that one task in the whole cluster holds at a time for ``key``, in this namespace.
@@ -48,4 +48,11 @@ class Locking:
         except InvalidEvent as error:
             raise ConfigurationError(str(error)) from None
         longest = None if timeout is None else parse_duration(timeout, key="lock timeout").total_seconds()
-        return KeyedLock(self._locks[self._lock_shard(shard)], key, longest)
+        return KeyedLock(self._locks_of(shard), key, longest)
+
+    def _locks_of(self, shard: str | None) -> ShardLocks:
+        found = next((locks for name, locks in self._locks.items() if shard is None or name == shard), None)
+        if found is None:
+            shards = ", ".join(map(repr, self._locks))
+            raise ConfigurationError(f"there is no shard {briefly(shard)}; the shards are {shards}")
+        return found

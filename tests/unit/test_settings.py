@@ -71,6 +71,7 @@ def test_leafs_and_defaults_are_the_published_ones() -> None:
         "keep_dead": timedelta(days=90),
         "dedup_retention": timedelta(days=100),
         "pool_timeout": timedelta(seconds=30),
+        "lock_sessions": 8,
         "balance": "partitioned",
     }
 

@@ -194,6 +194,10 @@ HARMLESS = {
     },
     "postgres/session.py": {"ActionConnection._end": "constants, in a row"},
     "mysql/starts.py": {"MysqlStarts._remove": IDS},
+    "postgres/key_session.py": {
+        "PostgresKeySession.take": "numbers of locks, in place of parameters: one message to the server",
+        "PostgresKeySession.leave": "a number of a lock, in place of a parameter: one message to the server",
+    },
     "postgres/lock.py": {
         "PostgresClusterLock.__init__": NAME,
         "PostgresClusterLock.release": "numbers, and names that were quoted",
