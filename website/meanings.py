@@ -15,7 +15,7 @@ REMEDIES = {
     "InvalidRetryAfter": 'Give seconds, a `timedelta`, text such as `"90s"`, or a `datetime`.',
     "KeyedLockError": "Call `outbox.lock()` for each block.",
     "LockHeld": "Pass the lock on as an argument, or start the task outside of the block.",
-    "LockLost": "Check the work of the block, or do the work again under a new lock; `lock.term()` refuses late writers.",
+    "LockLost": "Check the work of the block, or do it again under a new lock; `lock.term()` refuses late writers.",
     "LockTimeout": "Try later, give a longer timeout, or raise `lock_sessions` if the message says so.",
     "NestedConnection": "Read through `tx`.",
     "NestedExecute": "Emit an event and execute in its handler, or use `envelope.execute` in a transactional handler.",

@@ -186,6 +186,9 @@ LAG = _metric(
 FANOUT_LAG = _metric(
     "outboxio.fanout.lag", "histogram", "s", "", _field("fanout_lag"),
     "Time from a commit of this process to the end of the fan-out round that follows, once for each round.")
+KEYED_LOCK_WAIT = _metric(
+    "outboxio.keyed_lock.wait", "histogram", "s", "", _field("keyed_locks.waits"),
+    "Time from the request to the lock, once for each lock that outbox.lock() has given.")
 
 JOB_DURATION = _metric(
     "outboxio.job.duration", "histogram", "s", "job outcome", _job_durations, "Duration of the runs of a job.")
@@ -271,9 +274,7 @@ METRICS: tuple[Metric, ...] = (
     _metric(
         "outboxio.lock.held", "gauge", "{lock}", "lock", _counts("locks_held"),
         "Cluster locks that this process holds: fanout, or dispatch/ and the handler, one for each partition."),
-    _metric(
-        "outboxio.keyed_lock.wait", "histogram", "s", "", _field("keyed_locks.waits"),
-        "Time from the request to the lock, once for each lock that outbox.lock() has given."),
+    KEYED_LOCK_WAIT,
     _metric(
         "outboxio.keyed_lock.held", "gauge", "{lock}", "", _field("keyed_locks.held"),
         "Locks of outbox.lock() that this process holds."),

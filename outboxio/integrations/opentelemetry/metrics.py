@@ -116,6 +116,7 @@ class OutboxMetrics:
         statistics.sends = told(catalog.OPERATION_DURATION, DURATIONS, operation="send")
         statistics.settles = told(catalog.OPERATION_DURATION, DURATIONS, operation="settle")
         statistics.fanout_lag = told(catalog.FANOUT_LAG, LAGS)
+        statistics.keyed_locks.waits = told(catalog.KEYED_LOCK_WAIT, DURATIONS)
 
 
 class ToldHistogram(Histogram):
