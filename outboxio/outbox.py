@@ -363,8 +363,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         return ShardRuntime(environment, database, ShardClock(clock, name), emitter, is_first=not self._shards)
 
     def _shard_locks(self, shard: ShardRuntime) -> ShardLocks:
-        owner, statistics = shard.environment.owner, shard.statistics.keyed_locks
-        return ShardLocks(self, self.namespace, shard.database, owner, self.settings, self._guard, statistics)
+        statistics = shard.statistics.keyed_locks
+        return ShardLocks(self, shard.environment, shard.database, self.settings, self._guard, statistics)
 
     async def _enter(self, roles: Roles) -> tuple[Outbox, Leave]:
         return self, await self._lifecycle.enter(roles)

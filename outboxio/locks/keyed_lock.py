@@ -84,12 +84,12 @@ class KeyedLock:
         return self._term
 
     async def __aenter__(self) -> Self:
+        time, statistics = self._locks.enter().time, self._locks.statistics
         if self._was_entered:
             raise KeyedLockError(self.key, self.shard, "was entered before: call outbox.lock() for each block")
         around = [lock for lock in _around.get() if lock._is_held and lock._locks is self._locks]
         if any(lock.key == self.key for lock in around):
             raise LockHeld(self.key, self.shard)
-        time, statistics = self._locks.enter().time, self._locks.statistics
         begun, self._was_entered = time(), True
         statistics.waiting += 1
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from typing import Protocol
 
 from outboxio.errors import DatabaseUnavailable
 from outboxio.locks.session import LockSession, User
@@ -16,27 +17,37 @@ logger = log_of(__name__)
 LOOK = 0.1  # seconds between two looks whether a session has ended
 
 
+class Process(Protocol):
+    """The names under which this process holds locks."""
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def owner(self) -> str:
+        """The name of this process in the table ``leases``. A forked child has a new name."""
+        ...
+
+
 class LockSessions:
     """A lock that waits or holds has a session for itself. Tasks wait for a free session in the order of arrival."""
 
-    def __init__(self, database: Database, owner: str, wanted: int, heartbeat: float) -> None:
+    def __init__(self, database: Database, process: Process, wanted: int, heartbeat: float) -> None:
         """``wanted``: the largest number of sessions. ``heartbeat``: the seconds between two proofs."""
         self.most = database.most_key_sessions(wanted)
         self.era = 0
         """Grows when the sessions are closed: a task that waits since then ends."""
         self._database = database
-        self._owner = owner
+        self._process = process
         self._heartbeat = heartbeat
-        self._members: list[LockSession] = []
         self.begin_anew()
 
-    def begin_anew(self) -> object:
-        """Forget the sessions of a former event loop; returns the forgotten sessions."""
-        left, self._members = self._members, []
+    def begin_anew(self) -> None:
+        """Forget the sessions of a former event loop."""
+        self._members: list[LockSession] = []
         self._free = asyncio.Semaphore(self.most)
         self._keeper: asyncio.Task[None] | None = None
         self._is_checked = False
-        return left
 
     async def enter(self, user: User, beside: LockSession | None, until: float | None, era: int) -> LockSession:
         """A session for ``user``, not open yet. ``beside``: a session to share if all are in use.
@@ -53,7 +64,7 @@ class LockSessions:
             raise self._closed()
         session = next((member for member in self._members if not member.users and member.is_open), None)
         if session is None:
-            session = LockSession(self._database, self._owner, self._heartbeat)
+            session = LockSession(self._database, self._process.owner, self._heartbeat)
             self._members.append(session)
         session.users.add(user)
         return session

@@ -6,7 +6,7 @@ import asyncio
 
 from outboxio.actions.nesting import refuse_in_transaction
 from outboxio.locks.lines import Lines
-from outboxio.locks.sessions import LockSessions
+from outboxio.locks.sessions import LockSessions, Process
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.lock_name import LockName
 from outboxio.settings import Settings
@@ -22,15 +22,14 @@ class ShardLocks:
     def __init__(
         self,
         outbox: object,
-        namespace: str,
+        process: Process,
         database: Database,
-        process: str,
         settings: Settings,
         guard: EventLoopGuard,
         statistics: KeyedLockStatistics,
     ) -> None:
-        """``process``: the name of this process in the table ``leases``."""
-        self.namespace = namespace
+        """``outbox``: recognises a call inside a transaction of the same outbox."""
+        self.namespace = process.namespace
         self.shard = database.name
         self.statistics = statistics
         self.lines = Lines()
@@ -41,10 +40,10 @@ class ShardLocks:
         self._guard = guard
         guard.when_taken_over(self._begin_anew)
 
-    def _begin_anew(self) -> object:
+    def _begin_anew(self) -> None:
         self.lines = Lines()
         self.statistics.held = self.statistics.waiting = 0
-        return self.sessions.begin_anew()
+        self.sessions.begin_anew()
 
     def enter(self) -> asyncio.AbstractEventLoop:
         """Bind the outbox to the running event loop."""
