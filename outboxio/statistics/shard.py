@@ -49,7 +49,6 @@ class ShardStatistics:
     """
 
     __slots__ = (
-        "_before",
         "_counters",
         "_live",
         "actions",
@@ -111,8 +110,7 @@ class ShardStatistics:
         """The numbers of the tables; ``None`` in a process that does not fan out."""
         self.figures_wanted = False
         """True if metrics want the numbers of the tables."""
-        self._counters = Counters()
-        self._before = Counters()
+        self._counters = Counters(), Counters()  # of all former shard runs, and of the present shard run
         self._live: Live | None = None
 
     @property
@@ -131,18 +129,17 @@ class ShardStatistics:
 
     def follow(self, counters: Counters) -> None:
         """The counters of a shard run that begins. The counters of the former shard run are kept as numbers."""
-        self._before = Counters(refused=self.refused, standstills=self.standstills)
-        self._counters = counters
+        self._counters = Counters(refused=self.refused, standstills=self.standstills), counters
 
     @property
     def refused(self) -> int:
         """Outcomes that the fence refused, because a second process holds the handler, or the row is settled."""
-        return self._before.refused + self._counters.refused
+        return sum(counters.refused for counters in self._counters)
 
     @property
     def standstills(self) -> int:
         """How often the event loop stood still for about a second or longer."""
-        return self._before.standstills + self._counters.standstills
+        return sum(counters.standstills for counters in self._counters)
 
     def begin_anew(self) -> None:
         """A new event loop takes over: the runs of the former event loop do not go on."""
