@@ -19,6 +19,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
 
+pytestmark = pytest.mark.above_statements
+
 NOON = datetime(2030, 1, 1, 12)
 MINUTE = timedelta(minutes=1)
 

@@ -20,6 +20,8 @@ from tests.kit.marks import needs_many_writers
 from tests.kit.spies import counters
 from tests.kit.sql import sql
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 

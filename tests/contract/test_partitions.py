@@ -10,6 +10,8 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 from outboxio import Action, EventEnvelope, Outbox, Settings, Transaction
 from outboxio.model.lock_name import Slot
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
@@ -18,7 +20,7 @@ from tests.kit.marks import needs_partitions
 from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.spies import watch
 
-pytestmark = needs_partitions
+pytestmark = [needs_partitions, pytest.mark.above_statements]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]

@@ -26,6 +26,8 @@ from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox, open_transaction
 from tests.kit.spies import Trouble, counters, watch
 
+pytestmark = pytest.mark.above_statements
+
 UNPOLLED = Settings(handling_poll_delay="1h", fanout_poll_delay="1h", purge_enabled=False)
 BY_THEN_ALL_IS_QUIET = 0.6  # seconds after which no timer of what happened before wakes finding any more
 Envelope = EventEnvelope[MoneyDeposited]

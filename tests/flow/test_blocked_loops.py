@@ -25,6 +25,8 @@ from tests.kit.processes import ROOT, Worker
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.spies import counters
 
+pytestmark = pytest.mark.above_statements
+
 StartWorker = Callable[..., Awaitable[Worker]]
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

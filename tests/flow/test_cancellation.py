@@ -15,6 +15,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.leaks import Leaks
 from tests.kit.probes import Cancelling
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 POOL = 1  # the pool for actions keeps these open until close()

@@ -16,6 +16,8 @@ from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
 from tests.kit.processes import Worker
 
+pytestmark = pytest.mark.above_statements
+
 StartProgram = Callable[..., Awaitable[Worker]]
 
 EVENTS, KEYS = 200, 10

@@ -12,6 +12,8 @@ from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
 from tests.kit.own_programs import outcome
 from tests.kit.probes import open_transactions
 
+pytestmark = pytest.mark.above_statements
+
 
 @pytest.fixture
 async def look(database_url: str) -> Look:

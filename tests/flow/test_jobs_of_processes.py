@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from outboxio import Outbox
 from tests.kit.app import eventually, opened
 from tests.kit.processes import Worker
+
+pytestmark = pytest.mark.above_statements
 
 PROGRAM = "tests.flow.job_worker"
 

@@ -18,6 +18,8 @@ from tests.kit.app import Emit, Look, MoneyDeposited, eventually, opened
 from tests.kit.partitions import SHARED_WITHIN
 from tests.kit.processes import Worker
 
+pytestmark = pytest.mark.above_statements
+
 StartWorker = Callable[..., Awaitable[Worker]]
 
 PARTITIONS = 8

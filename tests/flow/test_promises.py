@@ -24,6 +24,8 @@ from tests.kit.processes import Worker
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.size import FULL
 
+pytestmark = pytest.mark.above_statements
+
 StartWorker = Callable[..., Awaitable[Worker]]
 
 LOCKS = ("app/fanout", "app/dispatch/receipt")

@@ -34,6 +34,8 @@ from tests.kit.processes import ROOT
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.spies import nothing_is_handed_over, watch
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 #: Connections that the pool for actions, or SQLite's writer, keeps open until ``close()``.

@@ -18,6 +18,8 @@ from outboxio.support.clock import utc_now
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.kit.processes import Worker
 
+pytestmark = pytest.mark.above_statements
+
 StartWorker = Callable[..., Awaitable[Worker]]
 
 FANOUT, DISPATCH = "app/fanout", "app/dispatch/receipt"
