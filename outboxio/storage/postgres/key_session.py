@@ -5,8 +5,8 @@ database server. Processes try again and again. A process that found the lock ta
 **gate** of the key: only the process at the gate tries for the key, so a busy process cannot take the key again and
 again past the processes that wait.
 
-Statements have no parameters, so that each is a single message (see ``LoopConnection``). ``execute`` returns only the
-number of rows, so the statements answer with a number of rows: 2 for the key, 1 for the gate, 0 for neither.
+Statements are prepared before the session holds a lock, for the reason in ``LoopConnection``. Statements of a session
+that waits have no parameters, and answer with the number of rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.protocols import LONGEST_SILENCE
 
-TRY = (
-    "SELECT FROM generate_series(1, CASE WHEN pg_try_advisory_lock({gate}) THEN"
-    " CASE WHEN pg_try_advisory_lock({key}) THEN 1 + pg_advisory_unlock({gate})::int ELSE 1 END ELSE 0 END)"
-)
-TRY_AT_GATE = (
-    "SELECT FROM generate_series(1, CASE WHEN pg_try_advisory_lock({key})"
-    " THEN 1 + pg_advisory_unlock({gate})::int ELSE 1 END)"
-)
-UNLOCK = "SELECT pg_advisory_unlock({})"
+# 2: the session holds the key; 1: the session holds the gate; 0: neither.
+TRY = """
+SELECT CASE WHEN pg_try_advisory_lock($2) THEN
+  CASE WHEN pg_try_advisory_lock($1) THEN 1 + pg_advisory_unlock($2)::int ELSE 1 END ELSE 0 END
+"""
+UNLOCK = "SELECT pg_advisory_unlock($1)"
+TRY_AT_GATE = "SELECT WHERE pg_try_advisory_lock({key}) AND pg_advisory_unlock({gate})"
+LEAVE_GATE = "SELECT pg_advisory_unlock({gate})"
 PROVE = "SELECT 1"
 
 RAISE_TERM = """
@@ -49,6 +48,8 @@ class PostgresKeySession:
         self._owner = owner[:255]
         self._timeout = max(heartbeat, 1.0)
         self._connection: Any = None
+        self._try: Any = None
+        self._unlock: Any = None
         self._raise_term: Any = None
         self._held: set[LockName] = set()
         self._at_gate: set[LockName] = set()
@@ -63,8 +64,8 @@ class PostgresKeySession:
                 await self._session.use(self._prepare)
 
     async def _prepare(self, connection: Any) -> None:
+        self._try, self._unlock = await connection.prepare(TRY), await connection.prepare(UNLOCK)
         try:
-            # Before the session holds a lock: a process that froze between preparation and statement would keep it.
             self._raise_term = await connection.prepare(RAISE_TERM)
         except Exception as error:
             if not errors.lacks_schema(error):  # locks work before the tables are made, terms do not
@@ -72,19 +73,24 @@ class PostgresKeySession:
         self._connection = connection
 
     async def take(self, name: LockName, seconds: int) -> bool:
-        statement = TRY_AT_GATE if name in self._at_gate else TRY
-        taken = row_count(await self._execute(statement.format(key=name.key, gate=_gate(name))))
+        key, gate = name.key, _gate(name)
+        if name in self._at_gate:
+            taken = 1 + row_count(await self._execute(TRY_AT_GATE.format(key=key, gate=gate)))
+        else:
+            taken = await self._use(lambda _: self._try.fetchval(key, gate, timeout=self._timeout))
         if taken == 2:
             self._at_gate.discard(name)
             self._held.add(name)
         elif taken == 1:
             self._at_gate.add(name)
-        return taken == 2
+        return bool(taken == 2)
 
     async def leave(self, name: LockName) -> None:
-        if name in self._held or name in self._at_gate:
-            await self._execute(UNLOCK.format(name.key if name in self._held else _gate(name)))
+        if name in self._held:
+            await self._use(lambda _: self._unlock.fetchval(name.key, timeout=self._timeout))
             self._held.discard(name)
+        elif name in self._at_gate:
+            await self._execute(LEAVE_GATE.format(gate=_gate(name)))
             self._at_gate.discard(name)
 
     async def raise_term(self, lease: str) -> int:
