@@ -21,6 +21,7 @@ from outboxio.health.values import Health
 from outboxio.inbox.inbox import Inbox
 from outboxio.inbox.inline import InlineRunner
 from outboxio.jobs.registration import JobRegistration
+from outboxio.jobs.runner import JobSetup
 from outboxio.locks.locking import Locking
 from outboxio.locks.shard_locks import ShardLocks
 from outboxio.loops.owner import EventLoopGuard
@@ -330,6 +331,9 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
             telemetry=self._telemetry,
             on_dead=on_dead,
         )
+
+    def _setup_of_jobs(self) -> JobSetup:
+        return next(iter(self._shards.values())).for_jobs()
 
     def _action_executor(self, redact: Redact) -> ActionExecutor:
         return ActionExecutor(

@@ -17,9 +17,11 @@ from outboxio.operations.orders import given_name
 from outboxio.support.text import briefly
 
 RIGHTS = (
-    "view", "payloads", "retry", "skip", "resume", "replay", "backfill", "pause", "stop", "purge", "unsubscribe",
+    "view", "payloads", "retry", "skip", "resume", "replay", "backfill", "pause", "run_job", "stop", "purge",
+    "unsubscribe",
 )  # fmt: skip
-"""All rights. ``view`` is a part of every access. ``pause`` is the right to pause and to unpause a handler."""
+"""All rights. ``view`` is a part of every access. ``pause`` is the right to pause and to unpause a handler or a job,
+``unsubscribe`` the right to forget a handler or a job."""
 
 READING = frozenset({"view", "payloads"})
 """The rights that change nothing."""

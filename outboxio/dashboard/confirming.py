@@ -28,6 +28,8 @@ class Confirmation(Struct, frozen=True, kw_only=True):
     """The facts of the page."""
 
     order: str
+    right: str = ""
+    """The right to give the order; empty for the right with the name of the order."""
     question: str
     told: Sequence[str]
     """Sentences about the effect."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from outboxio.errors import RegistrationError
+from outboxio.errors import ConfigurationError, RegistrationError
 from outboxio.handlers.annotations import UNKNOWN, members, plain, resolved
 from outboxio.handlers.resources import Resources, is_factory
 from outboxio.jobs.job import Job, JobSpec
 from outboxio.jobs.moments import cron_moments, every_period, zone_of
+from outboxio.jobs.runner import JobRunner, JobSetup
 from outboxio.model.event import checked_name
 from outboxio.model.retry import RetryPolicy
+from outboxio.storage.job_table import JobTable
+from outboxio.support.clock import naive_utc
 from outboxio.support.duration import parse_duration
 from outboxio.support.signature import where_defined
 from outboxio.support.text import briefly
@@ -34,6 +38,10 @@ class JobRegistration(ABC):
 
     @abstractmethod
     def _refuse_while_running(self) -> None: ...
+
+    @abstractmethod
+    def _setup_of_jobs(self) -> JobSetup:
+        """The parts of the first shard that jobs work with."""
 
     def job(
         self,
@@ -136,6 +144,17 @@ class JobRegistration(ABC):
 
 def _always(value: Any) -> Callable[[Job], Any]:
     return lambda _: value
+
+
+async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, attempt: int) -> None:
+    """Run a job once in this task, without its row, for :func:`outboxio.testing.run_job`."""
+    spec = outbox._jobs.get(name)
+    if spec is None:
+        known = ", ".join(map(repr, outbox._jobs)) or "none"
+        raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this outbox are {known}")
+    setup = outbox._setup_of_jobs()
+    runner = JobRunner(setup, JobTable(setup.namespace, setup.database), asyncio.Event())
+    await runner.run_alone(spec, setup.clock() if moment is None else naive_utc(moment), attempt)
 
 
 def _tx_of(job: Job) -> Transaction:

@@ -19,7 +19,7 @@ from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
 from outboxio.statistics.jobs import Jobs
 from outboxio.storage.job_table import END, JobTable
-from outboxio.storage.protocols import Database
+from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
@@ -28,6 +28,9 @@ from outboxio.telemetry.choice import TelemetryChoice
 from outboxio.transaction import Transaction, roll_back, work_in, work_outside
 
 logger = log_of(__name__)
+
+NO_ROW = 0
+"""The term of a run without a row: the terms of rows begin with 1."""
 
 LEFT = "the process left running() during the run"
 
@@ -98,6 +101,17 @@ class JobRunner:
             except Exception as error:
                 await self._end(run, watch, "TIMED_OUT" if limit.expired() else "FAILED", error)
 
+    async def run_alone(self, spec: JobSpec, moment: datetime, attempt: int) -> None:
+        """Run the job without its row: nothing is recorded, and the error of the job is raised."""
+        limit = asyncio.timeout(self.timeout_of(spec))
+        try:
+            async with limit:
+                await self._perform(Started(spec, moment, attempt, NO_ROW, moment), limit)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._timed_out(spec) from error
+
     def _watch(self, run: Started) -> JobWatch:
         setup, name = self._setup, run.spec.name
         ask = partial(setup.telemetry.chosen.job, setup.namespace, setup.shard, name, run.moment, run.attempt)
@@ -134,8 +148,7 @@ class JobRunner:
                     raise self._timed_out(spec)
                 if tx.events:
                     await tx.write(record.completed(setup.clock()), tx.events)
-                if run.term and not await self._table.write_in(session, END, *self._end_of(run, "SUCCEEDED", None)):
-                    raise RunRefused
+                await self._succeeded_in(session, run)
             except BaseException:
                 tx.abandon()
                 await to_the_end(roll_back(session))
@@ -145,6 +158,12 @@ class JobRunner:
             await tx.commit()
         if tx.events:
             setup.committed(tx.events)
+
+    async def _succeeded_in(self, session: Session, run: Started) -> None:
+        """Record a success in the transaction of the run. Raises :class:`RunRefused` if the run was taken over."""
+        values = self._end_of(run, "SUCCEEDED", None)
+        if run.term != NO_ROW and not await self._table.write_in(session, END, *values):
+            raise RunRefused
 
     async def _succeeded(self, run: Started, watch: JobWatch) -> None:
         """Record a success. That of a function that takes ``tx`` is recorded already."""

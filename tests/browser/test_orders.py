@@ -112,6 +112,25 @@ def test_a_handler_is_paused_with_the_keyboard_alone(new_site: NewSite, look: Lo
     assert (operation.kind, operation.reason) == ("pause", "the printer is out of paper")
 
 
+def test_a_job_is_paused_without_javascript_and_unpaused_with_the_script(new_site: NewSite, look: Look) -> None:
+    site = new_site()
+    page = look(site, java_script_enabled=False).go("jobs")
+    row = page.get_by_role("row").filter(has_text="close-day")
+    row.get_by_role("button", name=re.compile("^Pause")).click()
+    page.get_by_label("Reason").fill("the ledger is locked")
+    page.get_by_role("button", name="Pause close-day").click()
+    expect(row).to_contain_text("PAUSED")
+
+    page = look(site).go("jobs")
+    row = page.get_by_role("row").filter(has_text="close-day")
+    row.get_by_role("button", name="Unpause").click()
+    expect(row.get_by_role("button", name=re.compile("^Pause"))).to_be_visible()
+    orders = site.run(lambda outbox: outbox.admin.operations(limit=2))
+    assert [(order.kind, order.reason) for order in orders] == [
+        ("unpause_job", None), ("pause_job", "the ledger is locked"),
+    ]  # fmt: skip
+
+
 def press_until(page: Page, name: str) -> None:
     """Press the tabulator until the element with this name has the focus, and can be seen to have it."""
     told = "(e => e.innerText || e.labels?.[0]?.innerText || '')(document.activeElement)"

@@ -15,7 +15,7 @@ from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
 from outboxio.cli.commands.manner import Manner
 from outboxio.model.operating.job import JobRow
-from outboxio.testing import MovableClock
+from outboxio.testing import MovableClock, emitted, run_job
 from tests.kit.app import MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
 
@@ -302,6 +302,36 @@ async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock
                 await until(one, lambda job, number=number: job.succeeded == number)  # type: ignore[misc]
                 await until(two, lambda job, number=number: job.succeeded == number, "tock")  # type: ignore[misc]
     assert runs == [NOON + number * MINUTE for number in range(1, 4)]
+
+
+class Mailer:
+    """A resource."""
+
+
+async def test_a_test_runs_a_job_here_and_now_with_its_transaction_and_hears_of_its_error(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    outbox, seen = await make_outbox(clock=clock, resources={Mailer: (mailer := Mailer())}), list[object]()
+
+    @outbox.job("tick", every=MINUTE, timeout="50ms")
+    async def tick(job: Job, tx: Transaction, mailer: Mailer) -> None:
+        seen.append((job.moment, job.attempt, mailer))
+        tx.emit(MoneyDeposited(uuid4(), Decimal(job.attempt)))
+        if job.attempt == 2:
+            raise ValueError("no mail server")
+        if job.attempt == 3:
+            await asyncio.sleep(60)
+
+    await run_job(outbox, "tick")
+    with pytest.raises(ValueError, match="no mail server"):
+        await run_job(outbox, "tick", moment=NOON + MINUTE, attempt=2)
+    with pytest.raises(TimeoutError, match=r"job 'tick' ran longer than its timeout of 0.05 s"):
+        await run_job(outbox, "tick", attempt=3)
+    with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this outbox are 'tick'"):
+        await run_job(outbox, "tock")
+    assert seen[:2] == [(NOON, 1, mailer), (NOON + MINUTE, 2, mailer)]
+    assert [event.amount for event in await emitted(outbox, MoneyDeposited)] == [1]
+    assert await outbox.admin.jobs() == []
 
 
 async def test_drain_runs_no_job(make_outbox: MakeOutbox, clock: MovableClock) -> None:

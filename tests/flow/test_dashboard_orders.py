@@ -22,6 +22,8 @@ from outboxio.operations.ordering import bulk
 from outboxio.support.clock import utc_now
 from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.dashboards import browser, send_form
+from tests.kit.inside import fresh_overview
+from tests.kit.jobs import ran
 from tests.kit.storage import Store
 
 ADA = "ada@example.org"
@@ -396,3 +398,59 @@ async def test_two_shards_are_listed_together_and_ordered_apart(tmp_path: Path) 
             await desk_of.confirmed("retry", {"handler": "mail"})
             assert await Look(urls["one"]).states() == {"PENDING": 2}
             assert "one, two" in words(await client.get(f"/operations/{(await desk_of.newest()).id}"))
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+async def test_a_job_is_run_paused_unpaused_and_removed_with_a_record_of_each_order(tmp_path: Path) -> None:
+    async with desk(tmp_path) as at:
+
+        @at.outbox.job("close-day", every="1h")
+        async def close_day() -> None:
+            raise ValueError("no mail server")
+
+        job = {"job": "close-day"}
+        async with at.outbox.running():
+            await ran(at.outbox)
+            assert "A process with the job begins a run within about a second" in words(await at.order("run-job", job))
+            answer = await at.confirmed("run-job", job, reason="the server is back")
+            operation = await at.newest()
+            assert answer.headers["location"] == f"/dead?did={operation.id}"
+            assert (operation.kind, operation.actor, operation.reason) == ("run_job_now", ADA, "the server is back")
+            await ran(at.outbox, failed=1)
+        await fresh_overview(at.outbox)
+        page = words(await at.client.get("/jobs"))
+        assert "Job close-day ended FAILED" in page
+        assert "ValueError: no mail server" in page
+        assert "run_job_now by" not in page
+        await at.confirmed("pause-job", job)
+        assert "PAUSED" in words(await at.client.get("/jobs"))
+        assert "the job “close-day”" in words(await at.client.get("/operations"))
+        await at.order("unpause-job", job)
+        assert [one.paused_date for one in await at.outbox.admin.jobs()] == [None]
+        assert "Type close-day to confirm" in words(await at.confirmed("remove-job", job, typed="close"))
+        await at.confirmed("remove-job", job, typed="close-day")
+        assert [one.kind for one in await at.outbox.admin.operations()] == [
+            "remove_job", "unpause_job", "pause_job", "run_job_now",
+        ]  # fmt: skip
+        assert "No job has a row yet" in words(await at.client.get("/jobs"))
+
+
+async def test_a_viewer_sees_jobs_without_messages_of_errors_and_without_buttons(tmp_path: Path) -> None:
+    async with desk(tmp_path, Access.viewer(ADA)) as at:
+
+        @at.outbox.job("close-day", every="1h")
+        async def close_day() -> None:
+            raise ValueError("secret")
+
+        async with at.outbox.running():
+            await ran(at.outbox)
+            await at.outbox.admin.run_job_now("close-day")
+            await ran(at.outbox, failed=1)
+        page, facts = await at.client.get("/jobs"), await at.client.get("/jobs?format=json")
+        assert "ValueError" in page.text
+        assert "secret" not in page.text + facts.text
+        assert '<form class="order"' not in page.text
+        for order in ("run-job", "pause-job", "unpause-job", "remove-job"):
+            assert (await at.order(order, {"job": "close-day"})).status_code == 403

@@ -13,7 +13,9 @@ from datetime import datetime, timedelta
 from uuid import uuid4
 
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Transaction
+from outboxio.model.operating.job import JobRow
 from outboxio.statistics.buckets import DURATIONS, LAGS
+from outboxio.storage.job_table import PAUSE, JobTable
 from outboxio.storage.protocols.operating import HandlerMinute
 from tests.kit.app import Look
 from tests.kit.inside import clock_of, database_of
@@ -166,6 +168,38 @@ async def fill(url: str, *, orders: int = ORDERS) -> None:
         look = Look(url)
         await look.fetch(f"DELETE FROM {look.table('handler_minutes')}")  # of the drains: one huge minute
         await write_minutes(outbox)
+        await write_jobs(outbox)
+
+
+async def write_jobs(outbox: Outbox) -> None:
+    """Jobs of a process with different code: after a success, paused after a failure, and before the first run."""
+    now, table = clock_of(outbox)(), JobTable(NAMESPACE, database_of(outbox))
+    schedules = {
+        "close-day": ("0 0 * * * Europe/Berlin", 7), "refresh-rates": ("every 300 s", 1),
+        "send-newsletter": ("0 8 * * 1 UTC", 30),
+    }  # fmt: skip
+    await table.insert([
+        JobRow(name, schedule, "WAITING", moment := now + timedelta(hours=hours), moment)
+        for name, (schedule, hours) in schedules.items()
+    ])  # fmt: skip
+    ends = {
+        "close-day": ("SUCCEEDED", None, 412, 3, 1),
+        "refresh-rates": (
+            "FAILED",
+            "ConnectionError: rates.example.com\nFile rates.py, line 12, in fetch",
+            98_211,
+            57,
+            4,
+        ),
+    }
+    for name, (result, error, succeeded, failed, missed) in ends.items():
+        began, ended = now - timedelta(minutes=41, seconds=12), now - timedelta(minutes=41)
+        await table.write(
+            "UPDATE eventlog.jobs SET started_date = ?, finished_date = ?, result = ?, error = ?, attempts = 1, "
+            "succeeded = ?, failed = ?, missed = ? WHERE namespace = ? AND job_name = ?",
+            began, ended, result, error, succeeded, failed, missed, NAMESPACE, name,
+        )  # fmt: skip
+    await table.write(PAUSE, now - timedelta(minutes=38), NAMESPACE, "refresh-rates")
 
 
 async def spread(outbox: Outbox, url: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outboxio.dashboard.lists import LONG
-from outboxio.dashboard.pages import bulk_orders, handler_orders
+from outboxio.dashboard.pages import bulk_orders, handler_orders, job_orders
 from outboxio.dashboard.pages.actions import action, actions
 from outboxio.dashboard.pages.dead import dead
 from outboxio.dashboard.pages.event import event, payload
@@ -12,6 +12,7 @@ from outboxio.dashboard.pages.glossary import glossary
 from outboxio.dashboard.pages.handler import handler
 from outboxio.dashboard.pages.handlers import handlers
 from outboxio.dashboard.pages.instances import instances
+from outboxio.dashboard.pages.jobs import jobs
 from outboxio.dashboard.pages.keys import keys
 from outboxio.dashboard.pages.notifications import notifications
 from outboxio.dashboard.pages.operations import operation, operations
@@ -23,6 +24,7 @@ PAGES: list[Route] = [
     Route("overview", "/", overview, patience=6.0),
     Route("handlers", "/handlers", handlers),
     Route("handler", "/handlers/{name:path}", handler, patience=LONG),
+    Route("jobs", "/jobs", jobs),
     Route("dead", "/dead", dead, patience=LONG),
     Route("notifications", "/notifications", notifications, patience=LONG),
     Route("events", "/events", events),
@@ -48,5 +50,9 @@ ORDERS: list[Order] = [
     Order("unpause", "/orders/unpause", handler_orders.unpause, "pause"),
     Order("unsubscribe", "/orders/unsubscribe", handler_orders.unsubscribe, "unsubscribe"),
     Order("purge", "/orders/purge", handler_orders.purge, "purge"),
+    Order("pause_job", "/orders/pause-job", job_orders.pause, "pause"),
+    Order("unpause_job", "/orders/unpause-job", job_orders.unpause, "pause"),
+    Order("run_job_now", "/orders/run-job", job_orders.run_now, "run_job"),
+    Order("remove_job", "/orders/remove-job", job_orders.remove, "unsubscribe"),
     Order("stop", "/orders/stop", handler_orders.stop, "stop"),
 ]

@@ -73,9 +73,9 @@ MENDS: Mapping[str, Mend] = {
     "paused_long": Mend("handler", "See the handler", by_handler=True),
     "clock_off": Mend("instances", "Instances"),
     "operation_failed": Mend("operations", "Operations"),
-    "job_late": Mend("instances", "Instances"),
-    "job_failing": Mend("instances", "Instances"),
-    "job_stuck": Mend("instances", "Instances"),
+    "job_late": Mend("jobs", "Jobs"),
+    "job_failing": Mend("jobs", "Jobs"),
+    "job_stuck": Mend("jobs", "Jobs"),
 }
 """The page that mends a finding, by the name of the rule."""
 
@@ -98,7 +98,7 @@ async def overview(asked: Asked) -> View:
 
 def mended_at(finding: Finding, asked: Asked) -> tuple[str, str] | None:
     """The address at which a finding is mended, and the words of the link."""
-    mend = MENDS.get(finding.rule)
+    mend = Mend("jobs", "Jobs") if finding.job is not None else MENDS.get(finding.rule)
     if mend is None or not asked.has(mend.page):
         return None
     if mend.page == "handler":

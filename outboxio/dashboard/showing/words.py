@@ -31,6 +31,18 @@ OPERATIONS: Mapping[str, str] = {
 }
 """The states of an operation."""
 
+JOBS: Mapping[str, tuple[str, str]] = {
+    "WAITING": ("wait", "The job waits for its next moment."),
+    "RUNNING": ("wait", "A process runs the job."),
+    "RETRYING": ("warn", "The last attempt has failed, and the job waits for the next attempt."),
+    "PAUSED": ("off", "No run starts until somebody unpauses the job."),
+    "SUCCEEDED": ("good", "The last run has succeeded."),
+    "FAILED": ("bad", "The last run has raised an error."),
+    "TIMED_OUT": ("bad", "The last run took longer than its timeout."),
+    "INTERRUPTED": ("bad", "The process ended, or left running(), during the last run."),
+}
+"""The states of a job and the results of its last run: the look, and the meaning."""
+
 MARKS: Mapping[str, str] = {
     "PENDING": "wait", "FAILED": "warn", "BLOCKED": "wait", "DYING": "bad", "SUCCEEDED": "good", "EXPIRED": "bad",
     "DEAD": "bad", "SKIPPED": "off", "RUNNING": "wait", "DONE": "good", "STOPPED": "off", "ok": "good",
@@ -76,6 +88,9 @@ TERMS: Mapping[str, str] = {
     "clock offset": "How far the clock of a machine is ahead of the clock of the database.",
     "operation": "An order of an operator, with its progress: who ordered what, and why.",
     "attempts": "How often the handler has run for this notification.",
+    "job": "A function of the application that runs at set moments, once in the cluster for each moment.",
+    "next moment": "The next moment of the schedule of a job.",
+    "missed": "Moments of a job that passed without a run: no process ran, or a run took too long.",
     "correlation": "An id that all events of one request share.",
     "causation": "The event whose handler recorded this event.",
     "sentinel": "The row of an action without events, which proves that the action has run.",
