@@ -148,11 +148,11 @@ def _always(value: Any) -> Callable[[Job], Any]:
 
 async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, attempt: int) -> None:
     """Run a job once in this task, without its row, for :func:`outboxio.testing.run_job`."""
-    spec = outbox._jobs.get(name)
+    jobs, setup = outbox._jobs, outbox._setup_of_jobs()  # pyright: ignore[reportPrivateUsage]  # of this module
+    spec = jobs.get(name)
     if spec is None:
-        known = ", ".join(map(repr, outbox._jobs)) or "none"
+        known = ", ".join(map(repr, jobs)) or "none"
         raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this outbox are {known}")
-    setup = outbox._setup_of_jobs()
     runner = JobRunner(setup, JobTable(setup.namespace, setup.database), asyncio.Event())
     await runner.run_alone(spec, setup.clock() if moment is None else naive_utc(moment), attempt)
 
