@@ -57,7 +57,7 @@ class LockSessions:
         if beside is not None and self._free.locked():
             beside.users.add(user)
             return beside
-        async with asyncio.timeout_at(until):
+        async with asyncio.timeout_at(until if self._free.locked() else None):  # a timer costs 5 us
             await self._free.acquire()
         if era != self.era:
             self._free.release()

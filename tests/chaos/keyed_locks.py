@@ -125,11 +125,15 @@ async def contend(url: str, seconds: float) -> dict[str, Any]:
     workers = [
         await Worker.start_program("tests.chaos.keyed_locks", **told, seed=number) for number in range(PROCESSES)
     ]
-    for worker in workers:
-        await worker.until("running", timeout=60)
-    cut = await cut_sessions(url, seconds)
-    for worker in workers:
-        await worker.until("left", timeout=120)
+    try:
+        for worker in workers:
+            await worker.until("running", timeout=60)
+        cut = await cut_sessions(url, seconds)
+        for worker in workers:
+            await worker.until("left", timeout=120)
+    finally:
+        for worker in workers:
+            await worker.end()
     held = [report for worker in workers for report in worker.of("held")]
     late = [report["accepted"] for worker in workers for report in worker.of("late")]
     clean, after_loss, longest = overlaps(held)

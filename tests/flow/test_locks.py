@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from outboxio import Outbox, PooledConnection, Shard
 from tests.chaos.keyed_locks import contend
+from tests.flow.conftest import StartWorker
 from tests.kit.private_servers import pgbouncer_to
 from tests.kit.probes import MakeOutbox
-from tests.kit.processes import Worker
 
 
-async def test_the_lock_of_a_killed_process_is_free(make_outbox: MakeOutbox, database_url: str) -> None:
+async def test_the_lock_of_a_killed_process_is_free(
+    make_outbox: MakeOutbox, start_program: StartWorker, database_url: str
+) -> None:
     outbox = await make_outbox()
-    worker = await Worker.start_program("tests.flow.lock_worker", database=database_url)
+    worker = await start_program("tests.flow.lock_worker", database=database_url)
     [held] = await worker.until("held", timeout=60)
-    worker._process.send_signal(signal.SIGKILL)
+    worker.kill()
     async with outbox.lock("k", timeout=60) as lock:
         assert await lock.term() > held["term"]
-    await worker._process.wait()
 
 
 @pytest.mark.not_on("sqlite", why="the operating system keeps the lock of a frozen process")
 async def test_a_frozen_process_loses_its_lock_and_learns_of_the_loss(
-    make_outbox: MakeOutbox, database_url: str
+    make_outbox: MakeOutbox, start_program: StartWorker, database_url: str
 ) -> None:
     outbox = await make_outbox()
-    worker = await Worker.start_program("tests.flow.lock_worker", database=database_url)
+    worker = await start_program("tests.flow.lock_worker", database=database_url)
     [held] = await worker.until("held", timeout=60)
-    worker._process.send_signal(signal.SIGSTOP)
+    worker.freeze()
     async with outbox.lock("k", timeout=60) as lock:
         assert await lock.term() > held["term"]
-        worker._process.send_signal(signal.SIGCONT)
+        worker.thaw()
         await worker.until("lost", timeout=60)
-    await worker._process.wait()
 
 
 @pytest.mark.costly

@@ -119,8 +119,11 @@ class PostgresKeySession:
         """Run a statement on the session that was opened: a new session would hold no lock."""
         if not self.is_open:
             raise ConnectionResetError("the lock session has ended")
-        with self._session.dropped_on_failure():
+        try:
             return await self._session.use_if_open(work)
+        except BaseException:
+            self.drop()
+            raise
 
 
 def _gate(name: LockName) -> int:
