@@ -449,6 +449,38 @@ async def test_rule_event_without_handler(outbox: Outbox, clock: MovableClock) -
     assert await told(outbox) == WELL
 
 
+async def test_a_handler_since_now_ends_events_that_nobody_needs_without_a_run(
+    make_outbox: MakeOutbox, clock: MovableClock, look: Look
+) -> None:
+    present, once = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    succeeds(present)
+    async with present.transaction("Open") as tx:
+        tx.emit(WalletOpened(uuid4()))
+        tx.emit(WalletOpened(uuid4()))
+    clock.advance("8d")
+    await present.drain()
+    await present.admin.purge()
+    assert len(await look.events()) == 2, "no retention ends an event that no handler has had"
+    await report(present)
+    assert "2 events wait" in await sentence(present, "event_without_handler")
+
+    runs: list[Any] = []
+
+    @once.handler("WalletOpened", name="forget-wallet-opened", raw=True, since="now")
+    async def forget(envelope: EventEnvelope[Any]) -> None:
+        runs.append(envelope)
+
+    async with present.running():  # the script runs beside a worker, which fans out
+        await once.drain()
+        await once.admin.unsubscribe("forget-wallet-opened")
+    await report(present)
+    assert (runs, await look.states()) == ([], {"SKIPPED": 2})
+    assert await told(present) == WELL
+    clock.advance("8d")
+    await present.admin.purge()
+    assert await look.events() == []
+
+
 @pytest.mark.costly
 async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
