@@ -104,14 +104,18 @@ async def cut_sessions(url: str, seconds: float) -> int:
 
 
 def overlaps(held: list[dict[str, Any]]) -> tuple[int, int, float]:
-    """Overlapping intervals of a key without a loss, and with a loss, and the longest overlap in seconds."""
+    """Overlapping intervals of a key without a loss, and with a loss, and the longest overlap in seconds.
+
+    The later interval may be the lost one: its process read the answer of the server after the session had been cut.
+    """
     clean = after_loss = 0
     longest = 0.0
     for key in range(KEYS):
         intervals = sorted((each for each in held if each["key"] == key), key=lambda each: each["start"])
         for first, second in pairwise(intervals):
-            if (over := first["end"] - second["start"]) > 0:
-                after_loss, clean = after_loss + first["lost"], clean + (not first["lost"])
+            if (over := min(first["end"], second["end"]) - second["start"]) > 0:
+                is_lost = first["lost"] or second["lost"]
+                after_loss, clean = after_loss + is_lost, clean + (not is_lost)
                 longest = max(longest, over)
     return clean, after_loss, longest
 
