@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -282,10 +281,12 @@ async def test_losing_the_database_while_it_runs_logs_no_password(
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running():
             acts = acts_on(server_url)
-            ids: list[Any] = []
-            await eventually(lambda: ids.extend(acts.own_sessions(outbox).values()) or len(ids) > 3)
-            await acts.end(ids)
-            await eventually(lambda: any(record.levelno >= logging.WARNING for record in caplog.records))
+
+            async def is_noticed() -> bool:
+                await acts.end(list(acts.own_sessions(outbox).values()))
+                return any(record.levelno >= logging.WARNING for record in caplog.records)
+
+            await eventually(is_noticed)
             await eventually(lambda: committed(outbox))
             await journal.calls(1)
 
