@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -36,7 +36,8 @@ class AdminSetup(Struct, frozen=True, kw_only=True):
 class AdminBase:
     """The base class of all parts of ``Admin``."""
 
-    def __init__(self, setup: AdminSetup, by: By) -> None:
+    def __init__(self, setup: AdminSetup, by: By, order_ended: Callable[[], None]) -> None:
+        """``order_ended`` is called at the end of each order."""
         self._setup = setup
         self._namespace = setup.namespace
         self._settings = setup.settings
@@ -45,4 +46,4 @@ class AdminBase:
         self._redact = setup.redact
         self._shards = AdminShards(setup.shards, setup.owner)
         self._known = Known(setup.namespace, setup.handlers, setup.types)
-        self._recorder = Recorder(setup.namespace, self._shards, setup.process, by, setup.redact)
+        self._recorder = Recorder(setup.namespace, self._shards, setup.process, by, setup.redact, order_ended)

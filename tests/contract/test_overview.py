@@ -136,6 +136,26 @@ async def test_an_overview_is_read_once_a_second_for_all_callers(
     assert await outbox.admin.overview() is not first
 
 
+async def test_an_overview_after_an_order_knows_the_order(outbox: Outbox) -> None:
+    """A page that says "paused" beside a button to pause would be wrong."""
+    outbox.handler(WalletOpened, name="mail")(Journal())
+    async with outbox.running():
+        await eventually(lambda: is_announced(outbox, "mail"))
+        await outbox.admin.overview()
+        await outbox.admin.by("ada").pause("mail")
+        [paused] = [one.paused_since for one in (await outbox.admin.overview()).handlers if one.handler_name == "mail"]
+        await outbox.admin.unpause("mail")
+        [unpaused] = [
+            one.paused_since for one in (await outbox.admin.overview()).handlers if one.handler_name == "mail"
+        ]
+    assert paused is not None
+    assert unpaused is None
+
+
+async def is_announced(outbox: Outbox, name: str) -> bool:
+    return any(one.handler_name == name for one in (await outbox.admin.overview()).handlers)
+
+
 async def test_every_rule_has_a_test_here() -> None:
     tests = {name for name in (*globals(), *vars(test_job_verdicts)) if name.startswith("test_rule_")}
     assert {f"test_rule_{name}" for name in RULE_NAMES} == tests

@@ -74,8 +74,17 @@ Change = Callable[[AdminShard], Awaitable[int | Numbers]]
 class Recorder:
     """Carries orders out and records them."""
 
-    def __init__(self, namespace: str, shards: AdminShards, process: ProcessName, by: By, redact: Redact) -> None:
-        """``process``: the name of this process in ``operations``."""
+    def __init__(
+        self,
+        namespace: str,
+        shards: AdminShards,
+        process: ProcessName,
+        by: By,
+        redact: Redact,
+        order_ended: Callable[[], None],
+    ) -> None:
+        """``process``: the name of this process in ``operations``. ``order_ended`` is called after each order."""
+        self._order_ended = order_ended
         self._process = process
         self.by = by
         self._namespace = namespace
@@ -116,6 +125,7 @@ class Recorder:
         """Record an end, and log the end. Returns the operation with the date of the end."""
         now = one.clock()
         ended = replace(operation, updated_date=now, finished_date=now)
+        self._order_ended()
         await one.database.operations.finish(self._namespace, ended, worker)
         log_end(ended)
         return ended

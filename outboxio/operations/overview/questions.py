@@ -30,18 +30,24 @@ class OverviewReader:
         ]
         self._last: Overview | None = None
         self._read_at = float("-inf")
+        self._orders = 0
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def read(self) -> Overview:
-        """The overview of the last second, or a new overview."""
+        """The overview of the last second, or a new overview if an order of this process has ended since."""
         async with self._in_turn():
             if self._last is None or time.monotonic() - self._read_at >= FRESH:
-                began = time.monotonic()
+                began, orders = time.monotonic(), self._orders
                 shards = await asyncio.gather(*(collector.collect() for collector in self._collectors))
                 took = time.monotonic() - began
                 self._last = overview_of(Facts(namespace=self._namespace, shards=shards, took=took))
-                self._read_at = time.monotonic()
+                self._read_at = time.monotonic() if orders == self._orders else float("-inf")
             return self._last
+
+    def order_ended(self) -> None:
+        """An order of this process has ended: the overview of the last second is out of date."""
+        self._orders += 1
+        self._read_at = float("-inf")
 
     def _in_turn(self) -> asyncio.Lock:
         """The lock of the running event loop: an outbox may be used in a new event loop after the former has ended."""
@@ -55,13 +61,14 @@ class OverviewQuestions(AdminBase):
     """A part of ``Admin``."""
 
     def __init__(self, setup: AdminSetup, by: By, overviews: OverviewReader | None = None) -> None:
-        super().__init__(setup, by)
         self._overviews = overviews or OverviewReader(setup)
+        super().__init__(setup, by, self._overviews.order_ended)
 
     async def overview(self) -> Overview:
         """The state of the outbox at a glance: figures, and what is wrong, in sentences, the worst first.
 
-        The figures are bounded, so the overview may be polled; an overview is used again for 1 s. A shard that cannot
+        The figures are bounded, so the overview may be polled; an overview is used again for 1 s, unless an order of
+        this process has ended since. A shard that cannot
         be reached is a finding, and no error.
 
         Example::
