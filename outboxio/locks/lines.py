@@ -23,11 +23,16 @@ class Lines:
 
     async def enter(self, name: LockName, until: float | None) -> None:
         """Wait for the turn. Raises :class:`TimeoutError` at the moment ``until`` of the event loop's clock."""
-        line = self._lines.setdefault(name, Line())
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = Line()
         line.tasks += 1
         try:
-            async with asyncio.timeout_at(until):
+            if until is None or line.tasks == 1:  # without a wait, and without a timer
                 await line.turn.acquire()
+            else:
+                async with asyncio.timeout_at(until):
+                    await line.turn.acquire()
         except BaseException:
             self._forget(name, line)
             raise

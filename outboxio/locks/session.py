@@ -122,12 +122,13 @@ class LockSession:
     def _is_shared(self) -> bool:
         return len(self.users) > 1
 
-    async def _ask_safely(self, call: Callable[[], Awaitable[T]]) -> T:
+    def _ask_safely(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         """Make a call for one user. A cancelled call drops the session, so with more users the call is made to its end.
 
         A task for each call would cost a tenth of the speed.
         """
-        return await (to_the_end(self._ask(call)) if self._is_shared else self._ask(call))
+        asking = self._ask(call)
+        return to_the_end(asking) if self._is_shared else asking
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
         asked = asyncio.get_running_loop().time()

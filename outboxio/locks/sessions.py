@@ -57,8 +57,11 @@ class LockSessions:
         if beside is not None and self._free.locked():
             beside.users.add(user)
             return beside
-        async with asyncio.timeout_at(until if self._free.locked() else None):  # a timer costs 5 us
+        if until is None or not self._free.locked():  # without a wait, and without a timer
             await self._free.acquire()
+        else:
+            async with asyncio.timeout_at(until):
+                await self._free.acquire()
         if era != self.era:
             self._free.release()
             raise self._closed()

@@ -105,8 +105,8 @@ class BaseLoopConnection(ABC):
         """Run ``work`` on the open connection. Raises :class:`ConnectionResetError` if the connection has ended."""
         if self.is_open:
             async with self._turn:
-                if self.is_open:
-                    return await work(self._connection)
+                if (connection := self.current) is not None:
+                    return await work(connection)
         raise ConnectionResetError("the connection has ended")
 
     async def ready(self) -> None:

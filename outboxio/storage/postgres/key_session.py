@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Any
 
 from outboxio.model.lock_name import LockName
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.protocols import LONGEST_SILENCE
+from outboxio.support.aio import TimeLimit
 
 # 2: the session holds the key; 1: the session holds the gate; 0: neither.
 TRY = """
@@ -26,7 +28,7 @@ SELECT CASE WHEN pg_try_advisory_lock($2) THEN
   CASE WHEN pg_try_advisory_lock($1) THEN 1 + pg_advisory_unlock($2)::int ELSE 1 END ELSE 0 END
 """
 UNLOCK = "SELECT pg_advisory_unlock($1)"
-TRY_AT_GATE = "SELECT WHERE pg_try_advisory_lock({key}) AND pg_advisory_unlock({gate})"
+TRY_AT_GATE = "SELECT WHERE CASE WHEN pg_try_advisory_lock({key}) THEN pg_advisory_unlock({gate}) ELSE FALSE END"
 LEAVE_GATE = "SELECT pg_advisory_unlock({gate})"
 PROVE = "SELECT 1"
 
@@ -47,6 +49,7 @@ class PostgresKeySession:
         self._session = session
         self._owner = owner[:255]
         self._timeout = max(heartbeat, 1.0)
+        self._limit = TimeLimit(self._timeout)
         self._connection: Any = None
         self._try: Any = None
         self._unlock: Any = None
@@ -73,11 +76,11 @@ class PostgresKeySession:
         self._connection = connection
 
     async def take(self, name: LockName, seconds: int) -> bool:
-        key, gate = name.key, _gate(name)
+        key, gate = _key_and_gate(name)
         if name in self._at_gate:
             taken = 1 + row_count(await self._execute(TRY_AT_GATE.format(key=key, gate=gate)))
         else:
-            taken = await self._use(lambda _: self._try.fetchval(key, gate, timeout=self._timeout))
+            taken = await self._in_time(lambda _: self._try.fetchval(key, gate))
         if taken == 2:
             self._at_gate.discard(name)
             self._held.add(name)
@@ -87,10 +90,11 @@ class PostgresKeySession:
 
     async def leave(self, name: LockName) -> None:
         if name in self._held:
-            await self._use(lambda _: self._unlock.fetchval(name.key, timeout=self._timeout))
+            key, _ = _key_and_gate(name)
+            await self._in_time(lambda _: self._unlock.fetchval(key))
             self._held.discard(name)
         elif name in self._at_gate:
-            await self._execute(LEAVE_GATE.format(gate=_gate(name)))
+            await self._execute(LEAVE_GATE.format(gate=_key_and_gate(name)[1]))
             self._at_gate.discard(name)
 
     async def raise_term(self, lease: str) -> int:
@@ -115,6 +119,17 @@ class PostgresKeySession:
     async def _execute(self, sql: str) -> str:
         return str(await self._use(lambda connection: connection.execute(sql, timeout=self._timeout)))
 
+    async def _in_time(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """:meth:`_use` with one timer for many statements. A statement without an answer in time ends the session."""
+        self._limit.begin(work, self._is_late)
+        try:
+            return await self._use(work)
+        finally:
+            self._limit.end(work)
+
+    def _is_late(self, work: object) -> None:
+        self.drop()
+
     async def _use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run a statement on the session that was opened: a new session would hold no lock."""
         if not self.is_open:
@@ -126,5 +141,6 @@ class PostgresKeySession:
             raise
 
 
-def _gate(name: LockName) -> int:
-    return LockName(name.namespace, "gate", name.handler_name).key
+@lru_cache(1024)
+def _key_and_gate(name: LockName) -> tuple[int, int]:
+    return name.key, LockName(name.namespace, "gate", name.handler_name).key
