@@ -67,7 +67,7 @@ class Story:
 
     async def _until(self, order: str, holds: Callable[[Audited], bool]) -> None:
         async with asyncio.timeout(LONGEST_WAIT):
-            while not any(one.order == self._id(order) and holds(one) for one in await audit(self._services)):  # noqa: ASYNC110
+            while not any(one.order == self._id(order) and holds(one) for one in await audit(self._services)):  # noqa: ASYNC110  # rows change, and no event of asyncio tells
                 await asyncio.sleep(0.05)
 
     async def _proof(self) -> bool:
