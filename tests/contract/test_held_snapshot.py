@@ -322,7 +322,7 @@ async def test_a_row_whose_outcome_was_refused_is_found_again_although_sweeps_ar
         async with outbox.running():
             async with outbox.transaction("Open") as tx:
                 tx.emit(WalletOpened(uuid4()))
-            await eventually(lambda: calls == [1])
+            await eventually(lambda: calls == [1] and fanout_of(outbox).notifications == 1)  # fan-out has committed
             [row] = await outbox.admin.list(handler="slow")
             await light.goes_on_until(
                 lambda: begins_further_on(notifications.calls, "slow", (row.next_retry_at, row.sequence))

@@ -14,7 +14,7 @@ from outboxio.model.lock_name import LockName
 from outboxio.runtime import shard_run
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.kit.inside import lock_loop_of, locks_of
+from tests.kit.inside import fanout_of, lock_loop_of, locks_of
 from tests.kit.spies import Gate, breaks, counters, deposits, watch
 
 pytestmark = pytest.mark.every_version
@@ -369,6 +369,7 @@ async def test_a_row_that_was_settled_meanwhile_is_never_reopened(make_outbox: M
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2)))
         await gate.calls(2)
+        await eventually(lambda: fanout_of(outbox).notifications == 2)  # fan-out has committed
         records = await outbox.admin.list()
         assert (await outbox.admin.skip([records[-1].id])).done == 1
         gate.open()
