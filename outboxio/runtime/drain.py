@@ -99,13 +99,13 @@ async def _drain_beside_loops(run: ShardRun) -> None:
 
 
 async def _drain_all(run: ShardRun) -> None:
-    time, has_swept = asyncio.get_running_loop().time, False
+    time, has_swept, is_confirmed = asyncio.get_running_loop().time, False, False
     while not run.is_leaving:
         if not run.dispatcher.knows_pauses:
             await run.announce()  # no row starts until the pauses are known
         before = _progress(run)
         if await _drain_pass(run) or run.dispatcher.flush():
-            has_swept = False
+            has_swept = is_confirmed = False
             continue
         if not has_swept and _sweep_soon(run):
             has_swept = True  # a drain ends with a sweep, so that no row is left behind the scan positions
@@ -113,10 +113,15 @@ async def _drain_all(run: ShardRun) -> None:
         has_swept = False
         began = time()
         if await _is_due_elsewhere(run):
+            is_confirmed = False
             await asyncio.sleep(max(standby_pause() / 4, _SHARE_OF_LOOKS * (time() - began)))
         elif _progress(run) == before:
-            await run.housekeeping.run_once()
-            return
+            if is_confirmed or not _lacks_fanout(run):
+                await run.housekeeping.run_once()
+                return
+            # Between the look for rows and the answer that all events are fanned out, the process that fans out may
+            # have made rows. So everything is looked at once more.
+            is_confirmed = True
 
 
 async def _drain_pass(run: ShardRun) -> bool:
@@ -144,6 +149,11 @@ async def _is_due_elsewhere(run: ShardRun) -> bool:
     database, namespace, now = shard.database, shard.environment.namespace, shard.clock()
     if slots and await database.notifications.any_due(namespace, now, slots):
         return True
-    if any(name.role == "fanout" for name in lacking):
+    if _lacks_fanout(run):
         return await database.events.any_undelivered(namespace, run.announcer.seen_since())
     return False
+
+
+def _lacks_fanout(run: ShardRun) -> bool:
+    """True if the events are fanned out by a different process."""
+    return any(name.role == "fanout" for name in run.locks.not_held)

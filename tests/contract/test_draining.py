@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
+from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.proof import Proof
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import locks_of, run_of
@@ -182,6 +183,49 @@ async def test_drain_waits_for_another_instance_that_holds_the_locks(make_outbox
     assert drain.result().succeeded == 0
     assert len(idle) == 0
     assert await look.states() == {"SUCCEEDED": 1}
+
+
+@pytest.mark.parametrize("whose", ["ones_own", "of_the_holder"])
+async def test_drain_handles_what_is_fanned_out_elsewhere_while_it_asks(
+    make_outbox: MakeOutbox, look: Look, whose: str
+) -> None:
+    """The rows are made between the last look for rows and the answer that all events are fanned out."""
+    holder, waiter = await make_outbox(settings=QUICK), await make_outbox(settings=QUICK)
+    goes_on, gate, journal = asyncio.Event(), Gate(), Journal()
+    if whose == "ones_own":
+        waiter.handler(MoneyDeposited, name="first")(journal)
+    else:
+        holder.handler(MoneyDeposited, name="first")(gate)
+        waiter.handler(MoneyDeposited, name="first")(journal)
+
+    async def after_it_was_asked(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        await goes_on.wait()
+        return await method(*args)
+
+    async def of_all(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        goes_on.set()
+        await eventually(lambda: _is_fanned_out(look))
+        return await method(*args)
+
+    watch(holder, "events").trouble["fan_out"] = after_it_was_asked
+    watch(waiter, "events").trouble["any_undelivered"] = of_all
+    async with holder.running():
+        await eventually(lambda: run_of(holder).fans_out)
+        if whose == "of_the_holder":
+            await eventually(lambda: locks_of(holder).holds(LockName("app", "dispatch", "first")))
+        await waiter.executor.execute(Emit((1,)))
+        async with begun(waiter.drain(timeout=20)) as drain:
+            if whose == "of_the_holder":
+                await gate.calls(1)
+                assert await still_goes_on(drain)
+                gate.open()
+        assert await look.states() == {"SUCCEEDED": 1}
+
+    assert (len(gate), len(journal)) == ((0, 1) if whose == "ones_own" else (1, 0))
+
+
+async def _is_fanned_out(look: Look) -> bool:
+    return len(await look.notifications()) == 1
 
 
 async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_to_do(

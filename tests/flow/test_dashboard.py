@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from outboxio import Outbox
+from outboxio.cli.commands import dashboard as command
 from outboxio.cli.commands.dashboard import Serving, is_loopback, refuse_open
 from outboxio.cli.target import TargetError
 
@@ -65,6 +67,20 @@ async def test_a_bare_database_is_served_on_this_machine_until_a_signal_comes(ur
     assert "shop" in page.text
     assert (by_a_foreign_name.status_code, by_a_foreign_name.text) == (404, "Not Found")
     assert code == 0
+
+
+async def test_the_address_is_told_when_it_takes_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[int] = []
+
+    def tell(namespace: str, host: str, port: int, *, as_json: bool) -> None:
+        with socket.create_connection((host, port), timeout=PATIENCE):
+            reached.append(port)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command, "_tell", tell)
+    async with Outbox(url, namespace="shop") as outbox:
+        assert await command.serve(outbox, Serving("127.0.0.1", 0)) == 0
+    assert len(reached) == 1
 
 
 async def test_with_a_password_every_browser_is_asked(url: str) -> None:

@@ -52,6 +52,7 @@ async def serve(outbox: Outbox, serving: Serving, *, as_json: bool = False) -> E
     )
     server = _without_signals(uvicorn)(config)
     listening = config.bind_socket()
+    listening.listen(config.backlog)  # the server listens later; a browser may come as soon as the address is told
     port = listening.getsockname()[1]
     try:
         with signalled() as stop:
