@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full chaos chaos-mutants
+.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full chaos chaos-mutants simulate simulate-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -14,6 +14,7 @@ BENCH = $(BIN)/python -m benchmarks --database "$(DATABASE)" --only "$(ONLY)" --
 DATABASE ?=
 ONLY ?=
 ARGS ?=
+SEED ?=
 SCENARIO ?=
 
 help: ## list all words
@@ -39,8 +40,8 @@ docs: $(VENV)/.with-docs ## build the documentation site and serve it; ARGS='--p
 docs-build: $(VENV)/.with-docs ## build the documentation site into build/site, and check its links
 	@$(BIN)/python -m website $(ARGS)
 
-test: $(VENV)/.with-dev ## run the tests; ONLY=postgres for one dialect, ARGS='-k inbox' for pytest
-	@$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY)") $(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.with-dev ## run all tests; ONLY=quick for the fast tests, ONLY=postgres for one dialect; SEED=7 in random order, ARGS='-k inbox' for pytest
+	@$(if $(filter-out quick,$(ONLY))$(ARGS),$(if $(ONLY),OUTBOXIO_TEST_ONLY="$(ONLY:quick=sqlite)") $(BIN)/python -m pytest $(if $(SEED),--random-order --random-order-seed=$(SEED)) $(ARGS),$(BIN)/python -m tests $(if $(filter quick,$(ONLY)),--quick) $(if $(SEED),--seed $(SEED)))
 
 lint: style types ## check format, style, types and imports
 	@echo 'All is well.'
@@ -64,6 +65,12 @@ chaos: $(VENV)/.with-dev ## kill processes, stop servers, and check the promises
 
 chaos-mutants: $(VENV)/.with-dev ## break promises on purpose, and check that the chaos runs notice
 	@$(BIN)/python -m tests.chaos.mutation $(ARGS)
+
+simulate: $(VENV)/.with-dev ## run all scenarios in simulated worlds with new seeds; ARGS='--seeds 100000', ARGS='--scenario ordered --seed 17'
+	@$(BIN)/python -m tests.simulation $(ARGS)
+
+simulate-mutants: $(VENV)/.with-dev ## break promises on purpose, and count the simulated worlds until one notices
+	@$(BIN)/python -m tests.simulation.mutation $(ARGS)
 
 format: $(VENV)/.with-dev ## format the code
 	@$(BIN)/ruff check --quiet --fix-only .

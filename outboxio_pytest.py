@@ -1,4 +1,5 @@
-"""The pytest plugin of outboxio: fixtures for an outbox in memory, its clock, and the events that a test emits.
+"""The pytest plugin of outboxio: fixtures for an outbox in memory, its clock, and the events that a test emits; and
+``@pytest.mark.simulate``, which runs a test as the scenario of a simulation.
 
 pytest imports this module in every test run, also in runs that use no fixture of outboxio. So this module is apart from
 the package, and imports the package inside of fixtures only. docs/how-to/testing.md describes the fixtures.
@@ -6,6 +7,8 @@ the package, and imports the package inside of fixtures only. docs/how-to/testin
 
 from __future__ import annotations
 
+import inspect
+import shlex
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,9 @@ import pytest
 if TYPE_CHECKING:
     from outboxio import Handlers, Outbox
     from outboxio.outbox import Drained
-    from outboxio.testing import Drain, EmittedEvents, MovableClock
+    from outboxio.testing import Drain, EmittedEvents, MovableClock, SimulationFailed
+
+SEEDS = 200
 
 
 @pytest.fixture
@@ -90,15 +95,95 @@ def outbox_events() -> Iterator[EmittedEvents]:
         yield events
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("outboxio").addoption(
+        "--simulation-seed", type=int, metavar="SEED", help="run tests with the mark simulate with this seed only"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        f"simulate(seeds={SEEDS}, faults=True): run an `async def test_...(world)` once for each seed (a number of "
+        "seeds, or the seeds), in simulated processes (outboxio)",
+    )
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> None:
+    """The ``World`` of a test with the mark ``simulate``, a new one for each seed."""
+    if not isinstance(request.node, _Simulated):
+        pytest.fail("the fixture `world` is for tests with @pytest.mark.simulate", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Collect tests with the mark ``simulate``, whatever other plugins make of async functions."""
+    made = yield
+    items: Any = made
+    return [_simulated(each) for each in items] if isinstance(made, list) else made
+
+
+def _simulated(item: Any) -> Any:
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("simulate") is None:
+        return item
+    kind: Any = _Simulated
+    given: Any = item
+    return kind.from_parent(
+        given.parent, name=given.name, callspec=getattr(given, "callspec", None), fixtureinfo=given._fixtureinfo,
+        keywords=given.keywords, originalname=given.originalname,
+    )  # fmt: skip
+
+
+class _Simulated(pytest.Function):
+    """A test that is the scenario of a simulation. Its other fixtures are made once for all seeds."""
+
+    failed: SimulationFailed | None = None
+
+    def runtest(self) -> None:
+        from outboxio.testing import SimulationFailed, World, simulate
+
+        names = self._fixtureinfo.argnames
+        if not inspect.iscoroutinefunction(self.obj) or "world" not in names:
+            pytest.fail("a test with @pytest.mark.simulate must be `async def test_...(world)`", pytrace=False)
+        fixtures = {name: self.funcargs[name] for name in names if name != "world"}
+
+        async def scenario(world: World) -> None:
+            await self.obj(world=world, **fixtures)
+
+        seeds, faults = self._options(**self.get_closest_marker("simulate").kwargs)  # type: ignore[union-attr]
+        try:
+            simulate(scenario, seeds=seeds, faults=faults)
+        except SimulationFailed as failed:
+            self.failed = failed
+        if self.failed is not None:
+            raise self.failed.__cause__ or self.failed
+
+    def told(self) -> str:
+        """What a person needs to know of the failed seed."""
+        failed = self.failed
+        assert failed is not None
+        repeat = f"Repeat it: pytest {shlex.quote(self.nodeid)} --simulation-seed {failed.seed}"
+        return "\n\n".join(part for part in (failed.events, failed.notice, repeat) if part)
+
+    def _options(self, seeds: Any = SEEDS, faults: bool = True) -> tuple[Any, bool]:
+        seed = self.config.getoption("--simulation-seed")
+        if seed is not None:
+            return [seed], faults
+        return range(seeds) if isinstance(seeds, int) else seeds, faults
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the emitted events below the traceback of a failed test."""
+    """Show the emitted events, or what happened in a simulation, below the traceback of a failed test."""
     report = yield
     events = getattr(item, "funcargs", {}).get("outbox_events")
     if report.failed and report.when == "call" and events is not None:
         report.sections.append(("outbox events", events.told()))
+    if report.failed and isinstance(item, _Simulated) and item.failed is not None:
+        report.sections.append(("simulation", item.told()))
     return report
 
 

@@ -64,7 +64,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
     memory), a pool of asyncpg or aiomysql, or a mapping of shard names to either; the first is the default
     shard. Nothing is opened yet, and a pool that the application has opened is never closed. ``namespace`` names this
-    service: two services in the same database never share events. ``clock`` is a callable that returns the present
+    service: two services in the same database never share events. ``settings`` defaults to ``Settings.load()``, the
+    variables ``OUTBOXIO_...`` of the environment. ``clock`` is a callable that returns the present
     moment, for tests; the default is the database's clock. ``resources`` is any object that actions and
     handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. If ``resources`` is a mapping from
     types to values or factories, handlers may take the resources as parameters of these types. ``around`` is a function
@@ -85,7 +86,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
     until the first event loop or the outbox is closed. A forked child process may use an outbox that its parent has
     not open; otherwise each use raises :class:`WrongProcess`.
 
-    Raises :class:`ConfigurationError` for a database or an option that cannot be understood.
+    Raises :class:`ConfigurationError` for a database or an option that cannot be understood, and
+    :class:`SettingsError` for an unknown or invalid setting in the environment.
 
     Example::
 
@@ -360,6 +362,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         emitter = Emitter(
             self._types,
             stores_nul=database.stores_nul,
+            check_numbers=database.check_numbers,
             max_hops=self.settings.max_hops,
             validates=self.settings.validate_events,
             telemetry=self._telemetry,
@@ -389,7 +392,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
 
 def _checked_settings(settings: Any) -> Settings:
     if settings is None:
-        return Settings()
+        return Settings.load()
     if not isinstance(settings, Settings):
         raise ConfigurationError(f"settings is {briefly(settings)}; expected Settings(...), or Settings.load(...)")
     return settings

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeGuard, get_args
@@ -172,7 +172,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given only once.
 
         ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``,
-        ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE`` and ``OUTBOXIO_TEST_*`` are no settings.
+        ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE``, ``OUTBOXIO_TEST_*`` and the variables that Kubernetes sets for a
+        service, such as ``OUTBOXIO_SERVICE_HOST``, are not settings. ``Outbox(...)`` without ``settings`` calls
+        ``Settings.load()``.
 
         Durations are spelled as everywhere; text is converted (``"50"``; ``"true"``, ``"yes"``, ``"on"``, ``"1"`` and
         the opposites).
@@ -185,8 +187,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             Settings.load("pyproject.toml")
             Settings.load({"handling": {"enabled": False}}, environ={"OUTBOXIO_CONCURRENCY": "50"})
         """
-        from_source = {} if source is None else _from_table(_table_of(source))
-        return cls(**from_source | _from_environ(environ or {}))
+        return cls(**given_settings(source, environ))
 
 
 _LEAFS: Final[Mapping[str, type[Any]]] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
@@ -260,19 +261,37 @@ _CHECKS: Final[Mapping[object, Callable[[str, object, str], object]]] = {
 
 # --- sources of values ---------------------------------------------------------------------------
 
+_NOT_SHOWN: Final = "<not shown>"
+"""In place of the value of an unknown variable or key, which may be a secret, such as OUTBOXIO_DATABASE_URL."""
 _PREFIX: Final = "OUTBOXIO_"
 _OF_OTHERS: Final = {
     "OUTBOXIO_DATABASE",
     "OUTBOXIO_TARGET",
     "OUTBOXIO_NAMESPACE",
 }  # of examples, and of the command line
+_OF_KUBERNETES: Final = re.compile(
+    r"OUTBOXIO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+"""The variables of a service named ``outboxio`` or ``outboxio-...``, which every pod of its namespace gets."""
 _OF_COMMAND_LINE: Final = ("target", "namespace")
 """Keys in the table ``tool.outboxio`` of ``pyproject.toml`` that say which outbox the command line works on."""
+
+
+def given_settings(
+    source: Mapping[str, object] | str | Path | None, environ: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The settings that a source and the environment give, without the defaults. See :meth:`Settings.load`."""
+    from_source = {} if source is None else _from_table(_table_of(source))
+    return from_source | _from_environ(environ or {})
 
 
 def _table_of(source: Mapping[str, object] | str | Path) -> Mapping[str, object]:
     everything = source if isinstance(source, Mapping) else _toml(source)
     tool = everything.get("tool")
+    if "outboxio" in everything and _is_table(tool) and _has_settings(tool.get("outboxio", {})):
+        raise SettingsError(
+            "tool.outboxio", _NOT_SHOWN, "one table of settings; the same source has the table outboxio as well"
+        )
     if "outboxio" in everything:
         return _table("outboxio", everything["outboxio"])
     if _is_table(tool) and "outboxio" in tool:
@@ -296,8 +315,12 @@ def _toml(source: Any) -> dict[str, Any]:
 
 def _table(key: str, value: object) -> Mapping[str, object]:
     if not _is_table(value):
-        raise SettingsError(key, value, "a table of settings")
+        raise SettingsError(key, _NOT_SHOWN, "a table of settings")
     return value
+
+
+def _has_settings(table: object) -> bool:
+    return not _is_table(table) or any(key not in _OF_COMMAND_LINE for key in table)
 
 
 def _from_table(table: Mapping[str, object]) -> dict[str, Any]:
@@ -306,7 +329,7 @@ def _from_table(table: Mapping[str, object]) -> dict[str, Any]:
     for key, value in _flattened(table):
         leaf = _snake_case(key)
         if leaf not in _LEAFS:
-            raise SettingsError(key, value, _expected_instead_of(leaf))
+            raise SettingsError(key, _NOT_SHOWN, _expected_instead_of(leaf))
         if leaf in written:
             raise SettingsError(key, value, f"one spelling of {leaf}, which is also given as {written[leaf]}")
         written[leaf] = key
@@ -319,15 +342,15 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     for key in filter(_is_ours, environ):
         leaf = key.removeprefix(_PREFIX).lower()
         if leaf not in _LEAFS or key != _variable(leaf):
-            # An unknown variable may be a secret (OUTBOXIO_DATABASE_URL): its value stays out of the logs.
-            raise SettingsError(key, "<not shown>", _expected_instead_of(leaf, spell=_variable))
+            raise SettingsError(key, _NOT_SHOWN, _expected_instead_of(leaf, _variable, _OF_COMMAND_LINE))
         values[leaf] = _checked(leaf, _read(leaf, environ[key]), key=key)
     return values
 
 
 def _is_ours(variable: str) -> bool:
-    foreign = variable in _OF_OTHERS or variable.startswith(f"{_PREFIX}TEST_")
-    return variable.startswith(_PREFIX) and not foreign
+    if not variable.startswith(_PREFIX) or variable in _OF_OTHERS or variable.startswith(f"{_PREFIX}TEST_"):
+        return False
+    return _OF_KUBERNETES.fullmatch(variable) is None
 
 
 def _variable(leaf: str) -> str:
@@ -392,7 +415,7 @@ def _read_switch(text: str) -> bool | str:
 _READERS: Final[Mapping[type[Any], Callable[[str], object]]] = {int: _read_number, bool: _read_switch}
 
 
-def _expected_instead_of(leaf: str, spell: Callable[[str], str] = str) -> str:
-    if meant := nearest(leaf, _LEAFS):
+def _expected_instead_of(leaf: str, spell: Callable[[str], str] = str, others: Sequence[str] = ()) -> str:
+    if meant := nearest(leaf, [*_LEAFS, *others]):
         return f"a known setting; did you mean {spell(meant)}?"
     return f"a known setting: {', '.join(map(spell, _LEAFS))}"

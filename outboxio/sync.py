@@ -11,13 +11,13 @@ from outboxio.actions.executor import current_cause
 from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.integrations.django import connection_of, is_of_django
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import EventRecord, EventTypes, checked_name
+from outboxio.model.event import EventRecord, EventTypes, checked_name, refusal_of
 from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
-from outboxio.storage.synchronous import SyncConnection, synchronous
+from outboxio.storage.synchronous import DIALECTS, SyncConnection, SyncDialect, synchronous
 from outboxio.support.clock import Clock, naive_utc, utc_now
 from outboxio.support.ids import uuid7
-from outboxio.support.text import briefly
+from outboxio.support.text import UTF_8, briefly
 
 __all__ = ["Producer"]
 
@@ -25,11 +25,13 @@ __all__ = ["Producer"]
 class Producer:
     """Writes rows of ``events`` in open transactions of synchronous code. Threads may share a producer.
 
-    ``namespace`` is the namespace of the outbox whose worker handles the events. Of ``settings``, a producer goes by
-    ``validate_events``, ``record_empty_actions`` and ``max_hops``. ``clock`` is a callable that returns the present
+    ``namespace`` is the namespace of the outbox whose worker handles the events. Of ``settings`` (default:
+    ``Settings.load()``, the environment), a producer applies ``validate_events``, ``record_empty_actions`` and
+    ``max_hops``. ``clock`` is a callable that returns the present
     moment; the default is the clock of this machine. A producer opens no connection and starts no thread.
 
-    Raises :class:`InvalidEvent` for a namespace that cannot be stored.
+    Raises :class:`InvalidEvent` for a namespace that cannot be stored, and :class:`SettingsError` for an unknown or
+    invalid setting in the environment.
 
     Example::
 
@@ -45,10 +47,10 @@ class Producer:
         self.namespace = checked_name(namespace, "namespace")
         if not isinstance(settings, Settings | None):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(f"settings is {briefly(settings)}; expected Settings(...)")
-        self._settings = settings or Settings()
+        self._settings = settings or Settings.load()
         self._clock = clock or utc_now
         self._types = EventTypes()
-        self._emitters = {stores_nul: self._emitter(stores_nul) for stores_nul in (True, False)}
+        self._emitters = {dialect: self._emitter(dialect) for dialect in DIALECTS}
 
     def record(
         self,
@@ -82,7 +84,7 @@ class Producer:
                 producer.record(session, OrderPlaced(order.number), action="PlaceOrder", correlation_id=request_id)
         """
         target = _connection_of(connection)
-        emitter, cause = self._emitters[target.dialect.stores_nul], current_cause()
+        emitter, cause = self._emitters[target.dialect], current_cause()
         records = [
             emitter.record(
                 event,
@@ -103,14 +105,22 @@ class Producer:
             raise NoTransaction(connection)
         if not records and self._settings.record_empty_actions:
             records = [EventRecord(id=uuid7())]
+        if (encoding := target.encoding) is not UTF_8 and (
+            refusal := refusal_of([*records, row], encoding)
+        ) is not None:
+            raise refusal
         if records:
             target.execute(*target.dialect.insertion(row, records))
         return row.action_id
 
-    def _emitter(self, stores_nul: bool) -> Emitter:
+    def _emitter(self, dialect: SyncDialect) -> Emitter:
         settings = self._settings
         return Emitter(
-            self._types, stores_nul=stores_nul, max_hops=settings.max_hops, validates=settings.validate_events
+            self._types,
+            stores_nul=dialect.stores_nul,
+            check_numbers=dialect.check_numbers,
+            max_hops=settings.max_hops,
+            validates=settings.validate_events,
         )
 
 

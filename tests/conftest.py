@@ -8,7 +8,7 @@ their dialects. The sources of the servers are in ``tests/kit/servers.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
@@ -17,33 +17,32 @@ from typing import Any
 import pytest
 
 from outboxio import Outbox
-from outboxio.telemetry.choice import use_no_more
 from outboxio.testing import MovableClock
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
 from tests.kit.brokers import Broker, OwnNats, OwnRabbitmq, OwnRedis, brokers
-from tests.kit.inside import telemetry_of_process
+from tests.kit.process_state import pytest_runtest_setup, pytest_runtest_teardown, restored
 from tests.kit.programs import programs
 from tests.kit.properties import use_profile
 from tests.kit.servers import DIALECTS, Servers, Slot
-from tests.kit.virtual_time import virtual_time
+from tests.kit.virtual_time import pytest_asyncio_loop_factories
 
-__all__ = ["virtual_time"]  # a fixture
+__all__ = ["pytest_asyncio_loop_factories", "pytest_runtest_setup", "pytest_runtest_teardown"]  # hooks
 
 SERVERS = pytest.StashKey[Servers]()
 
-#: Costly tests of behaviour without a dialect's part run on two databases of four, on a third if neither is here, and
-#: with OUTBOXIO_FULL_SIZE=1 on all. The parts of the dialects have tests of their own.
-COSTLY = frozenset({"postgres", "mariadb"})
+#: Rules of code above the statements are the same on every dialect, so they run on the first of these that a test
+#: allows and that is here. A file costs a third of a server.
+ABOVE_STATEMENTS = ("sqlite", "postgres", "mariadb", "mysql")
 
-#: The dialect of a family whose tests of behaviour above the statements run only if the rest of the family is left out:
-#: outboxio has the same code for MySQL and MariaDB, and MySQL takes twice the computing time.
-SPARED = {"mysql": "mariadb"}
+#: The dialect that runs the tests marked ``one_of_family``, and the dialect that it spares: outboxio has the same code,
+#: driver and statements for both, and MySQL costs twice the computing time.
+RUNS, SPARED = "mariadb", "mysql"
 
 #: Seconds after which a hanging test is ended, with its place: several times the slowest test's time on a busy
 #: machine.
 HANGS = 180.0
-LONG = ("OUTBOXIO_FULL_SIZE", "OUTBOXIO_STORM_SECONDS")
+LONG = ("OUTBOXIO_TEST_FULL_SIZE", "OUTBOXIO_TEST_STORM_SECONDS")
 
 #: The dialects of each fixture.
 FIXTURES = {
@@ -103,8 +102,7 @@ def _fresh_database(request: pytest.FixtureRequest, directory: Path) -> Iterator
 def _fresh_database_of(slot: Slot, request: pytest.FixtureRequest, directory: Path) -> Iterator[str]:
     server = request.config.stash[SERVERS].take(slot)
     tables = None
-    mark = request.node.get_closest_marker("with_tables")
-    if "make_outbox" in request.fixturenames or (mark and mark.args != (False,)):
+    if "make_outbox" in request.fixturenames or _has(request.node, "with_tables"):
         tables = WALLETS if "wallets_table" in request.fixturenames else ""
     with DIALECTS[server.dialect].fresh_database(server, directory, tables=tables) as url:
         yield url
@@ -121,22 +119,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     slots = metafunc.config.stash[SERVERS].slots
     for fixture in FIXTURES.keys() & set(metafunc.fixturenames):
-        chosen = _chosen(metafunc.definition, [slot for slot in slots if slot.dialect in FIXTURES[fixture]])
+        chosen = _chosen(metafunc.definition, slots, FIXTURES[fixture])
         metafunc.parametrize(fixture, [_parameter(slot) for slot in chosen] or [_LEFT_OUT], indirect=True)
 
 
-def _chosen(test: pytest.Item, slots: list[Slot]) -> list[Slot]:
-    """The slots that a test runs on, by its marks."""
-    if not os.environ.get("OUTBOXIO_FULL_SIZE"):
-        has_another_run = "OUTBOXIO_TEST_ONLY" in os.environ
-        if test.get_closest_marker("costly"):
-            slots = [slot for slot in slots if slot.dialect in COSTLY] or ([] if has_another_run else slots[:1])
-        if test.get_closest_marker("above_statements"):
-            here = set(DIALECTS) if has_another_run else {slot.dialect for slot in slots if slot.offers}
-            slots = [slot for slot in slots if SPARED.get(slot.dialect) not in here]
+def _chosen(test: pytest.Item, slots: list[Slot], dialects: Set[str]) -> list[Slot]:
+    """The slots that a test runs on, by its fixture's dialects and its marks."""
+    slots = [slot for slot in slots if slot.dialect in dialects]
+    if not os.environ.get("OUTBOXIO_TEST_FULL_SIZE"):
+        others_run = "OUTBOXIO_TEST_IN_PARTS" in os.environ  # and each part has one dialect
+        refused = {dialect for mark in test.iter_markers("not_on") for dialect in mark.args}
+        here = (dialects if others_run else {slot.dialect for slot in slots if slot.offers}) - refused
+        if _has(test, "above_statements"):
+            first = next((one for one in ABOVE_STATEMENTS if one in here), None)
+            slots = [slot for slot in slots if slot.dialect == first]
+        elif _has(test, "one_of_family") and RUNS in here:
+            slots = [slot for slot in slots if slot.dialect != SPARED]
     if not test.get_closest_marker("every_version"):
         slots = list({slot.dialect: slot for slot in reversed(slots)}.values())[::-1]
     return slots
+
+
+def _has(test: pytest.Item, name: str) -> bool:
+    """True if the test has the mark. The mark of a module is undone by the same mark with ``False``."""
+    mark = test.get_closest_marker(name)
+    return mark is not None and mark.args != (False,)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,16 +159,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.database)
         if not any(map(os.environ.get, LONG)):
             item.add_marker(pytest.mark.timeout(HANGS))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail the test that leaves telemetry of the process behind, and not a later test that finds the telemetry."""
-    yield
-    left = telemetry_of_process()
-    for telemetry in left:
-        use_no_more(telemetry)
-    assert not left, f"{item.nodeid} leaves telemetry of the process behind: {left}; end it in the test's fixture"
 
 
 def _parameter(slot: Slot) -> object:
@@ -227,6 +224,13 @@ def own_rabbitmq() -> OwnRabbitmq:
 def own_redis() -> OwnRedis:
     """A running private Redis, which the test may stop."""
     return brokers.take_own(OwnRedis)
+
+
+@pytest.fixture
+def in_process() -> Iterator[None]:
+    """For tests that run a program in their own process, which it may configure: the process is restored."""
+    with restored():
+        yield
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ import pytest
 from rich.console import Console
 
 from examples import daily_report, exactly_once, inbox_fraud, quickstart
+from examples.card import __main__ as card
+from examples.card import payments
 from examples.wallets import demo, domain, handlers
 from outboxio import Outbox, Transaction
 from tests.kit.app import Look, eventually
@@ -46,6 +48,7 @@ async def told(database: str | None) -> Telling:
 # --- the demo ------------------------------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_the_demo_adds_up_on_a_database_of_its_own() -> None:
     telling = await told(None)
 
@@ -83,12 +86,14 @@ async def test_the_demo_leaves_no_database_behind(mysql_url: str) -> None:
     assert await Look(mysql_url).fetch("SHOW DATABASES LIKE 'eventlog'") == []
 
 
+@pytest.mark.above_statements
 def test_the_demo_says_which_server_it_runs_on_and_hides_the_password() -> None:
     assert demo._shown("postgresql://me:s3cret@db:5432/app") == "PostgreSQL at db:5432/app"
     assert demo._shown("mysql://me:s3cret@db/app?ssl_mode=REQUIRED") == "MySQL at db/app"
     assert demo._shown("mariadb:///app?unix_socket=/run/s") == "MariaDB at /run/s/app"
 
 
+@pytest.mark.above_statements
 async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
     outbox: Outbox, look: Look, database_url: str
 ) -> None:
@@ -103,6 +108,7 @@ async def test_the_demo_leaves_an_eventlog_that_was_there_as_it_was(
     assert await look.fetch("SELECT * FROM {leases}") == []
 
 
+@pytest.mark.above_statements
 async def test_what_an_interrupted_demo_left_does_not_stop_the_next_one(database_url: str, look: Look) -> None:
     for ddl in domain.TABLES.values():
         await look.fetch(ddl)
@@ -125,6 +131,7 @@ BUGS: dict[str, tuple[type | ModuleType, str, Any, str]] = {
 }
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("bug", BUGS)
 async def test_the_demo_says_so_when_it_does_not_add_up(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     where, name, replacement, rule = BUGS[bug]
@@ -138,6 +145,7 @@ async def test_the_demo_says_so_when_it_does_not_add_up(monkeypatch: pytest.Monk
     assert line.split()[0] == "NO"
 
 
+@pytest.mark.above_statements
 async def test_the_demo_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "LONGEST_WAIT", 0.05)
 
@@ -156,6 +164,7 @@ async def test_the_quickstart_runs_on_every_database(database_url: str, capsys: 
     assert mail.endswith(" received 10.00")
 
 
+@pytest.mark.above_statements
 async def test_a_transactional_handler_that_crashes_counts_once(
     database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +181,7 @@ async def test_a_transactional_handler_that_crashes_counts_once(
     assert not {table for table in await look.tables() if "visits" in table}
 
 
+@pytest.mark.above_statements
 async def test_the_inbox_checks_a_suspicious_user_once(
     database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +202,7 @@ async def test_the_inbox_checks_a_suspicious_user_once(
     assert not {table for table in await look.tables() if "fraud" in table}
 
 
+@pytest.mark.above_statements
 async def test_the_daily_report_is_made_after_midnight_without_what_is_malformed(
     database_url: str, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +235,7 @@ async def test_the_daily_report_is_made_after_midnight_without_what_is_malformed
     assert not {table for table in await look.tables() if "report" in table and not table.startswith("eventlog")}
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -245,6 +257,24 @@ def test_a_script_needs_no_arguments(
     assert says in capsys.readouterr().out
 
 
+def test_the_simulation_finds_the_second_charge(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(card, "SEEDS", range(20))
+    lines = Path(payments.__file__).read_text("utf-8").splitlines()
+    [answer] = [number for number, line in enumerate(lines, 1) if "# the answer travels" in line]
+    call = lines.index("        await cards.charge(order.cents)") + 1
+
+    card.main()
+
+    says = capsys.readouterr().out
+    assert "The careless handler fails: the card was charged 2 times" in says
+    place = f"card/payments.py:{answer} in CardService.charge, called at card/payments.py:{call} in charge"
+    assert f"is killed at {place}" in says
+    assert "The idempotent handler has passed with 20 seeds." in says
+
+
+@pytest.mark.above_statements
 async def test_the_fastapi_application_takes_deposits(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", database_url)
     app = runpy.run_path(str(EXAMPLES / "fastapi_app.py"))["app"]
@@ -266,6 +296,7 @@ async def test_the_fastapi_application_takes_deposits(database_url: str, monkeyp
         assert (await client.get("/wallets/bob")).status_code == 404
 
 
+@pytest.mark.above_statements
 def test_the_fastapi_application_runs_in_a_server(tmp_path: Path) -> None:
     """A real server in its own process: start, a request, SIGTERM, and a second start on the same file."""
     environment = {**os.environ, "DATABASE_URL": f"sqlite:///{tmp_path}/wallets.db"}

@@ -91,7 +91,6 @@ def euros(cents: list[int]) -> str:
 
 
 async def main(database: str) -> int:
-    logging.getLogger("outboxio").setLevel(logging.ERROR)  # the log tells of each call that the bank does not answer
     with tempfile.TemporaryDirectory() as folder:
         files = [f"sqlite:///{Path(folder) / name}.db" for name in ("orders", "payments")]
         first, second = (database, database) if database else files
@@ -104,4 +103,5 @@ if __name__ == "__main__":
     given = sys.argv[1] if len(sys.argv) > 1 else ""
     if given and not given.startswith(("postgresql:", "postgres:", "sqlite:")):
         sys.exit("this example speaks the SQL of SQLite and PostgreSQL; give postgresql://... or sqlite:///file.db")
+    logging.getLogger("outboxio").setLevel(logging.ERROR)  # hide the warnings about calls that the bank does not answer
     sys.exit(asyncio.run(main(given)))

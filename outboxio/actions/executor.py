@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
-from time import perf_counter
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -38,6 +37,7 @@ from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, Session
+from outboxio.support import machine
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock
 from outboxio.support.ids import uuid7
@@ -221,7 +221,7 @@ class ActionExecutor:
                     work_outside(token)
                 record, events = record.completed(target.clock()), self._events_of(tx)
                 sending = self.telemetry.chosen.sending(tx.shard, record, events)
-                began = perf_counter()
+                began = machine.perf_counter()
                 try:
                     with sending:
                         await tx.commit(sending.marked(record), events)
@@ -229,7 +229,7 @@ class ActionExecutor:
                     outcome = "unknown" if isinstance(error, CommitUnknown) else outcome
                     await _explain(target, error)
                     raise
-                target.statistics.sends.add(perf_counter() - began)
+                target.statistics.sends.add(machine.perf_counter() - began)
         finally:
             # Even if this task was cancelled meanwhile: committed events wait for fan-out.
             _end(target, tx, action_name, outcome)

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from outboxio.errors import WaitsForItself
 from outboxio.model.envelope import handler_around, leave_handlers
-from outboxio.support.ids import in_forked_children
+from outboxio.support.machine import in_forked_children
 from outboxio.transaction import transactions_around
 
 

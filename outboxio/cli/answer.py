@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
-from outboxio.support.text import visible, without_passwords
+from outboxio.support.text import visible, visible_json, without_passwords
 
 _WIDTH_OF_A_PAGE = 100
 
@@ -33,8 +33,17 @@ class Exit(IntEnum):
     """A part of the order was not carried out."""
 
 
-def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = False, verbose: bool = False) -> None:
-    """Run a command, and exit with the code. An error is a single line; with ``verbose``, a traceback too."""
+def answer(
+    work: Callable[[], Coroutine[Any, Any, Exit]],
+    *,
+    as_json: bool = False,
+    verbose: bool = False,
+    report: Callable[[str, Exception], None] | None = None,
+) -> None:
+    """Run a command, and exit with the code. An error is a single line; with ``verbose``, a traceback too.
+
+    ``report`` writes that line, given the text and the error; by default the line goes to stderr.
+    """
     try:
         code: int = asyncio.run(work())
     except (KeyboardInterrupt, typer.Abort):  # an interrupted question is an Abort
@@ -42,15 +51,20 @@ def answer(work: Callable[[], Coroutine[Any, Any, Exit]], *, as_json: bool = Fal
     except Exception as error:
         if verbose:
             # The traceback shows lines of source, which may have a URL with a password.
-            sys.stderr.write(without_passwords("".join(traceback.format_exception(error))))
-        code = refuse(error, as_json=as_json)
+            text = without_passwords("".join(traceback.format_exception(error)))
+            sys.stderr.write("\n".join(map(visible, text.split("\n"))))
+        code = refuse(error, as_json=as_json, report=report)
     raise typer.Exit(code)
 
 
-def refuse(error: Exception, *, as_json: bool) -> Exit:
+def refuse(error: Exception, *, as_json: bool, report: Callable[[str, Exception], None] | None = None) -> Exit:
     """Print the error; the exit code."""
     leaves = list(_leaves(error))
-    say_error("; ".join(map(in_words, leaves)))
+    text = "; ".join(map(in_words, leaves))
+    if report is None:
+        say_error(text)
+    else:
+        report(text, leaves[0])
     if as_json:
         say_json({"error": {"type": type(leaves[0]).__name__, "message": without_passwords(str(leaves[0]))}})
     return exit_code(leaves[0])
@@ -91,7 +105,13 @@ def say_error(text: str) -> None:
 
 def say_json(value: object) -> None:
     """A JSON document on stdout, for machines."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.write(f"{json_of(value, indent=2)}\n")
+
+
+def json_of(value: object, *, indent: int | None = None) -> str:
+    """A value as JSON on a single line, or with ``indent``. No character can move the cursor or change colours."""
+    encoded = msgspec.json.encode(value)
+    return visible_json((encoded if indent is None else msgspec.json.format(encoded, indent=indent)).decode())
 
 
 def line(*parts: str | tuple[str, str]) -> Text:

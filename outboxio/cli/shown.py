@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import msgspec
 from rich.text import Text
 
-from outboxio.cli.answer import line
+from outboxio.cli.answer import json_of, line
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.page import BoundedCount
 from outboxio.support.codec import is_list, is_object
@@ -78,13 +77,8 @@ def last_error(record: NotificationRecord) -> str:
 def say_lines(values: Iterable[Any]) -> None:
     """One JSON object on each line of stdout (NDJSON), for machines."""
     for value in values:
-        sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+        sys.stdout.write(f"{json_of(value)}\n")
     sys.stdout.flush()
-
-
-def document(value: object, indent: int = 2) -> str:
-    """A document as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
 
 
 def shortened(text: str, longest: int = 100) -> str:

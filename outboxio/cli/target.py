@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import os
@@ -18,7 +19,7 @@ from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, OutboxError
 from outboxio.outbox import Outbox
-from outboxio.settings import Settings
+from outboxio.settings import Settings, given_settings
 from outboxio.support.text import without_passwords
 
 _EXPECTED = "expected module:outbox, as in app.main:outbox, or a database URL"
@@ -27,6 +28,9 @@ _NO_TARGET = (
     '"module:outbox" into the table tool.outboxio of pyproject.toml'
 )
 _KEYS = ("target", "namespace")
+
+_ENDS = (KeyboardInterrupt, asyncio.CancelledError)
+"""What ends the command, and is no fault of the module that is imported."""
 _LIKE_A_TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*|[\w+]+://.*", re.DOTALL)
 _ANY_NAMESPACE = "outboxio"  # the tables are the same for every namespace
 
@@ -102,15 +106,33 @@ def _elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_project() -> dict[str, str]:
+    table = project_table()
+    return {key: str(table[key]) for key in _KEYS if key in table}
+
+
+def project_table() -> Mapping[str, Any]:
+    """The table ``tool.outboxio`` of the nearest ``pyproject.toml``; empty without one.
+
+    Raises :class:`SettingsError` for an unknown key and a bad value.
+    """
     here = Path.cwd()
     file = next((folder / "pyproject.toml" for folder in (here, *here.parents) if _is_file(folder)), None)
     if file is None:
         return {}
     try:
-        table: Any = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("outboxio", {})
-        return {key: str(table[key]) for key in _KEYS if key in table}
-    except (ValueError, OSError, AttributeError, TypeError) as error:
+        table: dict[str, Any] = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("outboxio", {})
+    except (ValueError, OSError, AttributeError) as error:
         raise TargetError(f"{file} cannot be read: {error}") from error
+    Settings.load({"tool": {"outboxio": table}}, environ=None)
+    return table
+
+
+def configured() -> Mapping[str, Any]:
+    """The settings in ``pyproject.toml`` and the environment, whether the application reads them or not.
+
+    Raises :class:`SettingsError` for an unknown setting and a bad value.
+    """
+    return given_settings({"tool": {"outboxio": project_table()}}, os.environ)
 
 
 def _is_file(folder: Path) -> bool:
@@ -135,9 +157,9 @@ async def _called(target: str, make: Callable[[], Any]) -> Any:
     try:
         made = make()
         return await made if inspect.isawaitable(made) else made
-    except OutboxError:
+    except (OutboxError, *_ENDS):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise TargetError(f"calling {target}() failed: {_shortly(error)}") from error
 
 
@@ -146,13 +168,13 @@ def _module(name: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
-    except OutboxError:
+    except (OutboxError, *_ENDS):
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise TargetError(f"there is no module {name!r}, neither in {os.getcwd()} nor installed") from error
         raise TargetError(f"importing {name} failed: there is no module {error.name!r}") from error
-    except Exception as error:
+    except BaseException as error:
         raise TargetError(f"importing {name} failed: {_shortly(error)}") from error
 
 
@@ -166,7 +188,9 @@ def _attribute(module: ModuleType, path: str) -> Any:
     return found
 
 
-def _shortly(error: Exception) -> str:
+def _shortly(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the code called sys.exit({'' if error.code is None else repr(error.code)}) (--verbose says where)"
     return f"{type(error).__name__}: {error} (--verbose says where)"
 
 

@@ -61,7 +61,8 @@ class Dashboard:
                 f"authorize is {briefly(authorize)}; expected a function of the request that returns an Access or None"
             )
         paths = {route.name: route.path for route in PAGES} | {order.name: order.path for order in ORDERS}
-        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, read_only, Memory())
+        rights = {order.name: order.right for order in ORDERS}
+        self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, rights, read_only, Memory())
         routes = [Path(route.path, self._page(route), methods=["GET"]) for route in PAGES]
         routes += [Path(order.path, self._order(order), methods=["POST"]) for order in ORDERS]
         routes += [Path(files.PATH, files.answer, methods=["GET"])]
@@ -76,13 +77,15 @@ class Dashboard:
 
     async def _asked(self, request: Request) -> Asked:
         passed: Passed = request.scope[PASSED]
-        return Asked(request, self._site, passed.access, passed.csrf, await self._site.why_read_only())
+        why_read_only, refused = await self._site.why_read_only(), await self._site.refused()
+        return Asked(request, self._site, passed.access, passed.csrf, why_read_only, refused)
 
     def _page(self, route: Route) -> _Endpoint:
         async def page(request: Request) -> Response:
             asked = await self._asked(request)
             try:
                 _refuse_without_right(asked, route.right)
+                _refuse_query(asked)
                 async with asyncio.timeout(route.patience):
                     view = await route.function(asked)
                 return await answered(view, asked)
@@ -96,6 +99,7 @@ class Dashboard:
             asked = await self._asked(request)
             try:
                 refuse_other_sites(request)
+                _refuse_query(asked)
                 form = await _form(request)
                 refuse_wrong_token(form.get("csrf"), asked.csrf)
                 _refuse_without_right(asked, order.right)
@@ -123,10 +127,15 @@ def _refuse_without_right(asked: Asked, right: str) -> None:
         raise Refused(403, told, asked.why_read_only or "The function authorize of the dashboard gives the rights.")
 
 
+def _refuse_query(asked: Asked) -> None:
+    if asked.fault is not None:
+        raise asked.fault
+
+
 async def _failed(error: Exception, asked: Asked, request: Request, patience: float = PATIENCE) -> Response:
     without_did = Fields(pair for pair in asked.query.pairs() if pair[0] != "did")
     asked.query = without_did  # the page of an error asks the database nothing
-    return await answered(view_of(error, request.url.path, patience), asked)
+    return await answered(view_of(await asked.admin.explained(error), request.scope["path"], patience), asked)
 
 
 def _redirected(done: Done, asked: Asked, form: Fields) -> Response:

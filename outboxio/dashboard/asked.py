@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -15,11 +14,12 @@ from starlette.requests import Request
 
 from outboxio.dashboard.access import Access
 from outboxio.dashboard.failures import PATIENCE
-from outboxio.dashboard.fields import Fields
+from outboxio.dashboard.fields import MOST_FIELDS, Fields
 from outboxio.dashboard.showing import files
 from outboxio.dashboard.view import Refused
 from outboxio.operations.admin import Admin
 from outboxio.outbox import Outbox
+from outboxio.support import machine
 from outboxio.support.text import briefly
 
 ONCE = ("did", "format")
@@ -39,9 +39,9 @@ class Memory:
     async def lately(self, key: str, fetch: Callable[[], Awaitable[T]], fresh: float) -> T:
         """The answer with this key, if it is not older than ``fresh`` seconds, or a new answer."""
         read_at, answer = self._answers.get(key, (float("-inf"), None))
-        if time.monotonic() - read_at >= fresh:
+        if machine.monotonic() - read_at >= fresh:
             answer = await fetch()
-            self._answers[key] = time.monotonic(), answer
+            self._answers[key] = machine.monotonic(), answer
         return cast(T, answer)
 
 
@@ -53,6 +53,8 @@ class Site(Struct, frozen=True):
     links: Mapping[str, str]
     paths: Mapping[str, str]
     """The path of each page and order, by name."""
+    rights: Mapping[str, str]
+    """The right for each order, by name."""
     read_only: bool
     memory: Memory
 
@@ -65,12 +67,12 @@ class Site(Struct, frozen=True):
             return None
         return f"The database takes no orders: {'; '.join(dict.fromkeys(reasons.values()))}."
 
+    async def refused(self) -> Mapping[str, str]:
+        """The orders that the user of the database has no right for, by name, each with the reason."""
+        return await self.memory.lately("refused", lambda: _in_time(self.outbox.admin.operations_refused()), fresh=30.0)
+
     async def _refused(self) -> Mapping[str, str]:
-        try:
-            async with asyncio.timeout(PATIENCE):
-                return await self.outbox.admin.orders_refused()
-        except Exception:  # the page asks the same database, and tells what is wrong
-            return {}
+        return await _in_time(self.outbox.admin.orders_refused())
 
 
 class Asked:
@@ -83,22 +85,35 @@ class Asked:
             return View(template="keys.html", title="Parked keys", facts=found)
     """
 
-    def __init__(self, request: Request, site: Site, access: Access, csrf: str, why_read_only: str | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        site: Site,
+        access: Access,
+        csrf: str,
+        why_read_only: str | None,
+        refused: Mapping[str, str],
+    ) -> None:
         self.outbox = site.outbox
         self.access = access if why_read_only is None else access.reading()
         """The rights that are left after ``read_only`` and after what the database allows."""
         self.why_read_only = why_read_only
         """Why no order works, as a sentence; ``None`` if orders work."""
+        self.refused = {
+            name: refused[name] for name, right in site.rights.items() if name in refused and self.access.may(right)
+        }
+        """The operations of this user for which the user of the database lacks a right, each with the reason."""
         self.csrf = csrf
         """The value of the hidden field ``csrf`` of each form."""
         self.path: Mapping[str, str] = request.path_params
         """The parameters in the path."""
-        self.query = Fields.parsed(request.url.query)
+        self.query, self.fault = _query_of(request)
         self.links = site.links
         self.title = site.title
         self.prefix: str = request.scope["root_path"]
         """The path of the mount, also behind a proxy, without a slash at the end."""
-        self._below: str = request.scope["path"].removeprefix(self.prefix)
+        # Browsers read a path that begins with two slashes as the address of another host.
+        self._below: str = "/" + request.scope["path"].removeprefix(self.prefix).lstrip("/")
         self._paths = site.paths
         self._memory = site.memory
 
@@ -172,8 +187,8 @@ class Asked:
         return self.prefix + files.address(name)
 
     def has(self, page: str) -> bool:
-        """True if there is a page, or an order, with this name."""
-        return page in self._paths
+        """True if there is a page, or an order that the database allows, with this name."""
+        return page in self._paths and page not in self.refused
 
     def is_at(self, page: str) -> bool:
         """True if this is the page, or a page below."""
@@ -183,6 +198,22 @@ class Asked:
     def _here(self, changes: Mapping[str, Any]) -> str:
         kept = [(name, value) for name, value in self.query.pairs() if name not in changes and name not in ONCE]
         return _with_query(quote(self._below, safe="/"), [*kept, *_pairs(changes)])
+
+
+def _query_of(request: Request) -> tuple[Fields, Refused | None]:
+    """The fields of the query, or none of them and the error to raise."""
+    try:
+        return Fields.parsed(request.scope["query_string"].decode("latin-1")), None
+    except ValueError:
+        return Fields(), Refused(414, f"The query has more than {MOST_FIELDS:,} fields.", "Give a shorter address.")
+
+
+async def _in_time(reasons: Awaitable[Mapping[str, str]]) -> Mapping[str, str]:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await reasons
+    except Exception:  # the page queries the same database, and says what is wrong
+        return {}
 
 
 def checked_back(path: str | None) -> str:
@@ -195,7 +226,10 @@ def checked_back(path: str | None) -> str:
 def with_field(path: str, name: str, value: object) -> str:
     """A path with a further field of the query."""
     before, _, query = path.partition("?")
-    pairs = [pair for pair in Fields.parsed(query).pairs() if pair[0] != name]
+    try:
+        pairs = [pair for pair in Fields.parsed(query).pairs() if pair[0] != name]
+    except ValueError:  # more fields than any page has
+        pairs = []
     return _with_query(before, [*pairs, (name, str(value))])
 
 

@@ -7,7 +7,7 @@ import logging
 from msgspec import Struct
 
 from outboxio.dashboard.view import Refused, View
-from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError, SchemaError
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError, RightsMissing, SchemaError
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
@@ -34,7 +34,8 @@ def view_of(error: Exception, where: str, patience: float = PATIENCE) -> View:
 
 
 _TITLES = {400: "The question cannot be answered", 403: "Not allowed", 404: "Not found", 405: "Not allowed here",
-           413: "Too large", 500: "The page has failed", 503: "No answer", 504: "Too slow"}  # fmt: skip
+           413: "Too large", 414: "Too large", 500: "The page has failed", 503: "No answer",
+           504: "Too slow"}  # fmt: skip
 
 
 def _fault(error: Exception, patience: float) -> Fault:
@@ -49,6 +50,8 @@ def _fault(error: Exception, patience: float) -> Fault:
     if isinstance(error, DatabaseUnavailable):
         return Fault(503, _sentence(error), "The page asks again by itself. Events and notifications are safe in the "
                      "database: work goes on when the database answers.")  # fmt: skip
+    if isinstance(error, RightsMissing):
+        return Fault(403, _sentence(error))
     if isinstance(error, SchemaError):
         return Fault(503, _sentence(error), "Run: outboxio migrate")
     if isinstance(error, ConfigurationError):

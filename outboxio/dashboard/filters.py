@@ -7,6 +7,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from outboxio.dashboard.access import Access
+from outboxio.dashboard.view import Refused
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Filter
@@ -22,6 +24,9 @@ WORDS = ("state", "handler", "type", "key", "model", "action", "correlation", "e
 
 WORDS_OF_EVENTS = ("type", "key", "model", "action", "correlation", "since", "until")
 """The words that an event has: states, handlers and errors belong to notifications."""
+
+HIDDEN_WORDS = ("error",)
+"""The words about texts that only users with the right ``payloads`` may read."""
 
 _TEXTS = {
     "handler": "handler", "type": "event_type", "key": "ordering_key", "model": "model_id", "action": "action",
@@ -57,6 +62,19 @@ def refuse_unknown_words(given: Iterable[str], known: Iterable[str]) -> None:
     for word in given:
         if word not in names:
             raise ConfigurationError(f"this page has no filter {briefly(word)}: {instead_of(word, names)}")
+
+
+def refuse_hidden_words(given: Iterable[str], access: Access) -> None:
+    """Raise :class:`Refused` for a filter on a text that the user may not read.
+
+    Whether a row matches says whether the text contains a guess, so that a user could read it letter by letter.
+    """
+    for word in given:
+        if word in HIDDEN_WORDS and not access.may("payloads"):
+            raise Refused(
+                403, f"{access.actor} does not have the right `payloads` here, and cannot filter by {word}.",
+                f"Leave out the filter {word}. The function authorize of the dashboard gives the rights.",
+            )  # fmt: skip
 
 
 def kept_words(values: Values, words: Iterable[str] = WORDS) -> dict[str, list[str]]:

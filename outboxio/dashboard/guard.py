@@ -70,6 +70,9 @@ class Guard:
             await response(scope, receive, answer.send_without_cookie)
 
     async def _found(self, request: Request) -> Allowed:
+        if _host_of(f"http://{request.headers.get('host', '')}") is None:
+            # Code that reads ``request.url`` would raise, such as the application's ``authorize``.
+            return PlainTextResponse("The header Host is invalid.\n", 400)
         found = self._authorize(request)
         allowed = await found if inspect.isawaitable(found) else found
         if allowed is not None and not isinstance(allowed, Access | Response):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -116,13 +119,20 @@ def refuse_other_sites(request: Request) -> None:
         is_own = site in ("same-origin", "none")
     else:  # an older browser, or HTTP without TLS
         origin = request.headers.get("origin")
-        is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+        is_own = origin is None or _host_of(origin) == request.headers.get("host")
     if not is_own:
         raise Refused(
             403,
             "The form was sent from a different site.",
             "If this page stands behind a proxy, let the proxy pass the header Host on unchanged.",
         )
+
+
+def _host_of(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
 
 
 def refuse_wrong_token(given: str | None, expected: str) -> None:

@@ -12,7 +12,14 @@ from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.failures import PATIENCE
-from outboxio.dashboard.filters import WORDS, filter_of, query_of, refuse_unknown_words
+from outboxio.dashboard.filters import (
+    HIDDEN_WORDS,
+    WORDS,
+    filter_of,
+    query_of,
+    refuse_hidden_words,
+    refuse_unknown_words,
+)
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.page import BoundedCount, Page
@@ -138,8 +145,9 @@ def last_error(record: NotificationRecord) -> dict[str, object] | None:
 
 
 async def filter_asked(asked: Asked, *states: State, words: Sequence[str] = WORDS) -> Filter:
-    """The filter of the query. Durations count from the time of the database. Refuses unknown words."""
+    """The filter of the query. Durations count from the time of the database. Refuses unknown and hidden words."""
     refuse_unknown_words(asked.query, [*words, *OTHER_WORDS])
+    refuse_hidden_words(asked.query, asked.access)
     relative = any(word in asked.query for word in ("since", "until"))
     now = (await asked.admin.overview()).read_date.replace(microsecond=0) if relative else None
     return filter_of(asked.values, *states, now=now)
@@ -161,6 +169,8 @@ async def fields_of(asked: Asked, words: Iterable[str], states: Iterable[State] 
     """The fields of the form with which a user changes the filter."""
     made: list[dict[str, Any]] = []
     for word in words:
+        if word in HIDDEN_WORDS and not asked.access.may("payloads"):
+            continue
         field: dict[str, Any] = {"name": word, "label": _LABELS[word], "value": asked.query.get(word)}
         if word == "state":
             chosen = [value.upper() for value in asked.values("state")]

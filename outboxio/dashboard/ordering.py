@@ -52,15 +52,15 @@ async def after(confirmation: Confirmation, asked: Asked, form: Fields, carry_ou
     if wrong := wrong_text(form, confirmation.typed):
         return confirm(replace(confirmation, wrong=wrong))
     try:
-        return await carried_out(confirmation.order, asked, carry_out(reason_of(form)))
+        return await carried_out(confirmation.order, asked, form, carry_out)
     except WrongValue as error:
         return confirm(replace(confirmation, wrong=str(error)))
 
 
-async def carried_out(kind: str, asked: Asked, carry_out: Awaitable[object]) -> Done:
+async def carried_out(kind: str, asked: Asked, form: Fields, carry_out: Carry) -> Done:
     """Carry an order out, and find its record, which the next page shows."""
     known = {one.id for one in await _orders_of(kind, asked)}
-    await carry_out
+    await carry_out(reason_of(form))
     new = [one for one in await _orders_of(kind, asked) if one.id not in known]
     return Done(operation=new[0].id if new else None)
 

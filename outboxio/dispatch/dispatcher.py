@@ -38,6 +38,7 @@ from outboxio.dispatch.handing import Handoffs
 from outboxio.dispatch.hooks import HookCaller
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.intake import Intake
+from outboxio.dispatch.jobs import JobTransactions
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.slots.limits import TotalLimits
@@ -103,6 +104,7 @@ class Dispatcher:
             setup, state, scheduler, settler, self.caller, self._watchdog, self._hooks, self._rests,
             unproven=self._drop_all,
         )  # fmt: skip
+        self.for_jobs = JobTransactions(scheduler, self._workers)
         self._limits = TotalLimits(setup, queues, self._cursors, self._partitions, scheduler, rose=self._workers.call)
         self._intake = intake = Intake(
             queues, state, in_flight, settler, scheduler, self._workers, self.caller.judge, stuck,
@@ -317,8 +319,8 @@ class Dispatcher:
     # --- tasks ---------------------------------------------------------------------------------
 
     @property
-    def _tasks(self) -> set[asyncio.Task[None]]:
-        return self._workers.tasks | self._hooks.tasks
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._workers.tasks, *self._hooks.tasks]
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._workers.ended(task)

@@ -3,7 +3,7 @@
 The database knows no claim: this process holds the lock of each slot that it reads, and remembers the rows in
 flight (decision 2). The cursor of each slot decides where the next read starts (``runs/cursor.py``): a row that commits
 late or that an operator puts back is found, and a drain reads nearly every row once. Sweeps that take long, as while a
-transaction holds a snapshot, are made less often (``support/sweep_pace.py``).
+transaction holds a snapshot, are made less often (``support/scan_position.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import Run
-from outboxio.support.sweep_pace import Pace
+from outboxio.support.scan_position import Pace
 
 Asked = list[tuple[HandlerCursor, DueQuery]]
 

@@ -31,7 +31,7 @@ class HookCaller:
         ended: Callable[[asyncio.Task[None]], None],
     ) -> None:
         """``ended`` is called with each task of a hook run that has ended."""
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], None] = {}
         self._state = state
         self._scheduler = scheduler
         self._settler = settler
@@ -46,7 +46,7 @@ class HookCaller:
         self._scheduler.hooks_came = False
         while (run := self._scheduler.next_hook()) is not None:
             run.task = asyncio.create_task(self._run(run), context=self._state.handlers_context.copy())
-            self.tasks.add(run.task)
+            self.tasks[run.task] = None
             run.task.add_done_callback(self._ended)
 
     async def _run(self, run: HookRun) -> None:

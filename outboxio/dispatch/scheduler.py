@@ -19,7 +19,7 @@ from outboxio.dispatch.state import DispatchState
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HOOKS_AHEAD
 from outboxio.runs.run import STUCK, HookRun, Run
-from outboxio.runs.transaction_shares import Shares
+from outboxio.runs.transaction_shares import Claim, Shares
 
 LONGEST_TURN = 0.2  # seconds that a queue waits for a worker before the queue goes ahead of queues of higher priority
 
@@ -63,7 +63,8 @@ class Scheduler:
         """True if verdicts came whose hooks were not called yet."""
         self._state = state
         self._concurrency = concurrency
-        self._transactions = _divide(transactions, queues)
+        self.transactions = _divide(transactions, queues)
+        """The transactions of handlers, hooks and jobs."""
         self._reserved = sum(queue.spec.share for queue in queues)
         """The workers that are reserved for handlers with fewer runs than their share."""
         has_priorities = len({queue.spec.priority for queue in queues}) > 1
@@ -94,7 +95,7 @@ class Scheduler:
             if not ready or len(running) >= queue.limit:
                 continue
             claim = queue.claim
-            if claim is not None and not self._transactions.may_take(claim):
+            if claim is not None and not self.transactions.may_take(claim):
                 self._short.setdefault(queue, queue.listed_at)
                 continue
             if len(running) < spec.share:
@@ -103,7 +104,7 @@ class Scheduler:
                 self._held_back.append(queue)
                 continue
             if claim is not None:
-                self._transactions.take(claim)
+                self.transactions.take(claim)
             run = ready.popleft()
             running[run] = None
             state.ready -= 1
@@ -148,9 +149,12 @@ class Scheduler:
         A stuck run keeps the connection, and so the transaction, until the handler ends.
         """
         claim = run.queue.hook_lane.claim if isinstance(run, HookRun) else run.queue.claim
-        if claim is None:
-            return
-        self._transactions.give_back(claim)
+        if claim is not None:
+            self.give_back_of(claim)
+
+    def give_back_of(self, claim: Claim) -> None:
+        """Give back a transaction of a claim."""
+        self.transactions.give_back(claim)
         short, self._short = self._short, {}
         for queue, since in short.items():
             self.enlist(queue)
@@ -185,7 +189,7 @@ class Scheduler:
     def _next_of(self, queue: HandlerQueue) -> HookRun | None:
         lane, state = queue.hook_lane, self._state
         assert lane.claim is not None
-        if not lane.ready or len(lane.running) >= lane.limit or not self._transactions.take(lane.claim):
+        if not lane.ready or len(lane.running) >= lane.limit or not self.transactions.take(lane.claim):
             return None
         run = lane.ready.popleft()
         lane.running[run] = None

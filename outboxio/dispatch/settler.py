@@ -8,26 +8,31 @@ in the next round. The database can refuse an outcome for two reasons:
 * The lease is no longer the newest, or the row is settled already (the fence, decision 3). The outcome is remembered
   (decision 21): if this process holds the lock again and finds the row unchanged, the outcome is written without a
   second run.
+
+Buckets are written one after the other. A crash between two of them must leave no row of an ordering key finished
+behind an unfinished row, so the later rows of a key wait for a bucket that could not be written (decision 50).
 """
 
 from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from time import perf_counter
+from heapq import heappop, heappush
 
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.state import DispatchState
-from outboxio.errors import ShutdownError
+from outboxio.errors import InvalidEvent, ShutdownError
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.loop import RoundResult
 from outboxio.model.emitter import tell_written
 from outboxio.model.notification import DYING, State
-from outboxio.model.outcome import Bucket, Outcome, in_buckets
+from outboxio.model.outcome import Bucket, Outcome, Place, in_buckets
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, WakeUps
 from outboxio.runs.refused import RefusedOutcomes
 from outboxio.runs.run import Run
+from outboxio.support import machine
+from outboxio.support.aio import Alarm
 from outboxio.support.log import Fields, log_of, log_text, type_name
 
 logger = log_of(__name__)
@@ -61,6 +66,9 @@ class Settler:
         self._guard = guard
         self._wakeups = wakeups
         self._timer: asyncio.TimerHandle | None = None
+        self._retries: list[float] = []
+        """A heap of the times at which retries are due before the next poll, by the event loop's clock."""
+        self._retry_alarm = Alarm(self._find_retries)
         self._settling = asyncio.Lock()
 
     @property
@@ -92,6 +100,8 @@ class Settler:
             self._cursors.sweep_soon(row.lease.slot)
             self._find_again_soon()
         else:
+            if row.key is not None and row.queue.spec.follows:
+                outcome.place = (id(row.queue), row.key)
             self.add(outcome)
 
     def wake_if_gathered(self) -> None:
@@ -114,25 +124,27 @@ class Settler:
     async def settle_once(self) -> RoundResult:
         """Write waiting outcomes, at most about a batch. A round begins after the round under way."""
         async with self._settling:
-            self.stop_timer()
+            self._stop_delay()
             size = self._batch * 2
             batch, self.waiting = self.waiting[:size], self.waiting[size:]
             more = bool(self.waiting)
             self.writing = in_buckets(batch)
             problem: Exception | None = None
-            unwritten: list[Bucket] = []
+            unwritten: list[Outcome] = []
             try:
                 while self.writing:
                     try:
-                        self.writing[-1:] = await self._settle(self.writing[-1])
+                        self.writing[:1] = await self._settle(self.writing[0])
                     except Exception as error:
                         if self._setup.database.is_unreachable(error):
                             raise
                         problem = error  # the error concerns this bucket alone, so the next buckets are written
-                        unwritten.append(self.writing.pop())
+                        failed = self.writing[0]
+                        unwritten += failed.outcomes + self._take_behind(failed.places)
+                        del self.writing[0]
             finally:
                 # Outcomes that were not written come first in the next round.
-                left = [o for bucket in (*unwritten, *self.writing) for o in bucket.outcomes]
+                left = unwritten + [outcome for bucket in self.writing for outcome in bucket.outcomes]
                 self.waiting[:0] = left
                 self.writing = []
                 if len(left) < len(batch):
@@ -155,19 +167,22 @@ class Settler:
         The part is empty, or the two halves of the bucket: halving leads to the value that the database refuses.
         """
         takes, notifications = self._cursors.takes, self._setup.database.notifications
-        began = perf_counter()
+        began = machine.perf_counter()
         try:
             if bucket.emitted:
                 settled = await self._settle_emitting(bucket)
             else:
                 settled = await notifications.settle(bucket, self._setup.clock())
         except Exception as error:
-            if not self._setup.database.refuses_value(error):
+            if not (isinstance(error, InvalidEvent) or self._setup.database.refuses_value(error)):
                 raise
             if len(bucket.outcomes) > 1:
                 return list(bucket.halves())
-            bucket, settled = await self._settle_without_value(bucket.outcomes[0], error)
-        self._setup.statistics.settles.add(perf_counter() - began)
+            refused = bucket.outcomes[0]
+            bucket, settled = await self._settle_without_value(refused, error)
+            if bucket.state is not refused.state:
+                self._release_behind(bucket.places)
+        self._setup.statistics.settles.add(machine.perf_counter() - began)
         if settled < len(bucket.outcomes):
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
@@ -201,6 +216,7 @@ class Settler:
         )  # fmt: skip
         if refused.emitted is not None and run is not None:
             outcome = self._invoker.judge(run, error)
+            outcome.place = refused.place
             run.queue.statistics.count(outcome)
         (bucket,) = in_buckets([outcome.without_error_text()])
         if bucket.emitted:
@@ -211,15 +227,25 @@ class Settler:
         """Find a retry on time that is due before the next poll."""
         delay = (moment - self._setup.clock()).total_seconds()
         if delay < self._setup.settings.handling_poll_delay.total_seconds():
-            asyncio.get_running_loop().call_later(max(delay, 0) + 0.001, self._state.signals.find.set)
+            heappush(self._retries, asyncio.get_running_loop().time() + max(delay, 0) + 0.001)
+            self._retry_alarm.set(self._retries[0])
+
+    def _find_retries(self) -> None:
+        heappop(self._retries)
+        if self._retries:
+            self._retry_alarm.set(self._retries[0])
+        self._state.signals.find.set()
 
     def _refuse(self, bucket: Bucket, number: int, *, is_same_term: bool) -> None:
         """So many outcomes of a bucket were refused. The database does not say which, so all are remembered.
 
+        A row behind the head of its ordering key is handled again instead: another process may let the head fail.
+
         ``is_same_term``: False if a lock was taken anew while the bucket was being written.
         """
         for outcome in bucket.outcomes:
-            if (run := self._in_flight.rows.get(outcome.notification_id)) is not None:
+            run = self._in_flight.rows.get(outcome.notification_id)
+            if run is not None and (outcome.place is None or self._in_flight.keys.is_head(run, outcome.place)):
                 self.refused.remember(run, outcome, outcome.lease.term if is_same_term else None)
         self._state.counters.refused += number
         for lease in bucket.leases:
@@ -229,11 +255,39 @@ class Settler:
             number, len(bucket.outcomes), bucket.state, ", ".join(str(lease.slot) for lease in bucket.leases),
             refused=number, state=bucket.state,
         )  # fmt: skip
+        if not is_same_term:
+            self._release_behind(bucket.places)  # the later rows would be admitted
+        self._find_again_soon()
+
+    def _take_behind(self, places: set[Place]) -> list[Outcome]:
+        """Take the later rows of these keys out of the buckets behind the first."""
+        if not places:
+            return []
+        under_way, *buckets = self.writing
+        behind = [outcome for bucket in buckets for outcome in bucket.outcomes if outcome.place in places]
+        if behind:
+            kept = ([outcome for outcome in bucket.outcomes if outcome.place not in places] for bucket in buckets)
+            self.writing = [under_way, *(Bucket(some[0].state, some[0].attempts, some) for some in kept if some)]
+        return behind
+
+    def _release_behind(self, places: set[Place]) -> None:
+        """Give back the later rows of keys of which a row has not ended as its run did. The rows are handled again."""
+        if not places:
+            return
+        behind = self._take_behind(places) + [outcome for outcome in self.waiting if outcome.place in places]
+        self.waiting = [outcome for outcome in self.waiting if outcome.place not in places]
+        self._in_flight.forget(outcome.notification_id for outcome in behind)
+        for outcome in behind:
+            self._cursors.sweep_soon(outcome.lease.slot)
         self._find_again_soon()
 
     # --- the end -------------------------------------------------------------------------------
 
     def stop_timer(self) -> None:
+        self._retry_alarm.cancel()
+        self._stop_delay()
+
+    def _stop_delay(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -23,10 +23,11 @@ from outboxio.model.envelope import current_envelope
 from outboxio.model.outcome import Outcome
 from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
+from outboxio.support.aio import Alarm
 from outboxio.support.clock import as_micros
 
 SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
-LONGEST_BREATH = 0.1  # seconds after a long turn in which no run starts, so that statements come to an end
+LONGEST_PAUSE = 0.1  # seconds after a long turn in which no run starts, so that statements come to an end
 SHARE_OF_TURN = 10  # such a pause is at most this part of the long turn
 MOST_CALLED = 8  # workers that are on the way to a run at the same time
 
@@ -48,7 +49,7 @@ class WorkerPool:
         unproven: Callable[[], None],
     ) -> None:
         """``unproven`` is called when a run was to start although the locks are not proven."""
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], None] = {}
         self._concurrency = setup.settings.concurrency
         self._clock = setup.clock
         self._state = state
@@ -68,6 +69,8 @@ class WorkerPool:
         self._turn_began = 0.0
         self._turn_ends: float | None = None
         """When the slice of this turn of the event loop is over; ``None`` until a worker begins in this turn."""
+        self._pause = Alarm(self._end_turn)
+        """Set during the pause after a long turn."""
         self._settled_now = 0
         """The time by the database's clock in this turn, in us since 1970."""
 
@@ -86,7 +89,7 @@ class WorkerPool:
                 number -= 1
         for _ in range(min(number, self._concurrency - len(self.tasks))):
             worker = asyncio.create_task(self._work(), context=self._state.handlers_context.copy())
-            self.tasks.add(worker)
+            self.tasks[worker] = None
             self._hired.add(worker)
             worker.add_done_callback(self.ended)
 
@@ -97,16 +100,16 @@ class WorkerPool:
 
     def ended(self, task: asyncio.Task[None]) -> None:
         """The task of a worker, or of a hook run, has ended: account for the run, and start the next runs."""
-        self.tasks.discard(task)
-        self._hooks.tasks.discard(task)
+        self.tasks.pop(task, None)
+        self._hooks.tasks.pop(task, None)
         self._hired.discard(task)
         self._watchdog.task_ended(task)
-        self._start_next()
+        self.start_next()
 
     def replace(self, task: asyncio.Task[None]) -> None:
         """The run of this task is stuck: a new task takes over."""
-        self.tasks.discard(task)
-        self._hooks.tasks.discard(task)
+        self.tasks.pop(task, None)
+        self._hooks.tasks.pop(task, None)
         if self._scheduler.has_hooks:
             self._hooks.call()
         self.call()
@@ -116,6 +119,7 @@ class WorkerPool:
         for waiter in self._idle:
             if not waiter.done():
                 waiter.set_result(False)
+        self._pause.cancel()
 
     # --- a worker ------------------------------------------------------------------------------
 
@@ -185,10 +189,10 @@ class WorkerPool:
 
     def _end_turn(self) -> None:
         loop = asyncio.get_running_loop()
-        if (took := loop.time() - self._turn_began) > LONG_TURN:
+        if (took := loop.time() - self._turn_began) > LONG_TURN and not self._state.is_stopping:
             # Outcomes and heartbeats take several turns, and each turn may run a handler that blocks.
             self._turn_began, self._turn_ends = float("inf"), float("-inf")
-            loop.call_later(min(LONGEST_BREATH, took / SHARE_OF_TURN), self._end_turn)
+            self._pause.set(loop.time() + min(LONGEST_PAUSE, took / SHARE_OF_TURN))
             return
         self._turn_ends = None
         if self._scheduler.runnable and not self._state.is_stopping:
@@ -261,7 +265,8 @@ class WorkerPool:
         if run.queue.claim is not None and self._scheduler.has_hooks:
             self._hooks.call()
 
-    def _start_next(self) -> None:
+    def start_next(self) -> None:
+        """Start the next runs: a worker or a transaction is free."""
         scheduler = self._scheduler
         if scheduler.has_hooks:
             self._hooks.call()

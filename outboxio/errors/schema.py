@@ -114,6 +114,12 @@ class RightsMissing(SchemaError):
             f"{'; '.join(statements)}. docs/operate/security.md says which rights each user needs"
         )
 
+    @classmethod
+    def told_by(cls, shard: str, error: BaseException) -> RightsMissing:
+        """The error for a right that the database alone can name."""
+        grant = "the GRANT for the table or function that the database names"
+        return cls(shard, "of this process", f"a right ({error})", [grant])
+
 
 def _by_hand(statements: Sequence[str], files: Sequence[str]) -> str:
     told = f": {'; '.join(statements)}" if statements else ""

@@ -104,12 +104,12 @@ class TransactionEnded(TransactionError):
 
 
 class NoTransaction(TransactionError):
-    """The connection that was given to ``record`` has no open transaction."""
+    """The connection on which events should be recorded has no open transaction."""
 
     def __init__(self, connection: object) -> None:
         super().__init__(
-            f"record() needs a connection with an open transaction, {type(connection).__name__} has none: the events "
-            "would be committed apart from your own rows. Begin a transaction first"
+            f"recording events needs a connection with an open transaction, and {type(connection).__name__} has none: "
+            "they would be committed apart from your own rows. Begin a transaction first, or turn autocommit off"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Protocol
 
 from outboxio.fanout.announcer import Announcer
@@ -19,6 +18,7 @@ from outboxio.model.event import EventRecord
 from outboxio.model.handoff import Handoff
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, FanoutRequest
+from outboxio.support import machine
 from outboxio.support.clock import Clock
 from outboxio.support.fair_share import FairShare
 from outboxio.support.log import log_of
@@ -64,7 +64,7 @@ class Fanout:
         self._scan = FanoutScan()
         self._expects = False
         self._committed_at: float | None = None
-        """When the first commit came that no round has looked for, by ``time.monotonic``."""
+        """When the first commit came that no round has looked for, by ``machine.monotonic``."""
         self._committed: list[EventRecord] | None = []
         self._is_busy = False
         self.events = 0
@@ -76,7 +76,7 @@ class Fanout:
         """This process has just committed events: the next round finds some. ``events``: the events, if known."""
         self._expects = True
         if self._committed_at is None:
-            self._committed_at = monotonic()
+            self._committed_at = machine.monotonic()
         if events is None or self._committed is None or len(self._committed) + len(events) > FEW:
             self._committed = None  # unknown, or too many to name
         else:
@@ -123,7 +123,7 @@ class Fanout:
             self._statistics.fanned_out += found
             self._statistics.notifications += done.notifications
             if committed_at is not None:
-                self._statistics.fanout_lag.add(monotonic() - committed_at)
+                self._statistics.fanout_lag.add(machine.monotonic() - committed_at)
             logger.debug(
                 "fanned out %d events into %d notifications", found, done.notifications,
                 events=found, notifications=done.notifications,

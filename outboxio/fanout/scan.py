@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from outboxio.storage.protocols import FanoutResult
-from outboxio.support.scan_position import FEW_LATE, ScanPosition
-from outboxio.support.sweep_pace import Pace
+from outboxio.support.scan_position import FEW_LATE, Pace, ScanPosition
 
 _NEVER = float("inf")
 
@@ -72,7 +71,7 @@ class FanoutScan:
       of 0.5 to 1 s ago, and twice per second from the beginning. So an event that was committed out of turn is found at
       once if it is a little late, and a little later if it is very late.
     * Without load, and after a round that found nothing, a round is a sweep.
-    * A sweep that would take long is put off (``support/sweep_pace.py``). The round starts long ago instead.
+    * A sweep that would take long is put off (``support/scan_position.py``). The round starts long ago instead.
     """
 
     def __init__(self) -> None:

@@ -180,6 +180,7 @@ class HandlerRegistry:
         for cls in (cls for handler in handlers for cls in handler.event_types):
             self._types.register(cls)
         for handler in handlers:
+            self._types.add_stored_names(handler.type_names)
             self._by_name.update(dict.fromkeys(handler.names, handler))
         self._handlers += handlers
 

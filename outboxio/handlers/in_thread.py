@@ -21,7 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from anyio import CancelScope, CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter
+
+from outboxio.support import machine
 
 
 class InThread:
@@ -68,7 +70,7 @@ class InThread:
         if limiter is None:
             limiter = self._limiter = CapacityLimiter(math.inf)
         with scope:
-            return await to_thread.run_sync(self._call_here, function, task, limiter=limiter)
+            return await machine.call_in_thread(self._call_here, function, task, limiter=limiter)
         return None, asyncio.CancelledError()  # cancelled before a thread was there
 
     def _call_here(

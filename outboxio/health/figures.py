@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from msgspec import Struct
 from outboxio.errors import DatabaseUnavailable, SchemaError, SchemaNewer
 from outboxio.health.values import Fit, Status
 from outboxio.runtime.shard import ShardRuntime
+from outboxio.support import machine
 from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.text import without_passwords
 
@@ -92,17 +92,17 @@ class Questions:
             async with self._turn:
                 if self._is_old():
                     self.last = await self._ask(patience)
-                    self._read_at = time.monotonic()
+                    self._read_at = machine.monotonic()
         return self.last
 
     def _is_old(self) -> bool:
-        return time.monotonic() - self._read_at >= FRESH
+        return machine.monotonic() - self._read_at >= FRESH
 
     async def _ask(self, patience: float) -> Answers:
-        began = time.monotonic()
+        began = machine.monotonic()
         answers = await asyncio.gather(*(self._ask_shard(name, patience) for name in self._shards))
         shards = dict(zip(self._shards, answers, strict=True))
-        left = began + patience - time.monotonic()
+        left = began + patience - machine.monotonic()
         figures = Figures(missing=f"no shard has answered within {patience:g} s")
         if any(answer.answered for answer in answers):
             figures = await self._figures(left, patience)
@@ -146,9 +146,9 @@ class Questions:
         A process in ``running()`` has checked the tables at the start. Later a newer version may migrate the tables
         while this process goes on, so only a process outside of ``running()`` checks the tables.
         """
-        if shard.work is None and time.monotonic() - self._checked.get(shard.name, float("-inf")) >= CHECKED_AGAIN:
+        if shard.work is None and machine.monotonic() - self._checked.get(shard.name, float("-inf")) >= CHECKED_AGAIN:
             await shard.database.schema.check()
-            self._checked[shard.name] = time.monotonic()
+            self._checked[shard.name] = machine.monotonic()
         await shard.clock.measure(shard.database.now)
         await shard.database.subscriptions.pauses(self._namespace)
 

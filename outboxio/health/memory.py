@@ -51,7 +51,7 @@ class Memory(Struct, frozen=True, kw_only=True):
     ended: Sequence[str] = ()
     """The parts of ``running()`` that have ended by themselves, in sentences."""
     standstill: tuple[float, float] = (float("-inf"), 0.0)
-    """The end (``time.monotonic()``) and the seconds of the last standstill of the event loop."""
+    """The end (``machine.monotonic()``) and the seconds of the last standstill of the event loop."""
 
 
 def remembered(lifecycle: Lifecycle, shards: Mapping[str, ShardRuntime], loop: asyncio.AbstractEventLoop) -> Memory:

@@ -8,7 +8,6 @@ loop read. A loop that does not answer for 5 s is dead: a handler blocks the loo
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -21,6 +20,7 @@ from outboxio.loops.owner import EventLoopGuard
 from outboxio.loops.standstill import silence_of
 from outboxio.runtime.lifecycle import Lifecycle
 from outboxio.runtime.shard import ShardRuntime
+from outboxio.support import machine
 
 _LOOK = 0.25  # seconds between two looks at an event loop that does not answer
 _TURNS = 3  # of the event loop, in which loops that are late after a standstill begin a round
@@ -82,14 +82,14 @@ class HealthReader:
         return self._judge(asyncio.get_running_loop())
 
     async def _read_there(self, home: asyncio.AbstractEventLoop, patience: float | None) -> Health:
-        began = time.monotonic()
+        began = machine.monotonic()
         if (silence := silence_of(home)) >= LONG_STANDSTILL:
             return self._silent(home, silence)
         told = asyncio.run_coroutine_threadsafe(self._read_here(patience), home)
         answer = asyncio.wrap_future(told)
         try:
             while not (await asyncio.wait({answer}, timeout=_LOOK))[0]:
-                silence = max(silence_of(home), time.monotonic() - began)
+                silence = max(silence_of(home), machine.monotonic() - began)
                 if silence >= LONG_STANDSTILL:
                     return self._silent(home, silence)
             return await answer
@@ -99,13 +99,13 @@ class HealthReader:
     def _judge(self, loop: asyncio.AbstractEventLoop) -> Health:
         """The health by the memory of this process, and by the last answers of the database."""
         memory = remembered(self._lifecycle, self._shards, loop)
-        health = self._last = judge(memory, self._questions.last, Moment(loop.time(), time.monotonic()))
+        health = self._last = judge(memory, self._questions.last, Moment(loop.time(), machine.monotonic()))
         return health
 
     def _silent(self, home: asyncio.AbstractEventLoop, seconds: float) -> Health:
         """The health while the event loop of the outbox does not answer: the rest is as it was."""
         known = self._last or judge(
-            remembered(self._lifecycle, self._shards, home), Answers(), Moment(home.time(), time.monotonic())
+            remembered(self._lifecycle, self._shards, home), Answers(), Moment(home.time(), machine.monotonic())
         )
         text = (
             f"the event loop has not answered for {seconds:.0f} s: a handler blocks it; give a call that blocks to "

@@ -61,7 +61,7 @@ class Health(Struct, frozen=True, kw_only=True):
     - ``lag``: the age of the oldest event without notifications, in seconds.
     - ``oldest_due``: for how many seconds the oldest due notification of a handler has waited, by handler name.
     - ``stuck``: the rows of runs that ignore their cancellation, in this process.
-    - ``unroutable``: the notifications that no process has a handler for.
+    - ``unroutable``: the notifications for a handler, or for a version of their event, that no process has.
 
     ``None``: the figure is not known.
     """

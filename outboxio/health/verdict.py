@@ -19,7 +19,7 @@ _NO_ANSWER = ShardAnswer(asked=float("-inf"))
 
 
 class Moment(Struct, frozen=True):
-    """The present moment, by the event loop's clock and by ``time.monotonic``."""
+    """The present moment, by the event loop's clock and by ``machine.monotonic``."""
 
     loop: float
     steady: float

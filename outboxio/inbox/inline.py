@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -24,6 +24,7 @@ from outboxio.handlers.options import DeadHook, Delivery
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResult
 from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.invocation.judge import Judge
+from outboxio.invocation.opening import EnvelopeOpener
 from outboxio.invocation.resting import is_newer
 from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.model.emitter import tell_written
@@ -119,6 +120,7 @@ class InlineRunner:
         self._became_due = became_due
         self._statistics = statistics
         self._judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
+        self._opener = EnvelopeOpener(handlers, context)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
@@ -339,18 +341,9 @@ class InlineRunner:
         )
         moment = as_micros(now)
         return Notification(
-            uuid7(),
-            handler.name,
-            event.event_type or "",
-            event.payload,
-            State.PENDING,
-            0,
-            moment,
-            moment,
-            0,
-            0,
+            uuid7(), handler.name, event.event_type or "", event.payload, State.PENDING, 0, moment, moment, 0, 0,
             context,
-        )
+        )  # fmt: skip
 
     def _owed(self, message: Message, handler: Handler, error: BaseException | None) -> NewNotification:
         """The notification of a handler that has failed with ``error``, or of a handler that was not run."""
@@ -369,7 +362,10 @@ class InlineRunner:
         if error is None:
             return owed
         queue = self._queue(handler)
-        outcome = self._judge(Run(notification, queue, NO_LEASE), error)
+        run = Run(notification, queue, NO_LEASE)
+        with suppress(Exception):  # if the event cannot be decoded, the run says so afterwards
+            self._opener.open(run)
+        outcome = self._judge(run, error)
         queue.statistics.count(outcome)
         return msgspec.structs.replace(
             owed,

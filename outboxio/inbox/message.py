@@ -79,7 +79,12 @@ class Given(Struct, frozen=True, kw_only=True):
         return EventRecord(
             id=emitter.new_id(),
             event_type=checked_name(self.type, f"type of {subject}"),
-            payload=encode_object(_decoded(payload, subject), f"payload of {subject}", stores_nul=emitter.stores_nul),
+            payload=encode_object(
+                _decoded(payload, subject),
+                f"payload of {subject}",
+                stores_nul=emitter.stores_nul,
+                check=emitter.check_numbers,
+            ),
             headers=header_of(version),
         )
 

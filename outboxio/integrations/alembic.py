@@ -23,10 +23,10 @@ from outboxio.storage.schema import (
     drops_parts,
     files_to_apply,
     indexes_to_make,
-    is_done,
     refuse_foreign,
     refuse_older,
     sql_files,
+    statements_left,
     tables_of,
     tells_older,
 )
@@ -132,7 +132,7 @@ def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
     Example::
 
         def upgrade() -> None:
-            outboxio.upgrade(op, to=9)  # from outboxio.integrations import alembic as outboxio
+            outboxio.upgrade(op, to=10)  # from outboxio.integrations import alembic as outboxio
     """
     context = op.get_context()
     dialect = _dialect_of(context)
@@ -182,11 +182,11 @@ class _Upgrade:
             indexes = indexes_to_make(SHARD, self._dialect, found)
             refuse_foreign(SHARD, self._dialect, found, indexes)
             has_schema = self._dialect != "sqlite" and inspect(self._connection).has_schema(SCHEMA)
+            for statement in statements_left(self._dialect, files, found):
+                # CREATE SCHEMA needs a right on the whole database, even if the schema exists.
+                if not (has_schema and _MAKES_SCHEMA.search(statement)):
+                    self._execute(statement)
             for file in files:
-                for statement in statements_in(file.text):
-                    # CREATE SCHEMA needs a right on the whole database, even if the schema exists.
-                    if not is_done(statement, found) and not (has_schema and _MAKES_SCHEMA.search(statement)):
-                        self._execute(statement)
                 logger.info("applied sql/%s/%s", self._dialect, file.name, dialect=self._dialect, file=file.name)
             for index in indexes:
                 self._execute(index.statements[0])
@@ -204,9 +204,14 @@ class _Upgrade:
         columns: dict[str, set[str]] = {}
         for table, column, *_ in self._rows(self._catalog.columns):
             columns.setdefault(table.removeprefix(PREFIX), set()).add(column)
-        indexes = {row[-1 if self._dialect == "sqlite" else 1] for row in self._rows(self._catalog.indexes)}
+        listed = [(row[0], row[-1 if self._dialect == "sqlite" else 1]) for row in self._rows(self._catalog.indexes)]
         rows = self._rows(self._catalog.version) if "version" in columns.get("schema_versions", ()) else ()
-        return Found(columns, {index.removeprefix(PREFIX) for index in indexes}, {version for (version,) in rows})
+        return Found(
+            columns,
+            {index.removeprefix(PREFIX) for _, index in listed},
+            {version for (version,) in rows},
+            primary_keys={table for table, index in listed if index == "PRIMARY"},
+        )
 
     @contextmanager
     def _turn(self) -> Generator[None]:

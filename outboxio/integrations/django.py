@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from outboxio.storage.synchronous import MYSQL, POSTGRES, SyncConnection, SyncDialect, synchronous
-
-_DIALECTS = {"postgresql": POSTGRES, "mysql": MYSQL}
+from outboxio.storage.mysql.values import encoding_of_charset
+from outboxio.storage.synchronous import (
+    POSTGRES,
+    SyncConnection,
+    SyncDialect,
+    encoding_of_postgres,
+    mysql_or_mariadb,
+    synchronous,
+)
+from outboxio.support.text import TextEncoding
 
 
 class _DjangoConnection:
@@ -15,6 +22,13 @@ class _DjangoConnection:
     def __init__(self, connection: Any, dialect: SyncDialect) -> None:
         self.dialect = dialect
         self._connection = connection
+
+    @property
+    def encoding(self) -> TextEncoding:
+        driver = self._connection.connection
+        if self.dialect is POSTGRES:
+            return encoding_of_postgres(driver)
+        return encoding_of_charset(driver.character_set_name())
 
     def in_transaction(self) -> bool:
         return bool(self._connection.in_atomic_block or not self._connection.get_autocommit())
@@ -31,7 +45,9 @@ def is_of_django(given: object) -> bool:
 
 def connection_of(given: Any) -> SyncConnection:
     """The connection of Django, or the connection of ``sqlite3`` inside."""
-    if (dialect := _DIALECTS.get(given.vendor)) is not None:
-        return _DjangoConnection(given, dialect)
     given.ensure_connection()
+    if given.vendor == "postgresql":
+        return _DjangoConnection(given, POSTGRES)
+    if given.vendor == "mysql":
+        return _DjangoConnection(given, mysql_or_mariadb(given.connection))
     return synchronous(given.connection)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from outboxio.integrations.sessions import raise_event
+from outboxio.integrations.sessions import listen, raise_event
 from outboxio.payloads.classes import AnyEvent
+
+listen()
 
 
 class RaisesEvents:

@@ -7,13 +7,16 @@ outbox knows no session, so a session is garbage as soon as the application forg
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, event, inspect, text
+from greenlet import getcurrent  # type: ignore[import-untyped]  # greenlet has no stubs
+from sqlalchemy import Connection, Engine, event, inspect, text
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 from sqlalchemy.util import await_only
 from sqlalchemy.util.concurrency import in_greenlet
@@ -21,8 +24,10 @@ from sqlalchemy.util.concurrency import in_greenlet
 from outboxio.errors import ConfigurationError, NoTransaction, TransactionError
 from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.mapped import named_by
+from outboxio.storage.sqlite.connection import commits_each_statement
 
-_KEY = "outboxio"  # in Session.info
+_KEY = "outboxio"  # in Session.info: the events of a session
+_COMMIT = "outboxio.commit"  # in Session.info: the commit of a session, with or without events
 
 
 class Sink(Protocol):
@@ -72,22 +77,61 @@ class Raised:
         self.options = options
 
 
+class _Commit:
+    """The commits and releases that SQLAlchemy has announced to a session, and that have not succeeded."""
+
+    def __init__(self, announced: int) -> None:
+        self.announced = announced
+        self._greenlet = getcurrent()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the call that committed has returned or raised."""
+        return bool(self._greenlet.dead)
+
+
+class _Savepoint(NamedTuple):
+    transaction: SessionTransaction
+    emitted: int
+    """The number of events that were emitted before the savepoint, and are not written yet."""
+    raised: tuple[Raised, ...]
+    """The events that were raised before the savepoint, and are not emitted yet."""
+
+
 class SessionEvents:
-    """The events of a session, in the open transaction."""
+    """The events of a session, in the open transaction.
+
+    Events are written while no savepoint is open, so that no savepoint can take away an event from outside of it.
+    """
 
     def __init__(self, session: Session) -> None:
         self.sink: Sink | None = None
         self.raised: list[Raised] = []
-        self._savepoints: list[tuple[SessionTransaction, int]] = [(each, 0) for each in _savepoints_of(session)]
-        """The open savepoints, from the outermost, each with the number of events before."""
-        self._ending: SessionTransaction | None = None
-        self._writes_at_once = False
-        """True from the first INSERT at COMMIT until the transaction ends."""
+        self._root = session.get_transaction()
+        self._savepoints = [_Savepoint(each, 0, ()) for each in _savepoints_of(session)]
+        """The open savepoints, from the outermost."""
+
+    def require_writable(self, session: Session, call: str) -> None:
+        """Raise :class:`TransactionError` if the COMMIT that is running could not write an event."""
+        self._follow(session)
+        if _is_committing(session) and not in_greenlet():
+            raise TransactionError(
+                f"{call} while the session commits, from outside of the commit: the event would be lost. Emit before "
+                "the commit, or directly in a listener of SQLAlchemy"
+            )
 
     def emitted(self, session: Session) -> None:
-        """Write an event that was emitted after the INSERT, by a listener that ran during COMMIT."""
-        if self._writes_at_once and in_greenlet():
+        """Write the events at once if the COMMIT is running: nothing else would write them."""
+        if self._writes_at_once(session):
             self._write(session)
+
+    def raised_by(self, session: Session, instance: object, raised: list[Raised]) -> None:
+        """Keep events until the next flush. Hold the object as well: a session holds unchanged objects only weakly."""
+        for each in raised:
+            each.instance = instance
+        self.raised.extend(raised)
+        if self._writes_at_once(session):  # a flush may not follow
+            self.collect(session)
 
     def collect(self, session: Session) -> None:
         """Give the events of flushed objects to the sink, in the order in which the events were raised."""
@@ -101,48 +145,69 @@ class SessionEvents:
                 self.raised.remove(each)
         self.emitted(session)
 
-    def before_commit(self, session: Session) -> None:
-        """Write the events, unless only a savepoint is released.
+    def released(self) -> None:
+        """Keep the events of the released savepoint, and of those within it, as events of the transaction around it."""
+        self._take_ended()
 
-        Listeners of flushes may emit, so the flush of the COMMIT comes first. SQLAlchemy does not say what commits. A
-        transaction that commits with open savepoints announces the commit first, and then each savepoint announces the
-        release. So two announcements with the same innermost savepoint mean that more than this savepoint ends.
-        """
-        session.flush()
+    def began(self, session: Session, savepoint: SessionTransaction) -> None:
+        """Send SAVEPOINT now: SQLAlchemy waits for its own next statement, and other statements may come before."""
+        self._follow(session)
         self.collect(session)
-        innermost = session.get_nested_transaction()
-        if innermost is None or innermost is self._ending:
-            self._write(session)
-        self._ending = innermost
+        self._savepoints.append(self._savepoint(savepoint))
+        if self.sink is not None and savepoint.parent is not None:
+            try:
+                _begin_late(savepoint.parent.connection(None))
+                savepoint.connection(None)
+            except BaseException:
+                savepoint.close()
+                raise
 
-    def after_commit(self, session: Session) -> None:
-        released = session.get_nested_transaction()
-        if released is None:
-            if self.sink is not None:
-                self.sink.committed()
-        elif self._savepoints and self._savepoints[-1][0] is released:
-            self._savepoints.pop()
+    def ended(self, session: Session, transaction: SessionTransaction) -> None:
+        """Write the events if that was the last savepoint of a session that commits.
 
-    def began(self, session: Session, transaction: SessionTransaction) -> None:
-        if transaction.nested:
+        SQLAlchemy announces such a COMMIT before it releases the savepoints, and not again.
+        """
+        is_rolled_back = any(each.transaction is transaction for each in self._savepoints)
+        self._follow(session)
+        has_failed = is_rolled_back and sys.exc_info()[0] is not None  # the whole transaction is being rolled back
+        if transaction.nested and not has_failed and self._writes_at_once(session):
             self.collect(session)
-            self._savepoints.append((transaction, len(self.sink.events) if self.sink is not None else 0))
 
-    def ended(self, transaction: SessionTransaction) -> None:
-        """Drop the events of a transaction, or of a savepoint that was not released."""
-        self._ending = None
-        if transaction.nested:
-            if self._savepoints and self._savepoints[-1][0] is transaction:
-                _, before = self._savepoints.pop()
-                self.raised.clear()
-                if self.sink is not None:
-                    del self.sink.events[before:]
-        elif transaction.parent is None:
+    def _follow(self, session: Session) -> None:
+        """Drop the events of transactions that have ended, and of savepoints that were not released.
+
+        Other listeners may emit before SQLAlchemy calls ours at the beginning or the end.
+        """
+        root = session.get_transaction()
+        if root is not self._root:
+            self._root = root
             self.raised.clear()
             self._savepoints.clear()
-            self._writes_at_once = False
             if self.sink is not None:
                 self.sink.ended()
+        if (ended := self._take_ended()) is not None:
+            self._drop(session, ended)
+        if session.in_nested_transaction():
+            for each in _savepoints_of(session)[len(self._savepoints) :]:
+                self._savepoints.append(self._savepoint(each))
+
+    def _take_ended(self) -> _Savepoint | None:
+        """Forget the outermost savepoint that has ended, and those within, which a listener may have left open."""
+        for place, each in enumerate(self._savepoints):
+            if not each.transaction.is_active:
+                del self._savepoints[place:]
+                return each
+        return None
+
+    def _savepoint(self, transaction: SessionTransaction) -> _Savepoint:
+        return _Savepoint(transaction, len(self.sink.events) if self.sink is not None else 0, tuple(self.raised))
+
+    def _drop(self, session: Session, savepoint: _Savepoint) -> None:
+        self.raised = [
+            each for each in self.raised if each in savepoint.raised and inspect(each.instance).session is session
+        ]
+        if self.sink is not None:
+            del self.sink.events[savepoint.emitted :]
 
     def _sink_for(self, raised: Raised) -> Sink:
         if self.sink is None:
@@ -152,12 +217,15 @@ class SessionEvents:
             )
         return self.sink
 
+    def _writes_at_once(self, session: Session) -> bool:
+        return not session.in_nested_transaction() and _is_committing(session) and in_greenlet()
+
     def _write(self, session: Session) -> None:
-        sink = self.sink
-        self._writes_at_once = True
-        if sink is not None and sink.events:
-            await_only(sink.write(begun(session.connection())))
-            self._savepoints = [(savepoint, 0) for savepoint, _ in self._savepoints]
+        root = session.get_transaction()
+        if root is not None and self.sink is not None and self.sink.events:
+            await_only(self.sink.write(begun(root.connection(None))))
+            # SQLAlchemy forgets a savepoint that a listener opens in the flush before another savepoint.
+            self._savepoints = [each._replace(emitted=0) for each in self._savepoints]
 
 
 def events_of(session: Session) -> SessionEvents:
@@ -165,12 +233,20 @@ def events_of(session: Session) -> SessionEvents:
     found: SessionEvents | None = session.info.get(_KEY)
     if found is None:
         listen()
+        if _COMMIT not in session.info and session.in_transaction() and in_greenlet():
+            # The transaction began before our listeners listened, and perhaps commits.
+            session.info[_COMMIT] = _Commit(announced=1)
         found = session.info[_KEY] = SessionEvents(session)
     return found
 
 
-def require_open(session: Session, call: str) -> None:
-    """Begin the transaction of the session, as ``session.add`` does.
+def _is_committing(session: Session) -> bool:
+    commit: _Commit | None = session.info.get(_COMMIT)
+    return commit is not None and commit.announced > 0 and not commit.has_ended
+
+
+def require_open(session: Session, call: str) -> SessionEvents:
+    """Begin the transaction of the session, as ``session.add`` does; the events of the session.
 
     Raises :class:`TransactionError` if the transaction has failed or committed, and :class:`NoTransaction` if the
     session must not begin a transaction by itself.
@@ -184,6 +260,29 @@ def require_open(session: Session, call: str) -> None:
         if not session.autobegin:
             raise NoTransaction(session)
         session.begin()
+    events = events_of(session)
+    events.require_writable(session, call)
+    return events
+
+
+def default_bind(session: Session) -> Engine | Connection:
+    """The engine or connection that a session uses for statements without a mapped class.
+
+    Raises :class:`ConfigurationError` for a session whose engines are all in ``binds``.
+    """
+    try:
+        return session.get_bind()
+    except UnboundExecutionError as error:
+        raise ConfigurationError(
+            "the session has no default engine, so outboxio cannot tell which database its events belong to: give its "
+            "sessionmaker one, as in async_sessionmaker(engine, binds=...)"
+        ) from error
+
+
+def connection_of(session: Session) -> Connection:
+    """The connection of the default engine. Raises :class:`ConfigurationError` as :func:`default_bind`."""
+    default_bind(session)
+    return session.connection()
 
 
 def identity_of(instance: object) -> dict[str, object]:
@@ -200,9 +299,17 @@ def begun(connection: Connection) -> Any:
     driver = connection.connection.driver_connection
     if not _has_begun(driver):
         connection.execute(text("SELECT 1"))
-        if _begins_when_it_writes(driver):
-            connection.exec_driver_sql("BEGIN")
+        _begin_late(connection)
     return driver
+
+
+def _begin_late(connection: Connection) -> None:
+    """Send BEGIN on a connection of aiosqlite whose driver sends BEGIN neither for SELECT nor for SAVEPOINT."""
+    driver: Any = connection.connection.driver_connection
+    if getattr(driver, "in_transaction", True):
+        return
+    if not await_only(driver._execute(commits_each_statement, driver._conn)):
+        connection.exec_driver_sql("BEGIN")
 
 
 def _has_begun(driver: Any) -> bool:
@@ -210,11 +317,6 @@ def _has_begun(driver: Any) -> bool:
     if hasattr(driver, "is_in_transaction"):
         return bool(driver.is_in_transaction())
     return getattr(driver, "in_transaction", False) is True
-
-
-def _begins_when_it_writes(driver: Any) -> bool:
-    """True for a connection of sqlite3 in the mode in which a SELECT begins no transaction."""
-    return getattr(driver, "in_transaction", True) is False and getattr(driver, "isolation_level", None) is not None
 
 
 def _savepoints_of(session: Session) -> list[SessionTransaction]:
@@ -260,26 +362,17 @@ _unattached: WeakKeyDictionary[InstanceState[Any], list[Raised]] = WeakKeyDictio
 
 def raise_event(instance: object, event: AnyEvent, options: dict[str, Any]) -> None:
     """Keep an event of a mapped object until the next flush of the session of the object."""
-    listen()
     state: InstanceState[Any] = inspect(instance)
     raised = Raised(next(_numbers), None, event, options)
     if (session := state.session) is None:
         _keep(state, raised)
     else:
-        require_open(session, "raise_event()")
-        _join(session, instance, [raised])
+        require_open(session, "raise_event()").raised_by(session, instance, [raised])
 
 
 def _keep(state: InstanceState[Any], raised: Raised) -> None:
     raised.instance = None
     _unattached.setdefault(state, []).append(raised)
-
-
-def _join(session: Session, instance: object, raised: list[Raised]) -> None:
-    """Hold the object as well: a session holds unchanged objects only weakly."""
-    for each in raised:
-        each.instance = instance
-    events_of(session).raised.extend(raised)
 
 
 # --- listeners ---------------------------------------------------------------------------------------------
@@ -289,22 +382,45 @@ def _join(session: Session, instance: object, raised: list[Raised]) -> None:
 def listen() -> None:
     """Listen to all sessions of the process. Further calls do nothing."""
     for name, listener in _LISTENERS.items():
-        event.listen(Session, name, listener)
+        # Ours come first, but before_commit last: listeners of the application may emit.
+        event.listen(Session, name, listener, insert=name != "before_commit")
 
 
 def _before_commit(session: Session) -> None:
-    if (events := session.info.get(_KEY)) is not None:
-        events.before_commit(session)
+    """Write the events, unless savepoints are open.
+
+    Listeners of flushes may emit, so the flush of the COMMIT comes first. SQLAlchemy does not say whether the session
+    commits or a savepoint is released, and with open savepoints both can be.
+    """
+    events: SessionEvents | None = session.info.get(_KEY)
+    writes = events is not None and not session.in_nested_transaction()
+    if writes:
+        session.flush()
+    commit: _Commit | None = session.info.get(_COMMIT)
+    if commit is None or commit.has_ended:
+        session.info[_COMMIT] = _Commit(announced=1)
+    else:
+        commit.announced += 1
+    if events is not None and writes:
+        events.collect(session)
 
 
 def _after_commit(session: Session) -> None:
-    if (events := session.info.get(_KEY)) is not None:
-        events.after_commit(session)
+    events: SessionEvents | None = session.info.get(_KEY)
+    if session.in_nested_transaction():
+        if (commit := session.info.get(_COMMIT)) is not None:
+            commit.announced -= 1
+        if events is not None:
+            events.released()
+    elif events is not None and events.sink is not None:
+        events.sink.committed()
 
 
 def _after_attach(session: Session, instance: object) -> None:
-    if _unattached and (raised := _unattached.pop(inspect(instance), None)) is not None:
-        _join(session, instance, raised)
+    if _unattached and (state := inspect(instance)) in _unattached:
+        events = events_of(session)
+        events.require_writable(session, "raise_event()")
+        events.raised_by(session, instance, _unattached.pop(state))
 
 
 def _after_flush_postexec(session: Session, context: object) -> None:
@@ -313,13 +429,15 @@ def _after_flush_postexec(session: Session, context: object) -> None:
 
 
 def _after_transaction_create(session: Session, transaction: SessionTransaction) -> None:
-    if (events := session.info.get(_KEY)) is not None:
+    if transaction.parent is None:
+        session.info[_COMMIT] = None
+    elif transaction.nested and (events := session.info.get(_KEY)) is not None:
         events.began(session, transaction)
 
 
 def _after_transaction_end(session: Session, transaction: SessionTransaction) -> None:
     if (events := session.info.get(_KEY)) is not None:
-        events.ended(transaction)
+        events.ended(session, transaction)
 
 
 _LISTENERS: dict[str, Any] = {

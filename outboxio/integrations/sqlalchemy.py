@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.integrations.raises_events import RaisesEvents
-from outboxio.integrations.sessions import begun
+from outboxio.integrations.sessions import begun, connection_of
 
 __all__ = ["RaisesEvents", "asynchronous", "blocking_driver_connection", "driver_connection"]
 
@@ -19,13 +19,13 @@ async def driver_connection(given: Any) -> Any:
     """The driver's own connection, on which the transaction of SQLAlchemy has begun.
 
     Raises :class:`NoTransaction` if no transaction is open, and :class:`ConfigurationError` for any other object than
-    an asynchronous session or connection.
+    an asynchronous session or connection, and for a session without a default engine.
     """
     given = asynchronous(given, "record()")
     if not given.in_transaction():
         raise NoTransaction(given)
     if isinstance(given, AsyncSession):
-        return await given.run_sync(lambda session: begun(session.connection()))
+        return await given.run_sync(lambda session: begun(connection_of(session)))
     return await given.run_sync(begun)
 
 
@@ -52,7 +52,7 @@ def blocking_driver_connection(given: Any) -> Any:
         return given
     if not given.in_transaction():
         raise NoTransaction(given)
-    connection = given.connection() if isinstance(given, Session) else given
+    connection = connection_of(given) if isinstance(given, Session) else given
     if connection.dialect.is_async:
         raise ConfigurationError(
             f"Producer.record() was given a {type(given).__name__} over the asynchronous driver "

@@ -70,12 +70,9 @@ class Endings:
             return error if run.has_begun else None
         if run.cancelled_at is not None:
             return timeout_error(run)
-        if issubclass(kind, asyncio.CancelledError) and task.cancelling():
-            if self.home is not None and self.home.cancelling():
-                run.phase = INTERRUPTED  # the whole event loop is being torn down
-                return None
-            while task.cancelling():  # the handler cancelled itself
-                task.uncancel()
+        if is_torn_down(task, error, self.home):
+            run.phase = INTERRUPTED
+            return None
         return error
 
 
@@ -118,6 +115,20 @@ def thread_stack(run: Run) -> list[traceback.FrameSummary]:
 def is_thrown_away(task: asyncio.Task[None], error: BaseException) -> bool:
     """True if the worker's coroutine is being closed from outside, together with the event loop."""
     return issubclass(type(error), GeneratorExit) and not _is_current(task)
+
+
+def is_torn_down(task: asyncio.Task[None], error: BaseException, home: asyncio.Task[Any] | None) -> bool:
+    """True if ``task`` was cancelled together with ``home``, because the whole event loop is being torn down.
+
+    Otherwise the function of the application has cancelled itself, and the cancellation is taken back.
+    """
+    if not issubclass(type(error), asyncio.CancelledError) or not task.cancelling():
+        return False
+    if home is not None and home.cancelling():
+        return True
+    while task.cancelling():
+        task.uncancel()
+    return False
 
 
 def left_no_context(before: contextvars.Context) -> bool:

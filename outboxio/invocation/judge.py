@@ -72,12 +72,14 @@ class Judge:
 
     def _outcome(self, run: Run, error: BaseException, described: Description | None, policy: RetryPolicy) -> Outcome:
         queue, notification, kind = run.queue, run.notification, type(error)
+        runs_once = queue.spec.delivery is Delivery.AT_MOST_ONCE
         if notification.state != DYING:
             return failure(
                 notification, run.lease, error, self._clock(),
                 FailureRules(
                     policy=policy, retention=queue.spec.retention + self._clock.ahead, cap=queue.spec.cap,
-                    is_final=queue.spec.delivery is Delivery.AT_MOST_ONCE and not issubclass(kind, NotBegun),
+                    is_final=runs_once and not (run.is_undecodable or issubclass(kind, NotBegun)),
+                    is_undecodable=run.is_undecodable, uses_attempt=not (runs_once and run.is_undecodable),
                     owes_hook=bool(queue.spec.hooks), redact=self.redact,
                 ),
                 described,

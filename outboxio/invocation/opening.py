@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from outboxio.errors import InvalidEvent, UnreadableRow
+from outboxio.errors import InvalidEvent, RetryAfter, Unavailable, Unprocessable, UnreadableRow
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.invocation.resting import is_newer
 from outboxio.invocation.splitting import DecodedEvents
@@ -21,6 +21,8 @@ from outboxio.runs.run import Run
 
 Envelope = EventEnvelope[Any]
 
+_NOT_OF_THE_PAYLOAD = (Unprocessable, RetryAfter, Unavailable, MemoryError)
+"""Errors while an event is decoded that say themselves what follows, or that another attempt need not meet."""
 _NULL = (None, msgspec.Raw(b"null"))
 _decode_mapping: Callable[[str], Any] = msgspec.json.Decoder(dict).decode
 """For an event on a topic, if no registered class has the event's name."""
@@ -37,12 +39,17 @@ class EnvelopeOpener:
     def open(self, run: Run) -> Envelope:
         """Decode the event. If that fails, only this row fails."""
         notification, queue = run.notification, run.queue
-        decode = queue.decoders.get(notification.event_type)
-        if decode is None:
-            decode = self._decoder(queue, notification)
-        if notification.payload in _NULL:
-            raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
-        return EventEnvelope(decode(notification.payload), notification, self._context)
+        try:
+            decode = queue.decoders.get(notification.event_type)
+            if decode is None:
+                decode = self._decoder(queue, notification)
+            if notification.payload in _NULL:
+                raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
+            event = decode(notification.payload)
+        except Exception as error:
+            run.is_undecodable = not issubclass(type(error), _NOT_OF_THE_PAYLOAD)
+            raise
+        return EventEnvelope(event, notification, self._context)
 
     def open_again(self, run: Run, decoded: DecodedEvents) -> Envelope:
         """A new envelope for a row of a call that is split; an event that no call has changed is not decoded again."""

@@ -10,7 +10,7 @@ from hashlib import sha256
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
-from outboxio.jobs.moments import NextAfter
+from outboxio.jobs.moments import NextAfter, newest_due
 from outboxio.model.retry import RetryPolicy
 from outboxio.transaction import Transaction
 
@@ -68,6 +68,10 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         digest = sha256(f"{self.name}\0{moment.isoformat()}".encode()).digest()
         return moment + self.jitter * (int.from_bytes(digest[:4], "big") / 2**32)
 
+    def has(self, moment: datetime) -> bool:
+        """True if the schedule has this time."""
+        return self.next_after(moment - timedelta(microseconds=1)) == moment
+
 
 LATE = timedelta(minutes=1)
 """A moment is missed if no run has begun within this time."""
@@ -82,20 +86,14 @@ class Due(Struct, frozen=True):
     missed: int = 0
 
 
-MOST_COUNTED = 10_000  # moments that are counted one by one as missed
-
-
-def decide(spec: JobSpec, moment: datetime, now: datetime) -> Due:
+def decide(spec: JobSpec, moment: datetime, now: datetime, *, accepted: datetime | None = None) -> Due:
     """The decision about a job that waits for ``moment``, and is due.
 
-    The newest due moment runs if the moment is at most a minute late, or with ``catch_up``. Older moments are missed.
+    The newest due time runs if it is at most a minute late, or with ``catch_up``, or if it was ``accepted`` in time and
+    has waited for a transaction since. Older times are missed.
     """
-    newest, missed, after = moment, 0, spec.next_after(moment)
-    while after <= now and missed < MOST_COUNTED:
-        newest, missed, after = after, missed + 1, spec.next_after(after)
-    if after <= now:  # a long standstill
-        after = spec.next_after(now)
-        newest = now
-    if now - spec.starts_at(newest) > LATE and not spec.catch_up:
+    newest, missed = newest_due(spec.next_after, moment, now)
+    after = spec.next_after(newest)
+    if now - spec.starts_at(newest) > LATE and not spec.catch_up and newest != accepted:
         return Due(None, 0, after, missed + 1)
     return Due(newest, 1, after, missed)

@@ -1,29 +1,38 @@
-"""Runs a job once: calls the function within its time, and writes the end of the run under the run's term."""
+"""Runs a job once: calls the function within its time, and writes the end of the run under the run's term.
+
+Whatever the function raises is contained, as for handlers, with the same code (``invocation/endings.py``). If writing
+the result fails, the write is retried until the database takes it; the function does not run again for that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
-from outboxio.errors import Unprocessable
+from outboxio.errors import CommitUnknown, RetryAfter, Unprocessable
+from outboxio.invocation.endings import is_thrown_away, is_torn_down
 from outboxio.jobs.job import Job, JobSpec
 from outboxio.jobs.watch import JobWatch
 from outboxio.model.emitter import Emitter
 from outboxio.model.error_description import Description
 from outboxio.model.operating.job import JobResult
+from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
 from outboxio.statistics.jobs import Jobs
 from outboxio.storage.job_table import END, JobTable
 from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end
+from outboxio.support.backoff import pause_after
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
-from outboxio.support.log import log_of
+from outboxio.support.log import log_of, log_text
 from outboxio.telemetry.choice import TelemetryChoice
 from outboxio.transaction import Transaction, roll_back, work_in, work_outside
 
@@ -33,13 +42,25 @@ NO_ROW = 0
 """The term of a run without a row: the terms of rows begin with 1."""
 
 LEFT = "the process left running() during the run"
+FOR_EVER = float("inf")
 
 
 class RunRefused(Exception):
     """A different process has taken the run over, so that this run may not commit."""
 
 
-class Started(Struct, frozen=True):
+class RunAgain(RetryAfter):
+    """The run did not start, or its COMMIT had an unknown result: no attempt is used, and the job runs again in 1 s."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(1.0, count_attempt=False)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class JobRun(Struct, eq=False):
     """A run that this process has claimed. ``term``: of the run."""
 
     spec: JobSpec
@@ -47,6 +68,23 @@ class Started(Struct, frozen=True):
     attempt: int
     term: int
     next_date: datetime
+    task: asyncio.Task[None] | None = None
+    limit: asyncio.Timeout | None = None
+    """The time limit of the function; ``None`` before the function is called."""
+    is_interrupted: bool = False
+    """True if the function was cancelled because the process leaves ``running()``."""
+    is_committed: bool = False
+    """True if the success is committed already, together with the effects of the function."""
+    is_stuck: bool = False
+    """True if the function was reported to ignore its cancellation."""
+    is_over: bool = False
+    """True if the function has ended. The result may not be written yet."""
+
+    def interrupt(self) -> None:
+        """The process leaves: cancel the function."""
+        if self.task is not None and not self.is_over:
+            self.is_interrupted = True
+            self.task.cancel()
 
 
 class JobSetup(Struct, frozen=True, kw_only=True):
@@ -70,142 +108,220 @@ class JobSetup(Struct, frozen=True, kw_only=True):
 class JobRunner:
     """Runs jobs of a shard."""
 
-    def __init__(self, setup: JobSetup, table: JobTable, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        setup: JobSetup,
+        table: JobTable,
+        stopping: asyncio.Event,
+        home: Callable[[], asyncio.Task[Any] | None] = lambda: None,
+    ) -> None:
+        """``home``: the task that runs the shard. Its cancellation interrupts all runs."""
+        self.gives_up_at = FOR_EVER
+        """The event loop's time from which on a result that cannot be written is given up."""
         self._setup = setup
         self._table = table
         self._stopping = stopping
+        self._home = home
 
     def timeout_of(self, spec: JobSpec) -> float:
         """The seconds that a run may last."""
         return (spec.timeout or self._setup.settings.handler_timeout).total_seconds()
 
-    async def run(self, run: Started) -> None:
+    async def run(self, run: JobRun) -> None:
         """Run the job, and record the end. An error of the job is recorded and logged."""
         with self._watch(run) as watch:
-            limit = asyncio.timeout(self.timeout_of(run.spec))
-            try:
-                async with limit:
-                    await self._perform(run, limit)
-                await self._succeeded(run, watch)
-            except asyncio.CancelledError as error:
-                await to_the_end(self._end(run, watch, "INTERRUPTED", error))
-                raise
-            except RunRefused:
-                self._was_taken_over(run)
-            except TimeoutError as error:
-                if not limit.expired():
-                    await self._end(run, watch, "FAILED", error)
-                else:
-                    place = (error.__cause__ or error).__traceback__  # the line at which the run was cancelled
-                    await self._end(run, watch, "TIMED_OUT", self._timed_out(run.spec).with_traceback(place))
-            except Exception as error:
-                await self._end(run, watch, "TIMED_OUT" if limit.expired() else "FAILED", error)
+            result, error = await self._result_of(run)
+            run.is_over = True
+            await to_the_end(self._record(run, watch, result, error))
 
     async def run_alone(self, spec: JobSpec, moment: datetime, attempt: int) -> None:
         """Run the job without its row: nothing is recorded, and the error of the job is raised."""
-        limit = asyncio.timeout(self.timeout_of(spec))
+        run = JobRun(spec, moment, attempt, NO_ROW, moment)
         try:
-            async with limit:
-                await self._perform(Started(spec, moment, attempt, NO_ROW, moment), limit)
+            await self._perform(run)
+        except RunAgain as error:
+            raise (error.__cause__ or error) from None
         except TimeoutError as error:
-            if not limit.expired():
+            if run.limit is None or not run.limit.expired():
                 raise
             raise self._timed_out(spec) from error
 
-    def _watch(self, run: Started) -> JobWatch:
+    def _watch(self, run: JobRun) -> JobWatch:
         setup, name = self._setup, run.spec.name
         ask = partial(setup.telemetry.chosen.job, setup.namespace, setup.shard, name, run.moment, run.attempt)
         return JobWatch(setup.statistics.of(name), ask, setup.redact)
 
-    async def _perform(self, run: Started, limit: asyncio.Timeout) -> None:
-        """Call the function; with a transaction, the record of the run commits together with the function's effects."""
-        if run.spec.is_transactional:
-            await self._perform_in_transaction(run, limit)
-            return
-        await run.spec.call(Job(run.spec.name, run.moment, run.attempt, self._stopping))
-        if limit.expired():  # the function has ignored the cancellation
+    # --- the function --------------------------------------------------------------------------
+
+    async def _result_of(self, run: JobRun) -> tuple[JobResult | None, BaseException | None]:
+        """Call the function. ``None`` as the result: a different process has taken the run over."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._perform(run)
+        except BaseException as error:
+            if is_thrown_away(task, error):
+                raise
+            is_interrupted = is_torn_down(task, error, self._home()) or run.is_interrupted
+            if run.is_committed:  # the COMMIT had succeeded before a cancellation or the timeout
+                return "SUCCEEDED", None
+            if issubclass(type(error), RunRefused):
+                return None, None
+            return self._failed(run, error, is_interrupted=is_interrupted)
+        return "SUCCEEDED", None
+
+    def _failed(self, run: JobRun, error: BaseException, *, is_interrupted: bool) -> tuple[JobResult, BaseException]:
+        if is_interrupted:
+            return "INTERRUPTED", InterruptedError(LEFT) if run.limit else RunAgain(LEFT)
+        if run.limit is None or not run.limit.expired():
+            return "FAILED", error
+        if type(error) is TimeoutError:
+            place = (error.__cause__ or error).__traceback__  # the line at which the run was cancelled
+            return "TIMED_OUT", self._timed_out(run.spec).with_traceback(place)
+        return "TIMED_OUT", error
+
+    async def _perform(self, run: JobRun) -> None:
+        """Call the function; with a transaction, the record of the run commits together with the function's effects.
+
+        The time of the function starts when the connection is there.
+        """
+        spec = run.spec
+        async with AsyncExitStack() as stack:
+            session = await self._begin(spec, stack) if spec.is_transactional else None
+            run.limit = asyncio.timeout(self.timeout_of(spec))
+            async with run.limit:
+                if session is not None:
+                    await self._perform_in(session, run)
+                    return
+                await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping))
+                self._require_time(run)
+
+    def _require_time(self, run: JobRun) -> None:
+        """Raise if the function has ignored its cancellation."""
+        if run.limit is not None and run.limit.expired():
             raise self._timed_out(run.spec)
 
     def _timed_out(self, spec: JobSpec) -> TimeoutError:
         return TimeoutError(f"job {spec.name!r} ran longer than its timeout of {self.timeout_of(spec):g} s")
 
-    async def _perform_in_transaction(self, run: Started, limit: asyncio.Timeout) -> None:
+    async def _begin(self, spec: JobSpec, stack: AsyncExitStack) -> Session:
+        try:
+            session = await stack.enter_async_context(self._setup.database.session())
+            await session.begin()
+        except Exception as error:
+            raise RunAgain(f"the transaction could not begin: {log_text(error, self._setup.redact)}") from error
+        return session
+
+    async def _perform_in(self, session: Session, run: JobRun) -> None:
         setup, spec = self._setup, run.spec
         record = setup.emitter.action(
             setup.namespace, setup.clock(), f"job {spec.name}"[:255], {}, action_id=uuid7(), cause=None,
             correlation_id=None, headers=None,
         )  # fmt: skip
-        async with setup.database.session() as session:
-            await session.begin()
-            tx = Transaction(session, setup.emitter, record, shard=setup.shard, resources=setup.resources, cause=None)
-            token = work_in(tx, setup.outbox)
-            try:
-                await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping, tx))
-                await tx.flush()
-                tx.close()
-                tx.require_open("a statement on tx.connection")
-                if limit.expired():
-                    raise self._timed_out(spec)
-                if tx.events:
-                    await tx.write(record.completed(setup.clock()), tx.events)
-                await self._succeeded_in(session, run)
-            except BaseException:
-                tx.abandon()
-                await to_the_end(roll_back(session))
-                raise
-            finally:
-                work_outside(token)
+        tx = Transaction(session, setup.emitter, record, shard=setup.shard, resources=setup.resources, cause=None)
+        token = work_in(tx, setup.outbox)
+        try:
+            await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping, tx))
+            await tx.flush()
+            tx.close()
+            tx.require_open("a statement on tx.connection")
+            self._require_time(run)
+            if tx.events:
+                await tx.write(record.completed(setup.clock()), tx.events)
+            await self._succeeded_in(session, run)
+        except BaseException:
+            tx.abandon()
+            await to_the_end(roll_back(session))
+            raise
+        finally:
+            work_outside(token)
+        try:
             await tx.commit()
-        if tx.events:
-            setup.committed(tx.events)
+        except CommitUnknown as error:
+            raise RunAgain(str(error)) from error
+        finally:
+            run.is_committed = tx.is_committed
+            if tx.is_committed and (tx.events or tx.was_joined):
+                setup.committed(None if tx.was_joined else tx.events)
 
-    async def _succeeded_in(self, session: Session, run: Started) -> None:
+    async def _succeeded_in(self, session: Session, run: JobRun) -> None:
         """Record a success in the transaction of the run. Raises :class:`RunRefused` if the run was taken over."""
         values = self._end_of(run, "SUCCEEDED", None)
         if run.term != NO_ROW and not await self._table.write_in(session, END, *values):
             raise RunRefused
 
-    async def _succeeded(self, run: Started, watch: JobWatch) -> None:
-        """Record a success. That of a function that takes ``tx`` is recorded already."""
-        if run.spec.is_transactional or await self._table.write(END, *self._end_of(run, "SUCCEEDED", None)):
-            watch.ended("SUCCEEDED")
-        else:
-            self._was_taken_over(run)
+    # --- the record ----------------------------------------------------------------------------
 
-    async def _end(self, run: Started, watch: JobWatch, result: JobResult, error: BaseException) -> None:
-        name = run.spec.name
-        if result != "INTERRUPTED":
+    async def _record(
+        self, run: JobRun, watch: JobWatch, result: JobResult | None, error: BaseException | None
+    ) -> None:
+        """Record the result, unless it is committed already. The function ran, so the record says what it did."""
+        if result is not None and error is not None:
+            self._log(run, result, error)
+        if result is not None and (run.is_committed or await self._write(run, self._end_of(run, result, error))):
+            if error is None or not is_free(error):
+                watch.ended(result, error)
+        elif not issubclass(
+            type(error), RunAgain
+        ):  # that has no effects, or the COMMIT of unknown result was successful
             logger.warning(
-                "job %r failed for %s, attempt %d: %s", name, run.moment, run.attempt,
-                Description.of(error, self._setup.redact).message, job=name, attempt=run.attempt, result=result,
+                "the end of a run of job %r is refused: a different process has taken the run over", run.spec.name,
+                job=run.spec.name, term=run.term,
             )  # fmt: skip
-        if await self._table.write(END, *self._end_of(run, result, error)):
-            watch.ended(result, error)
-        else:
-            self._was_taken_over(run)
 
-    def _end_of(self, run: Started, result: JobResult, error: BaseException | None) -> tuple[Any, ...]:
+    async def _write(self, run: JobRun, end: list[Any]) -> bool:
+        """Write the end of a run, until the database takes it; False if a different process has taken the run over."""
+        failures = 0
+        while True:
+            try:
+                return await self._table.write(END, *end)
+            except Exception as problem:
+                if end[ERROR] not in (None, REFUSED_TEXT) and self._setup.database.refuses_value(problem):
+                    end[ERROR] = REFUSED_TEXT
+                    continue
+                failures += 1
+                if asyncio.get_running_loop().time() >= self.gives_up_at:
+                    raise
+                if failures == 1:
+                    logger.warning(
+                        "the result of a run of job %r could not be written; retrying the write: %s", run.spec.name,
+                        log_text(problem, self._setup.redact), job=run.spec.name, result=end[RESULT],
+                    )  # fmt: skip
+            await asyncio.sleep(pause_after(failures))
+
+    def _log(self, run: JobRun, result: JobResult, error: BaseException) -> None:
+        name, said = run.spec.name, log_text(error, self._setup.redact)
+        if is_free(error):
+            logger.warning(
+                "job %r runs again for %s without using an attempt: %s", name, run.moment, said,
+                job=name, attempt=run.attempt,
+            )  # fmt: skip
+        elif result != "INTERRUPTED":
+            logger.warning(
+                "job %r failed for %s, attempt %d: %s", name, run.moment, run.attempt, said,
+                job=name, attempt=run.attempt, result=result,
+            )  # fmt: skip
+
+    def _end_of(self, run: JobRun, result: JobResult, error: BaseException | None) -> list[Any]:
         """The values of the statement that ends a run."""
-        now, spec = self._setup.clock(), run.spec
-        most = spec.retry.max_attempts
+        setup, spec = self._setup, run.spec
+        now, most, free = setup.clock(), spec.retry.max_attempts, error is not None and is_free(error)
         state, due = "WAITING", spec.starts_at(run.next_date)
-        if error is not None and not isinstance(error, Unprocessable) and (most is None or run.attempt < most):
-            cap = self._setup.settings.handling_max_backoff_cap
-            cause = error if isinstance(error, Exception) else InterruptedError(LEFT)
-            state, due = "RETRYING", now + spec.retry.wait_after(run.attempt, cause, cap)
-        return (
-            state, due, now, result, self._text_of(error), int(error is None), int(error is not None),
-            self._setup.namespace, spec.name, run.term,
-        )  # fmt: skip
+        may_retry = error is not None and not issubclass(type(error), Unprocessable)
+        if error is not None and may_retry and (free or most is None or run.attempt < most):
+            cap = setup.settings.handling_max_backoff_cap
+            state, due = "RETRYING", next_try(error, run.attempt, now, spec.retry, cap, setup.redact)
+        succeeded, failed = int(error is None), int(error is not None and not free)
+        return [
+            state, due, now, result, self._text_of(result, error), succeeded, failed, int(free),
+            setup.namespace, spec.name, run.term,
+        ]  # fmt: skip
 
-    def _text_of(self, error: BaseException | None) -> str | None:
-        if error is None or isinstance(error, asyncio.CancelledError):
+    def _text_of(self, result: JobResult, error: BaseException | None) -> str | None:
+        if error is None or result == "INTERRUPTED":
             return None if error is None else LEFT
         told = Description.of(error, self._setup.redact)
-        return f"{told.type}: {told.message}\n{told.traceback}"
+        return self._setup.database.encoding.escaped(f"{told.type}: {told.message}\n{told.traceback}")
 
-    def _was_taken_over(self, run: Started) -> None:
-        logger.warning(
-            "the end of a run of job %r is refused: a different process has taken the run over", run.spec.name,
-            job=run.spec.name, term=run.term,
-        )  # fmt: skip
+
+RESULT, ERROR = 3, 4  # the places in the values of END

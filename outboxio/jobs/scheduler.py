@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import Any, Protocol
 
 from outboxio.jobs.job import Due, JobSpec, decide
-from outboxio.jobs.runner import JobRunner, JobSetup, Started
+from outboxio.jobs.runner import JobRun, JobRunner, JobSetup
 from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.model.operating.job import JobRow
@@ -27,8 +28,21 @@ logger = log_of(__name__)
 AHEAD = timedelta(seconds=1)  # jobs that are due so soon give the next pause
 GRACE = timedelta(seconds=30)  # after its timeout, a run of a process with different jobs counts as interrupted
 STUCK = 10.0  # seconds after the timeout
+PATIENCE = 5.0  # seconds for which the results of cancelled runs are written again
 SHORTEST_PAUSE = 0.002
 DECLARED_AGAIN = timedelta(minutes=1)  # an operator may have removed a row
+
+
+class Transactions(Protocol):
+    """The transactions that jobs share with the handlers of the shard (``runs/transaction_shares.py``)."""
+
+    def take(self) -> bool:
+        """Take a transaction for a job; False if none is free for jobs."""
+        ...
+
+    def give_back(self) -> None:
+        """Give back the transaction of a job."""
+        ...
 
 
 class JobScheduler:
@@ -37,27 +51,34 @@ class JobScheduler:
     def __init__(
         self, setup: JobSetup, jobs: Mapping[str, JobSpec], instance: str, stopping: asyncio.Event,
         *, locks: Sequence[LockName], holds: Callable[[LockName], bool], wake: Signal,
+        transactions: Callable[[], Transactions], home: Callable[[], asyncio.Task[Any] | None],
     ) -> None:  # fmt: skip
+        """``home``: the task that runs the shard."""
         self._setup = setup
         self._jobs = jobs
         self._instance = instance
         self._table = JobTable(setup.namespace, setup.database)
-        self._runner = JobRunner(setup, self._table, stopping)
+        self._runner = JobRunner(setup, self._table, stopping, home)
         self._statistics = setup.statistics
         self.locks = locks
         """The lock of the jobs of this process; empty if this process runs no job."""
         self._holds = holds
+        self._transactions = transactions
         self._wake = wake
         self._lease: Lease | None = None
         self._declared: tuple[int, datetime] | None = None
         self._pause = AHEAD.total_seconds()
         self._ending: asyncio.Task[None] | None = None
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._late_at: dict[str, float] = {}
+        self._running: dict[str, JobRun] = {}
+        self._accepted: dict[str, datetime] = {}
+        """The scheduled times that were due in time, and wait for a transaction."""
+        self._is_full = False
+        """True if no transaction was free for a job in this round."""
 
     def take(self, lease: Lease) -> None:
         """This process holds the lock of its jobs."""
         self._lease = lease
+        self._accepted.clear()
         self._wake.set()
 
     def delay(self) -> float:
@@ -75,9 +96,11 @@ class JobScheduler:
         if self._declared is None or self._declared[0] != lease.term or now - self._declared[1] >= DECLARED_AGAIN:
             await self._declare(lease, now)
             self._declared = lease.term, now
-        started, rows = 0, await self._table.due(now + AHEAD)
+        started, rows, self._is_full = 0, await self._table.due(now + AHEAD), False
         for row in rows:
             if row.name not in self._jobs or row.name in self._running:
+                continue
+            if self._is_full and row.name in self._accepted:
                 continue
             if row.due_date > now:
                 self._pause = max(SHORTEST_PAUSE, (row.due_date - now).total_seconds())
@@ -94,12 +117,17 @@ class JobScheduler:
         await (self._ending if self._ending is not None else self._stop(0))
 
     async def _stop(self, grace: float) -> None:
-        if self._running:
-            _, late = await asyncio.wait([*self._running.values()], timeout=grace)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=STUCK)
+        if tasks := self._tasks:
+            await asyncio.wait(tasks, timeout=grace)
+        self._runner.gives_up_at = asyncio.get_running_loop().time() + PATIENCE
+        for run in self._running.values():
+            run.interrupt()
+        if tasks := self._tasks:
+            await asyncio.wait(tasks, timeout=STUCK)
+
+    @property
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [run.task for run in self._running.values() if run.task is not None]
 
     async def _declare(self, lease: Lease, now: datetime) -> None:
         """Insert rows of new jobs, follow changed schedules, and end the runs of a former holder of the lock."""
@@ -112,11 +140,10 @@ class JobScheduler:
             if row is None or name in self._running:
                 continue
             if row.schedule != spec.schedule and row.state == "WAITING":
-                changed = self._new_row(spec, now)
+                moment = _next_of_changed(spec, row, now)
                 await self._table.write(
-                    RESCHEDULE, spec.schedule, changed.next_date, changed.due_date, self._setup.namespace, name,
-                    row.term,
-                )  # fmt: skip
+                    RESCHEDULE, spec.schedule, moment, spec.starts_at(moment), self._setup.namespace, name, row.term
+                )
             elif row.state == "RUNNING" and row.lease == lease.name and row.lease_term < lease.term:
                 await self._interrupted(spec, row)
 
@@ -132,12 +159,13 @@ class JobScheduler:
         if row.ordered_date is not None:
             due = Due(row.ordered_date, 1, row.next_date)
         elif row.paused_date is not None or row.state == "WAITING":
-            due = decide(spec, row.next_date, now)
+            due = decide(spec, row.next_date, now, accepted=self._accepted.get(spec.name))
             if row.paused_date is not None:
                 due = Due(None, 0, due.next_date)
         else:
             due = Due(row.moment_date or row.next_date, row.attempts + 1, row.next_date)
         if due.moment is None:
+            self._accepted.pop(spec.name, None)
             if await self._table.write(
                 PASS_OVER, due.next_date, spec.starts_at(due.next_date), due.missed, self._setup.namespace, spec.name,
                 row.term,
@@ -147,27 +175,38 @@ class JobScheduler:
         return await self._claim(spec, row, due, lease, now)
 
     async def _claim(self, spec: JobSpec, row: JobRow, due: Due, lease: Lease, now: datetime) -> int:
-        ends_by = now + timedelta(seconds=self._runner.timeout_of(spec)) + GRACE
         if not self._holds_lock() or due.moment is None:
             return 0
-        claimed = await self._table.write(
-            CLAIM, due.moment, due.attempt, due.next_date, ends_by, lease.name, lease.term, self._instance, now,
-            due.missed, self._setup.namespace, spec.name, row.term, row.state, lease.name, lease.term,
-        )  # fmt: skip
+        if spec.is_transactional and not self._transactions().take():
+            self._accepted[spec.name], self._is_full = due.moment, True
+            return 0
+        self._accepted.pop(spec.name, None)
+        claimed, waits = False, self._setup.settings.pool_timeout if spec.is_transactional else timedelta()
+        ends_by = now + waits + timedelta(seconds=self._runner.timeout_of(spec)) + GRACE
+        try:
+            claimed = await self._table.write(
+                CLAIM, due.moment, due.attempt, due.next_date, ends_by, lease.name, lease.term, self._instance, now,
+                due.missed, self._setup.namespace, spec.name, row.term, row.state, lease.name, lease.term,
+            )  # fmt: skip
+        finally:
+            if spec.is_transactional and not claimed:
+                self._transactions().give_back()
         if claimed:
             self._statistics.of(spec.name).missed += due.missed
-            run = Started(spec, due.moment, due.attempt, row.term + 1, due.next_date)
-            task = self._running[spec.name] = asyncio.create_task(
-                self._runner.run(run), name=f"outboxio job {spec.name}"
-            )
-            self._late_at[spec.name] = asyncio.get_running_loop().time() + self._runner.timeout_of(spec) + STUCK
-            task.add_done_callback(lambda task: self._ended(spec.name, task))
+            self._start(JobRun(spec, due.moment, due.attempt, row.term + 1, due.next_date))
         return int(claimed)
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+    def _start(self, run: JobRun) -> None:
+        self._running[run.spec.name] = run
+        run.task = asyncio.create_task(self._runner.run(run), name=f"outboxio job {run.spec.name}")
+        run.task.add_done_callback(lambda task: self._ended(run, task))
+
+    def _ended(self, run: JobRun, task: asyncio.Task[None]) -> None:
+        name = run.spec.name
         self._running.pop(name, None)
-        self._late_at.pop(name, None)
         self._statistics.of(name).stuck = 0
+        if run.spec.is_transactional:
+            self._transactions().give_back()
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error(
@@ -183,7 +222,7 @@ class JobScheduler:
         logger.warning("job %r was interrupted: %s", spec.name, told, job=spec.name, instance=row.instance)
         if await self._table.write(
             END, "RETRYING" if again else "WAITING", now if again else spec.starts_at(row.next_date), now,
-            "INTERRUPTED", told, 0, 1, self._setup.namespace, spec.name, row.term,
+            "INTERRUPTED", told, 0, 1, 0, self._setup.namespace, spec.name, row.term,
         ):  # fmt: skip
             lasted = now - (row.started_date or now)
             self._statistics.of(spec.name).durations["interrupted"].add(max(0.0, lasted.total_seconds()))
@@ -193,10 +232,23 @@ class JobScheduler:
 
     def _report_stuck(self) -> None:
         now = asyncio.get_running_loop().time()
-        for name, late_at in self._late_at.items():
-            if now >= late_at:
-                self._late_at[name] = float("inf")
+        for name, run in self._running.items():
+            if run.is_stuck or run.is_over or run.limit is None or not run.limit.expired():
+                continue
+            if now >= (run.limit.when() or now) + STUCK:
+                run.is_stuck = True
                 self._statistics.of(name).stuck = 1
                 logger.error(
                     "job %r does not end: the timeout has cancelled the run, and the function goes on", name, job=name
                 )
+
+
+def _next_of_changed(spec: JobSpec, row: JobRow, now: datetime) -> datetime:
+    """The next time of a job whose schedule is written differently from its row.
+
+    It may be the same schedule in other words, so a due time that both have stays due, and the last time that ran does
+    not run again.
+    """
+    if row.next_date <= now and spec.has(row.next_date):
+        return row.next_date
+    return spec.next_after(max(now, row.moment_date or now))

@@ -34,7 +34,7 @@ class LockSession:
     """A session, from its opening to its end. The session is never opened a second time."""
 
     def __init__(self, database: Database, owner: str, heartbeat: float) -> None:
-        self.users: set[User] = set()
+        self.users: dict[User, None] = {}
         self.used_at = asyncio.get_running_loop().time()
         """The last moment at which the session had users."""
         self._database = database

@@ -55,7 +55,7 @@ class LockSessions:
         Raises :class:`TimeoutError` if no session was free until then. The caller calls :meth:`leave` in the end.
         """
         if beside is not None and self._free.locked():
-            beside.users.add(user)
+            beside.users[user] = None
             return beside
         if until is None or not self._free.locked():  # without a wait, and without a timer
             await self._free.acquire()
@@ -69,7 +69,7 @@ class LockSessions:
         if session is None:
             session = LockSession(self._database, self._process.owner, self._heartbeat)
             self._members.append(session)
-        session.users.add(user)
+        session.users[user] = None
         return session
 
     async def open(self, session: LockSession, until: float | None) -> None:
@@ -91,7 +91,7 @@ class LockSessions:
 
     def leave(self, session: LockSession, user: User) -> None:
         """``user`` needs the session no more."""
-        session.users.discard(user)
+        session.users.pop(user, None)
         if not session.users:
             session.used_at = asyncio.get_running_loop().time()
             self._free.release()

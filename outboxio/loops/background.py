@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from outboxio.support.ids import in_forked_children
+from outboxio.support.machine import in_forked_children
 
 T = TypeVar("T")
 

@@ -96,7 +96,7 @@ class Flood:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        _flooded.discard(self)
+        _flooded.pop(self, None)
         periods, self._periods = self._periods, {}
         for period in periods.values():
             self._write(period)
@@ -127,7 +127,7 @@ class Flood:
     def _set_timer(self, home: asyncio.AbstractEventLoop, moment: float) -> None:
         # Not in the context of a run: filters and other libraries would take the entries for entries of that run.
         self._timer = home.call_at(moment, self._periods_end, home, context=contextvars.Context())
-        _flooded.add(self)
+        _flooded[self] = None
 
     def _periods_end(self, home: asyncio.AbstractEventLoop) -> None:
         """Write the entries of the periods that are over."""
@@ -140,7 +140,7 @@ class Flood:
         if ends:
             self._set_timer(home, min(ends))
         else:
-            _flooded.discard(self)
+            _flooded.pop(self, None)
         for period in over.values():
             self._write(period)
 
@@ -154,7 +154,7 @@ class Flood:
         self._logger.log(entry.level, f"{entry.message}%s", *entry.args, told, extra=fields)
 
 
-_flooded: set[Flood] = set()
+_flooded: dict[Flood, None] = {}
 """The floods with counted entries."""
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
 from outboxio.loops.standstill import stood_still_since
+from outboxio.support import machine
 from outboxio.support.aio import Signal
 from outboxio.support.backoff import jittered, pause_after
 from outboxio.support.log import log_of, type_name
@@ -127,7 +127,7 @@ class Loop:
         self.task: asyncio.Task[None] | None = None
         """The task that drives the rounds; ``None`` before :meth:`run`."""
         self.began = float("-inf")
-        """When the last round began, by ``time.monotonic``."""
+        """When the last round began, by ``machine.monotonic``."""
         self.ended = float("-inf")
         """When the last round ended, by the event loop's clock."""
         self.good_at = float("-inf")
@@ -153,15 +153,17 @@ class Loop:
         rows that are due by the clock of another process, and by ours a moment later.
         """
         self._signal.set()
-        if again_after:
+        if again_after and not self._stopping:
             loop = asyncio.get_running_loop()
             self._again_at = loop.time() + again_after
             if self._again_timer is None:
                 self._again_timer = loop.call_at(self._again_at, self._wake_again, loop)
 
     def stop(self) -> None:
-        """End after the current round."""
+        """End after the current round. A loop that was never begun has nothing to end but its timer."""
         self._stopping = True
+        if self._again_timer is not None:
+            self._again_timer.cancel()
         self._signal.set()
 
     async def run(self) -> None:
@@ -187,7 +189,7 @@ class Loop:
 
     async def _round(self) -> float:
         """Do a round. Returns the seconds to wait after the round, 0 for none."""
-        former, self.began = self.began, time.monotonic()
+        former, self.began = self.began, machine.monotonic()
         try:
             result = await self._run_once()
         except Exception as error:

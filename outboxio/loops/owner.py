@@ -16,14 +16,14 @@ guard refuses every use in the child (decision 57).
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
 from outboxio.errors import WrongEventLoop, WrongProcess
-from outboxio.support.ids import in_forked_children
+from outboxio.support import machine
+from outboxio.support.machine import in_forked_children
 
 _Loop = asyncio.AbstractEventLoop
 _BeginAnew = Callable[[], object]
@@ -100,7 +100,7 @@ class EventLoopGuard:
     def refuse_in_child(self) -> None:
         """Raise :class:`WrongProcess` in a forked child whose parent had opened the outbox."""
         if self._opened_in is not None:
-            raise WrongProcess(self._subject, self._opened_in, os.getpid())
+            raise WrongProcess(self._subject, self._opened_in, machine.pid())
 
     def leave(self) -> None:
         """The outbox is closed, so the next event loop may use the outbox."""
@@ -124,7 +124,7 @@ class EventLoopGuard:
                     if (begin_anew := member()) is not None:
                         begin_anew()
             self._owner = self._former = weakref.ref(loop)
-            self._thread, self._process = _this_thread(), os.getpid()
+            self._thread, self._process = _this_thread(), machine.pid()
 
     def begin_child(self) -> None:
         """This process is a forked child. Nothing of the parent's is closed, and no event loop is asked."""

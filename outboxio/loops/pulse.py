@@ -10,12 +10,12 @@ inside ``outboxio/storage``.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from outboxio.loops.loop import Loop
+from outboxio.support import machine
 
 MOST_PAUSES = 3  # a loop that pauses for longer than so many of its own pauses has lost its timer
 SHORTEST = 10.0  # seconds: shorter lateness is that of a busy event loop
@@ -36,7 +36,7 @@ def is_late(loop: Loop, now: float) -> bool:
 
 def is_long(loop: Loop) -> bool:
     """True if a round goes on for longer than 30 s."""
-    return loop.pause is None and loop.task is not None and time.monotonic() - loop.began > LONGEST_ROUND
+    return loop.pause is None and loop.task is not None and machine.monotonic() - loop.began > LONGEST_ROUND
 
 
 def has_died(loop: Loop) -> bool:

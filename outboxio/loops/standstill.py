@@ -12,7 +12,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,9 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.loops.background import Background, call_soon
-from outboxio.support.ids import in_forked_children
+from outboxio.support import machine
 from outboxio.support.log import Fields, log_of
+from outboxio.support.machine import in_forked_children
 
 logger = log_of(__name__)
 
@@ -74,12 +74,12 @@ class LoopWatch:
 
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
         self.home = home
-        self.thread = Background.enlist()
+        self.thread = (machine.background or Background.enlist)()
         self.users = 0
         self.has_ended = False
         self._farewells: list[Callable[[], Awaitable[None]]] = []
         self._thread_id = threading.get_ident()
-        self._ticked_at = time.monotonic()
+        self._ticked_at = machine.monotonic()
         self._question = _Question(self._ticked_at, self._ticked_at, 0.0)
         self._question.is_answered = True
         self._answered_at = self._ticked_at
@@ -126,7 +126,7 @@ class LoopWatch:
     def silence(self) -> float:
         """The seconds for which the loop has not answered."""
         question = self._question
-        return 0.0 if question.is_answered else time.monotonic() - question.unheard_since
+        return 0.0 if question.is_answered else machine.monotonic() - question.unheard_since
 
     @property
     def lag(self) -> float:
@@ -134,7 +134,7 @@ class LoopWatch:
         return max((*self._lags, self.silence()))
 
     def stood_still_since(self, moment: float) -> float:
-        """The seconds of the last standstill, if the loop stood still after ``moment`` (``time.monotonic()``)."""
+        """The seconds of the last standstill, if the loop stood still after ``moment`` (``machine.monotonic()``)."""
         silence, (ended_at, seconds) = self.silence(), self._last
         if silence >= THRESHOLD:
             return silence
@@ -142,7 +142,7 @@ class LoopWatch:
 
     @property
     def last_standstill(self) -> tuple[float, float]:
-        """The end (``time.monotonic()``) and the seconds of the last standstill; before the first, minus infinity."""
+        """End (by ``machine.monotonic``) and seconds of the last standstill; before the first, minus infinity."""
         return self._last
 
     def tell_silence(self) -> None:
@@ -165,7 +165,7 @@ class LoopWatch:
             self.thread.loop.create_task(self._say_farewell())
             return
         self._timer = self.thread.loop.call_later(TICK, self._tick)
-        now, question = time.monotonic(), self._question
+        now, question = machine.monotonic(), self._question
         gap, self._ticked_at = now - self._ticked_at - TICK, now
         question.longest_gap = max(question.longest_gap, gap)
         if question.is_answered:
@@ -219,7 +219,7 @@ class LoopWatch:
     # --- on the event loop ---------------------------------------------------------------------
 
     def _answer(self, question: _Question) -> None:
-        now = self._answered_at = time.monotonic()
+        now = self._answered_at = machine.monotonic()
         question.is_answered = True
         self._lags.append(now - question.asked_at)
         self._thread_id = threading.get_ident()
@@ -237,7 +237,7 @@ class LoopWatch:
 
     def _tell(self, seconds: float, seen: dict[str, str], *, is_frozen: bool) -> None:
         """Log a line, at most once per REPEATED_AFTER about the same handlers."""
-        key, now = "\n".join(seen), time.monotonic()
+        key, now = "\n".join(seen), machine.monotonic()
         told_at, untold = self._told.get(key, (float("-inf"), 0))
         if now - told_at < REPEATED_AFTER:
             self._told[key] = told_at, untold + 1
@@ -284,7 +284,7 @@ def witnessed(running: Callable[[], Running], stood_still: Callable[[float], Non
 
 
 def stood_still_since(moment: float) -> float:
-    """The seconds of the last standstill after a moment of ``time.monotonic()``. 0 without a watch."""
+    """The seconds of the last standstill after a moment of ``machine.monotonic()``. 0 without a watch."""
     watch = _watches.get(asyncio.get_running_loop())
     return 0.0 if watch is None else watch.stood_still_since(moment)
 

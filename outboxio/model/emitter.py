@@ -24,9 +24,10 @@ from outboxio.model.event import (
 from outboxio.payloads.classes import AnyEvent, Decoder, Encoder, decoder_of, encode_any, encoder_of, is_supported
 from outboxio.payloads.ekbatan import has_style, with_model
 from outboxio.payloads.fields import unfit_field
+from outboxio.payloads.numbers import needs_check
 from outboxio.payloads.versions import header_of, refuse_reserved
 from outboxio.support.clock import naive_utc
-from outboxio.support.codec import encode_object
+from outboxio.support.codec import Check, encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import TelemetryChoice
@@ -60,6 +61,9 @@ class EventRouting(TypedDict):
     available_at: datetime | None
 
 
+OTHER_TYPES = "other"
+
+
 class Watcher(Protocol):
     """Is told of the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
 
@@ -90,6 +94,8 @@ class Emission(Struct, frozen=True):
     encode: Encoder
     check: Decoder | None
     """Decodes a payload as handlers do; ``None`` if events are not checked."""
+    check_numbers: Check | None
+    """The check of the numbers; ``None`` if the database changes no number of the class."""
     names_model: bool = False
     """True if the payload begins with the model (``json_style="ekbatan"``)."""
 
@@ -102,6 +108,7 @@ class Emitter:
         types: EventTypes,
         *,
         stores_nul: bool,
+        check_numbers: Check | None = None,
         max_hops: int,
         validates: bool = True,
         telemetry: TelemetryChoice | None = None,
@@ -110,17 +117,22 @@ class Emitter:
         """Is told when the records are written."""
         self._types = types
         self.stores_nul = stores_nul
+        self.check_numbers = check_numbers
+        """The check of the numbers in documents; ``None`` if the database keeps all numbers."""
         self._max_hops = max_hops
         self._validates = validates
         self._emissions: dict[type, Emission] = {}
         self.sent: dict[str, int] = {}
-        """How many events of each type were written to the database, sentinel events left out."""
+        """How many events of each type were written to the database, sentinel events left out. Types that no code here
+        names count as :data:`OTHER_TYPES`: their number is unlimited, because senders choose them."""
 
     def count(self, events: Iterable[EventRecord]) -> None:
         """Events were written to the database."""
         sent = self.sent
         for event in events:
             if (name := event.event_type) is not None:
+                if name not in sent and not self._types.knows(name):
+                    name = OTHER_TYPES
                 sent[name] = sent.get(name, 0) + 1
 
     def record(
@@ -139,7 +151,7 @@ class Emitter:
         if cause is not None and cause.hops >= self._max_hops:
             raise TooManyHops(cause.hops + 1, self._max_hops, cause.handler_name)
         subject = emission.subject
-        payload = emission.encode(event, subject, stores_nul=self.stores_nul)
+        payload = emission.encode(event, subject, stores_nul=self.stores_nul, check=emission.check_numbers)
         if emission.check is not None:
             try:
                 emission.check(payload)
@@ -189,12 +201,12 @@ class Emitter:
             namespace=namespace,
             action_id=action_id,
             action_name=action_name,
-            action_params=encode_params(params, action_name, stores_nul=self.stores_nul),
+            action_params=encode_params(params, action_name, stores_nul=self.stores_nul, check=self.check_numbers),
             started_date=begun,
             completion_date=begun,
             correlation_id=correlation_id,
             causation_id=None if cause is None else cause.event_id,
-            headers=encode_headers(headers, action_name, stores_nul=self.stores_nul),
+            headers=encode_headers(headers, action_name, stores_nul=self.stores_nul, check=self.check_numbers),
             hops=0 if cause is None else cause.hops + 1,
         )
 
@@ -211,7 +223,10 @@ class Emitter:
             raise InvalidEvent(subject, f"its {reason}")
         check = _decoder(cls, subject) if self._validates else None
         headers, encoder = header_of(version_of(cls)), encoder_of(cls)
-        emission = self._emissions[cls] = Emission(name, subject, headers, encoder, check, has_style(cls))
+        numbers = self.check_numbers
+        if numbers is not None and check is not None and not needs_check(cls, numbers):
+            numbers = None  # the check of an event ensures that its fields are of their types
+        emission = self._emissions[cls] = Emission(name, subject, headers, encoder, check, numbers, has_style(cls))
         return emission
 
     def new_id(self) -> UUID:
@@ -258,19 +273,21 @@ def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[s
     return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
-def encode_params(params: object, action_name: str, *, stores_nul: bool) -> str:
+def encode_params(params: object, action_name: str, *, stores_nul: bool, check: Check | None = None) -> str:
     """An action's parameters as JSON: a struct, a mapping, or ``None`` as ``{}``."""
-    return "{}" if params is None else encode_any(params, f"params of {action_name}", stores_nul=stores_nul)
+    return (
+        "{}" if params is None else encode_any(params, f"params of {action_name}", stores_nul=stores_nul, check=check)
+    )
 
 
-def encode_headers(headers: object, action_name: str, *, stores_nul: bool) -> str | None:
+def encode_headers(headers: object, action_name: str, *, stores_nul: bool, check: Check | None = None) -> str | None:
     """The headers of an execution as JSON, or ``None`` if there are no headers."""
     given: Any = headers  # callers may not be typed
     if given is None or (isinstance(given, Mapping) and not given):
         return None
     if isinstance(given, Mapping):
         refuse_reserved(cast("Mapping[str, Any]", given), f"headers of {action_name}")
-    return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul)
+    return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul, check=check)
 
 
 def _text(value: object, subject: str, column: str) -> str | None:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, ClassVar, cast, dataclass_transform
 from uuid import UUID
 
+import msgspec
 from msgspec import Struct, StructMeta, field
 from msgspec.structs import replace
 
@@ -14,7 +15,8 @@ from outboxio.errors import AmbiguousTypeName, InvalidEvent
 from outboxio.payloads.classes import AnyEvent
 from outboxio.payloads.ekbatan import rename_of
 from outboxio.payloads.versions import Upcast, checked_version, with_own
-from outboxio.support.text import briefly
+from outboxio.support.codec import leaves_of
+from outboxio.support.text import TextEncoding, briefly
 
 RECEIVED_ACTION = "inbox.receive"
 """The action of events from the inbox. No class has this name."""
@@ -197,6 +199,7 @@ class EventTypes:
     def __init__(self) -> None:
         self._classes: dict[str, type[AnyEvent]] = {}
         self._known: set[type[AnyEvent]] = set()
+        self._stored_names: set[str] = set()
 
     def register(self, cls: type[AnyEvent]) -> str:
         """Add a class, and return the type name; :class:`AmbiguousTypeName` if a second class has the name."""
@@ -208,6 +211,21 @@ class EventTypes:
             self._classes.update(dict.fromkeys(type_names(cls), cls))
             self._known.add(cls)
         return type_name(cls)
+
+    def add_stored_names(self, names: Iterable[str]) -> None:
+        """Add names of event types that code here uses without a class."""
+        self._stored_names.update(names)
+
+    def knows(self, name: str) -> bool:
+        """True if code of this process names the event type: by a class, a subclass of it, or a stored name.
+
+        All other names come from outside, and are unlimited.
+        """
+        return (
+            name in self._classes
+            or name in self._stored_names
+            or any(name in type_names(one) for cls in self._known for one in with_subclasses(cls))
+        )
 
     def find(self, name: str) -> type[AnyEvent] | None:
         """The class that was registered under this name or alias."""
@@ -263,3 +281,42 @@ class EventRecord(Struct, frozen=True, kw_only=True):
 
 ReceivedEvent = tuple[ActionRecord, EventRecord]
 """The event of an inbox message, with the action that receives the message."""
+
+
+# --- texts that the database cannot store ---------------------------------------------------------
+
+_DOCUMENTS = {"payload": "", "action_params": "params", "headers": "headers"}
+"""The columns with JSON, and the names of their values in errors."""
+
+
+def refusal_of(records: Iterable[Struct], encoding: TextEncoding) -> InvalidEvent | None:
+    """The error that names the first field which the encoding cannot represent; ``None`` without such a field."""
+    for record in records:
+        for place, text in _texts_of(record):
+            if (reason := encoding.why_refused(text)) is not None:
+                logged = f"{place} has a character that the encoding {encoding.name} lacks"
+                return InvalidEvent(_subject_of(record), f"{place} {reason}", logged=logged)
+    return None
+
+
+def _texts_of(record: Struct) -> Iterator[tuple[str, str]]:
+    for column in record.__struct_fields__:
+        value = getattr(record, column)
+        if not isinstance(value, str) or value.isascii():
+            continue
+        if column not in _DOCUMENTS:
+            yield column, value
+            continue
+        for path, leaf in leaves_of(msgspec.json.decode(value)):
+            if isinstance(leaf, str):
+                yield f"{_DOCUMENTS[column]}{path}".strip(". "), leaf
+
+
+def _subject_of(record: Any) -> str:
+    match record:
+        case EventRecord():
+            return f"event {record.event_type}"
+        case ActionRecord():
+            return f"action {record.action_name}"
+        case _:  # the row of an inbox message
+            return f"what {record.source!r} delivered as {record.external_id!r}"

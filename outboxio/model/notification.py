@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 from uuid import UUID
@@ -292,6 +292,11 @@ BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of th
 
 FIRST_REST = datetime(9999, 12, 30)
 """The earliest ``next_retry_at`` of a resting row (``invocation/resting.py``). No other row has so late a moment."""
+
+
+def version_awaited(next_retry_at: datetime) -> int:
+    """The version of its event for which a row with this ``next_retry_at`` waits."""
+    return (next_retry_at - FIRST_REST) // timedelta(microseconds=1)
 
 
 class RestQuery(Struct, frozen=True):

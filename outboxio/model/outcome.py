@@ -1,7 +1,8 @@
 """Outcomes: the result of a run for a notification. Equal outcomes are written together.
 
 Pure functions decide, dispatch writes. Outcomes of equal state and attempts are a bucket, which a single UPDATE writes.
-The values that differ within a bucket, the next due time and the error, travel as arrays.
+The values that differ within a bucket, the next due time and the error, travel as arrays. Each bucket is a transaction
+of its own, so the outcomes of a call with several rows of an ordering key are written in the order of the key.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Any, cast
 from uuid import UUID
 
@@ -31,9 +33,14 @@ logger = log_of(__name__)
 
 _flood = Flood(logger)
 
+REFUSED_TEXT = "the database refused this error's text"
+"""The substitute for the text of an error that the database cannot store."""
+
 _MICROSECOND = timedelta(microseconds=1)
 _list: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Any])
 _VERDICTS = (State.DEAD, State.EXPIRED)
+MOST_DECODINGS = 3
+"""Failures in a row to decode an event, after which the notification is DEAD."""
 _NEVER_HANDLED = (Unprocessable, TooManyHops, CrashedProcess, UnreadableRow)
 
 
@@ -60,6 +67,9 @@ NO_LEASE = Lease("", "", 0)
 Emitted = tuple[ActionRecord, list[EventRecord]]
 """The events that a handler emitted, to be committed together with the handler's success."""
 
+Place = tuple[int, str]
+"""One ordering key of one handler: (id of its queue, key)."""
+
 
 class Outcome(Struct, gc=False):
     """The result of a run for a notification."""
@@ -75,6 +85,8 @@ class Outcome(Struct, gc=False):
     """The class of the error, for statistics."""
     verdict: State | None = None
     """The end that stands already while a hook is owed: DEAD or EXPIRED. ``None`` without a new verdict."""
+    place: Place | None = None
+    """The ordering key, if a call may have several rows of the key: no later row is written before an earlier row."""
 
     @property
     def rests(self) -> bool:
@@ -83,20 +95,32 @@ class Outcome(Struct, gc=False):
 
     def without_error_text(self) -> Outcome:
         """This outcome with a substitute for the error's text, which the database has refused."""
-        refused = Description("Unstorable", "the database refused this error's text")
+        refused = Description("Unstorable", REFUSED_TEXT)
         return msgspec.structs.replace(self, error=_entry(refused))
 
 
-class Bucket(Struct, frozen=True):
+class Bucket(Struct, frozen=True, dict=True):
     """Outcomes of equal state and attempts, which a single UPDATE writes."""
 
     state: State
     attempts: int
     outcomes: list[Outcome]
+    """In the order in which the runs ended, which is the order of each ordering key."""
+
+    @cached_property
+    def by_id(self) -> list[Outcome]:
+        """The outcomes in primary key order, so that writers do not deadlock."""
+        return sorted(self.outcomes, key=lambda outcome: outcome.notification_id.int)
 
     @property
     def ids(self) -> list[UUID]:
-        return [outcome.notification_id for outcome in self.outcomes]
+        """The ids in the order of :attr:`by_id`."""
+        return [outcome.notification_id for outcome in self.by_id]
+
+    @property
+    def places(self) -> set[Place]:
+        """The ordering keys of which later rows must not be written before this bucket."""
+        return {outcome.place for outcome in self.outcomes if outcome.place is not None}
 
     @property
     def leases(self) -> list[Lease]:
@@ -120,7 +144,7 @@ class Bucket(Struct, frozen=True):
         return [outcome.emitted for outcome in self.outcomes if outcome.emitted is not None]
 
     def halves(self) -> tuple[Bucket, Bucket]:
-        """The bucket cut in two, to find the value that a database refuses."""
+        """The bucket cut in two, to find the value that a database refuses. The first half is written first."""
         middle = len(self.outcomes) // 2
         return (
             Bucket(self.state, self.attempts, self.outcomes[:middle]),
@@ -129,23 +153,40 @@ class Bucket(Struct, frozen=True):
 
 
 def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
-    """The outcomes by state, attempts and kind; within a bucket in primary key order, so that writers do not deadlock.
+    """The outcomes by state, attempts and kind. The buckets are to be written in this order, one after the other.
+
+    ``outcomes`` are in the order in which the runs ended. Rows of a key that differ in kind, such as a head at its
+    second attempt and its followers at the first, are in several buckets: each row in the bucket of the row before, or
+    in a later bucket. Otherwise a process that dies between two buckets would leave a row finished behind an
+    unfinished row. So a kind may have several buckets, but only for such keys.
 
     A lock that was lost, held by a second process and taken again leaves outcomes under two leases. A bucket never
     mixes the two, because the statement asks if any lease of the bucket holds the handler's name.
     """
     some = list(outcomes)
     over = _with_successors({id(outcome.lease): outcome.lease for outcome in some}.values())
-    buckets: dict[tuple[State, int, bool, bool, bool, bool], list[Outcome]] = {}
+    # Rows of a key that emit and rows that do not share a bucket, because such rows may alternate.
+    emitting = any(outcome.emitted is not None and outcome.place is not None for outcome in some)
+    buckets: dict[int, list[Outcome]] = {}
+    newest: dict[tuple[State, int, bool, bool, bool, bool], int] = {}
+    reached: dict[Place, int] = {}
+    first = last = 0
     for outcome in some:
+        place, has_error = outcome.place, outcome.error is not None
+        emits = outcome.emitted is not None or (emitting and place is not None and not has_error)
         is_over = bool(over) and id(outcome.lease) in over
-        rests = outcome.error is not None and outcome.rests
-        kind = (outcome.state, outcome.attempts, outcome.error is None, outcome.emitted is None, is_over, rests)
-        buckets.setdefault(kind, []).append(outcome)
-    return [
-        Bucket(kind[0], kind[1], sorted(alike, key=lambda outcome: outcome.notification_id.int))
-        for kind, alike in buckets.items()
-    ]
+        kind = (outcome.state, outcome.attempts, has_error, emits, is_over, has_error and outcome.rests)
+        number = newest.get(kind)
+        if number is None or (place is not None and number < reached.get(place, number)):
+            if place not in reached and outcome.state is SUCCEEDED:
+                first = number = first - 1  # heads of different attempts go before the followers of all heads
+            else:
+                last = number = last + 1
+            newest[kind], buckets[number] = number, []
+        buckets[number].append(outcome)
+        if place is not None:
+            reached[place] = number
+    return [Bucket(alike[0].state, alike[0].attempts, alike) for _, alike in sorted(buckets.items())]
 
 
 def _with_successors(leases: Iterable[Lease]) -> set[int]:
@@ -175,6 +216,10 @@ class FailureRules(Struct, frozen=True, kw_only=True):
     """The longest wait between two tries."""
     is_final: bool = False
     """True if a run has no second try."""
+    is_undecodable: bool = False
+    """True if the event could not be decoded, so that the handler was not called (decision 67)."""
+    uses_attempt: bool = True
+    """False if the handler may run a single time, and has not been called."""
     owes_hook: bool = False
     """True if a hook is owed at the end: the verdict is not the end before the hook was called."""
     redact: Redact = keep_all
@@ -196,13 +241,15 @@ def failure(
     # isinstance() would read the error's __class__, and an error may refuse to answer.
     kind = type(error)
     policy = rules.policy
-    attempts = 1 if rules.is_final else notification.attempts + (not _is_free(error))
+    attempts = 1 if rules.is_final else notification.attempts + (rules.uses_attempt and not is_free(error))
+    undecodable = _undecodable_before(notification) + 1 if rules.is_undecodable else 0
+    tries = max(attempts, undecodable)
     told = described or Description.of(error, rules.redact)
 
     def entry(verdict: State | None = None) -> str:
-        return describe(told, now, notification.attempts + 1, verdict=verdict)
+        return describe(told, now, max(notification.attempts + 1, undecodable), verdict=verdict)
 
-    def ends(state: State) -> Outcome:
+    def ends(state: State, attempts: int = attempts) -> Outcome:
         if rules.owes_hook:
             return Outcome(
                 notification.id, lease, State.DYING, attempts, now, entry(state), error_type=told.type, verdict=state
@@ -211,13 +258,34 @@ def failure(
 
     if rules.is_final or issubclass(kind, _NEVER_HANDLED):
         return ends(State.DEAD)
-    if policy.max_attempts is not None and attempts >= policy.max_attempts and attempts > notification.attempts:
-        return ends(State.DEAD)
-    due = _next_try(error, attempts, now, policy, rules.cap, rules.redact)
+    most = policy.max_attempts
+    is_last = most is not None and tries >= most and tries > notification.attempts
+    if is_last or undecodable >= MOST_DECODINGS:
+        return ends(State.DEAD, tries)
+    if undecodable:
+        due = _next_decoding(undecodable, error, now)
+    else:
+        due = next_try(error, attempts, now, policy, rules.cap, rules.redact)
     # In microseconds, because a datetime cannot be later than the year 9999.
     if as_micros(due) > notification.retention_us + rules.retention // _MICROSECOND:
         return ends(State.EXPIRED)
     return Outcome(notification.id, lease, State.FAILED, attempts, due, entry(), error_type=told.type)
+
+
+_DECODING = RetryPolicy(base=timedelta(minutes=1), factor=2)
+_SECOND = 1_000_000  # microseconds
+
+
+def _next_decoding(undecodable: int, error: BaseException, now: datetime) -> datetime:
+    """When to decode an event again: after 1 min, then after 2 min. The microseconds are the number of failures."""
+    due = now + _DECODING.wait_after(undecodable, error, timedelta.max)
+    return due.replace(microsecond=undecodable)
+
+
+def _undecodable_before(notification: Notification) -> int:
+    """How many times in a row the event could not be decoded, by the microseconds of :func:`_next_decoding`."""
+    marked = notification.next_retry_us % _SECOND
+    return marked if notification.state == State.FAILED and marked < MOST_DECODINGS else 0
 
 
 def hook_failure(
@@ -234,7 +302,7 @@ def hook_failure(
 
     ``last`` is the verdict, or ``None`` if the verdict was not read.
     """
-    due = _next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap, redact)
+    due = next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap, redact)
     verdict = last or Verdict(State.DEAD, UNKNOWN, 0)
     told = described or Description.of(error, redact)
     entry = describe(told, now, notification.attempts, hook_of=verdict)
@@ -297,7 +365,7 @@ def describe(
     return _entry(told, now, attempt, verdict, hook_of)
 
 
-def _is_free(error: BaseException) -> bool:
+def is_free(error: BaseException) -> bool:
     """True if the error says that the run uses up no attempt."""
     try:
         return issubclass(type(error), RetryAfter) and not error.count_attempt  # type: ignore[attr-defined]  # RetryAfter has one
@@ -305,9 +373,10 @@ def _is_free(error: BaseException) -> bool:
         return False
 
 
-def _next_try(
+def next_try(
     error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta, redact: Redact
 ) -> datetime:
+    """The time of the retry after ``attempts`` failed runs, of which the last raised ``error``. Never raises."""
     try:
         return _wanted(error, attempts, now, policy, cap)
     except OverflowError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError
 from outboxio.loops.flood import Flood
 from outboxio.model.notification import NotificationRecord
+from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import Operation
 from outboxio.support.log import log_of, type_name
 from outboxio.support.signature import is_async
 from outboxio.support.text import briefly
@@ -21,6 +23,8 @@ logger = log_of(__name__)
 
 Redact = Callable[[str], str]
 """Returns the part of a text that may be stored and shown."""
+
+WithError = TypeVar("WithError", JobRow, Operation)
 
 _TEXTS = ("type", "message", "traceback")
 
@@ -72,6 +76,11 @@ def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationR
         headers=redacted_document(record.headers, redact),
         errors=[_entry(entry, redact) for entry in record.errors],
     )
+
+
+def redacted_error(row: WithError, redact: Redact) -> WithError:
+    """The job or operation with a redacted error, which may have been stored before ``redact`` was configured."""
+    return row if redact is keep_all or row.error is None else replace(row, error=redact(row.error))
 
 
 def redacted_document(document: Any, redact: Redact) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
+from outboxio.errors import RightsMissing
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.model.event import EventTypes
 from outboxio.model.redaction import Redact
@@ -47,3 +48,14 @@ class AdminBase:
         self._shards = AdminShards(setup.shards, setup.owner)
         self._known = Known(setup.namespace, setup.handlers, setup.types)
         self._recorder = Recorder(setup.namespace, self._shards, setup.process, by, setup.redact, order_ended)
+
+    async def explained(self, error: Exception) -> Exception:
+        """The error to show: :class:`RightsMissing` if a database has refused to read a table, or else ``error``."""
+        for database in self._shards.databases(None):
+            if database.lacks_rights(error):
+                try:
+                    await database.schema.check()
+                except RightsMissing as missing:
+                    return missing
+                return RightsMissing.told_by(database.name, error)
+        return error

@@ -8,6 +8,7 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.job import JobRow
+from outboxio.model.redaction import redacted_error
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.storage.job_table import ORDER, PAUSE, REMOVE, UNPAUSE, JobTable
@@ -27,7 +28,8 @@ class JobOrders(AdminBase):
 
             late = [job.name for job in await outbox.admin.jobs() if job.result == "FAILED"]
         """
-        return await JobTable(self._namespace, self._first_shard[1].database).all()
+        jobs = await JobTable(self._namespace, self._first_shard[1].database).all()
+        return [redacted_error(job, self._redact) for job in jobs]
 
     async def job(self, name: str) -> JobRow:
         """A job by its name. Raises :class:`ConfigurationError` for a name that no job has.

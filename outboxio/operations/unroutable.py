@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outboxio.loops.loop import NOTHING, RoundResult
+from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database
+from outboxio.storage.protocols import Database, slots_of
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
+
+_NO_BOUND = 2**31 - 1
 
 
 async def unroutable_names(database: Database, namespace: str, seen_since: datetime) -> list[str]:
@@ -31,7 +34,8 @@ async def count_unroutable(database: Database, namespace: str, clock: ShardClock
     seen_since = clock.settled() - settings.subscription_ttl
     names = await _unroutable(database, namespace, unfinished, seen_since)
     count = await database.notifications.count_unfinished(namespace, names) if names else 0
-    return count + await database.resting.count(namespace, [name for name in unfinished if name not in names])
+    slots = slots_of(await counts_of(database, namespace), [name for name in unfinished if name not in names])
+    return count + sum(one.number for one in await database.resting.deferred(namespace, slots, _NO_BOUND))
 
 
 async def _unroutable(database: Database, namespace: str, unfinished: Sequence[str], seen_since: datetime) -> list[str]:

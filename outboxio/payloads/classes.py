@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
-import msgspec
-
 from outboxio.payloads.ekbatan import EkbatanCodec, has_style
+from outboxio.payloads.init_vars import decoder_without_init_vars
 from outboxio.payloads.models import ModelCodec, is_model
-from outboxio.support.codec import encode_object
+from outboxio.support.codec import Check, encode_object
 
 
 class _DataclassLike(Protocol):
@@ -47,7 +46,7 @@ def is_supported(cls: type) -> bool:
 
 
 Encoder = Callable[..., str]
-"""``encode(event, subject, stores_nul=...)``, as :func:`~outboxio.support.codec.encode_object`."""
+"""``encode(event, subject, stores_nul=..., check=...)``, as :func:`~outboxio.support.codec.encode_object`."""
 Decoder = Callable[[Any], Any]
 """The event of a JSON text: a ``str``, ``bytes`` or ``msgspec.Raw``. The ``msgspec.ValidationError`` for a value that
 does not fit names the field."""
@@ -64,10 +63,10 @@ def decoder_of(cls: type) -> Decoder:
     """The decoder of a class. Raises :class:`NameError` if the type of a field cannot be found."""
     if has_style(cls):
         return EkbatanCodec(cls).decode
-    return ModelCodec(cls).decode if is_model(cls) else msgspec.json.Decoder(cls).decode
+    return ModelCodec(cls).decode if is_model(cls) else decoder_without_init_vars(cls)
 
 
-def encode_any(value: object, subject: str, *, stores_nul: bool) -> str:
+def encode_any(value: object, subject: str, *, stores_nul: bool, check: Check | None = None) -> str:
     """The JSON object of a value of any class, such as the parameters of an action."""
-    encoded: str = encoder_of(type(value))(value, subject, stores_nul=stores_nul)
+    encoded: str = encoder_of(type(value))(value, subject, stores_nul=stores_nul, check=check)
     return encoded

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from outboxio.errors import InvalidEvent
-from outboxio.support.codec import encode_object
+from outboxio.support.codec import Check, encode_object
 
 STYLE = "ekbatan"
 
@@ -58,9 +58,9 @@ class EkbatanCodec:
         self._decode: Callable[[Any], Any] = msgspec.json.Decoder(cls).decode
         self._has_enums = _has_enum(self._info, set())
 
-    def encode(self, value: object, subject: str, *, stores_nul: bool) -> str:
+    def encode(self, value: object, subject: str, *, stores_nul: bool, check: Check | None = None) -> str:
         """As :func:`~outboxio.support.codec.encode_object`."""
-        return encode_object(value, subject, stores_nul=stores_nul, encode=self._encoded)
+        return encode_object(value, subject, stores_nul=stores_nul, check=check, encode=self._encoded)
 
     def _encoded(self, value: Any) -> bytes:
         encoded = _encode(value)
@@ -136,10 +136,11 @@ def _has_enum(info: Any, seen: set[int]) -> bool:
     seen.add(id(info))
     if isinstance(info, inspect.EnumType):
         return any(member.name != member.value for member in info.cls)
-    return any(_has_enum(part, seen) for part in _parts(info))
+    return any(_has_enum(part, seen) for part in parts_of(info))
 
 
-def _parts(info: Any) -> Iterator[Any]:
+def parts_of(info: Any) -> Iterator[Any]:
+    """The types that a type is made of."""
     for field in getattr(info, "fields", ()):
         yield field.type
     for name in ("type", "key_type", "value_type", "item_type"):

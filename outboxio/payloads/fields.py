@@ -5,6 +5,7 @@ msgspec encodes some values that msgspec cannot decode, an enum of mixed values 
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from outboxio.payloads.init_vars import stored_class, unfit_init_var
 from outboxio.payloads.models import is_model, unfit_model
 
 _NEVER_KEYS = (
@@ -22,12 +24,14 @@ _NEVER_KEYS = (
 _MADE_BY_JSON = (dict, list, str, int, float)
 
 
-def field_names(cls: Any) -> set[str]:
-    """The names of the fields of an event class."""
-    for mark in ("__struct_fields__", "__pydantic_fields__", "__dataclass_fields__"):
+def field_names(cls: Any) -> list[str]:
+    """The names of the stored fields of an event class, in their order."""
+    if dataclasses.is_dataclass(cls):  # also of Pydantic
+        return [field.name for field in dataclasses.fields(cls)]
+    for mark in ("__struct_fields__", "__pydantic_fields__"):
         if hasattr(cls, mark):
-            return set(getattr(cls, mark))
-    return {attribute.name for attribute in cls.__attrs_attrs__}
+            return list(getattr(cls, mark))
+    return [attribute.name for attribute in cls.__attrs_attrs__]
 
 
 def unfit_field(cls: type) -> str | None:
@@ -35,8 +39,9 @@ def unfit_field(cls: type) -> str | None:
 
     A class with annotations of names that are not defined yet is not judged.
     """
-    if is_model(cls):
-        return unfit_model(cls)
+    reason = unfit_init_var(cls, needs_value=is_model(cls))
+    if reason is not None or is_model(cls):
+        return reason or unfit_model(cls)
     try:
         for name, annotation in _types_of(cls):
             try:
@@ -45,7 +50,7 @@ def unfit_field(cls: type) -> str | None:
                 return f"field {name!r}: {error}"
             for path, reason in _unfit(info, name, set()):
                 return f"field {path!r} {reason}"
-        msgspec.json.Decoder(cls)
+        msgspec.json.Decoder(stored_class(cls))
     except NameError:
         return None
     except (TypeError, ValueError) as error:
@@ -60,7 +65,7 @@ def _types_of(cls: Any) -> list[tuple[str, Any]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     attributes: Any = getattr(cls, "__attrs_attrs__", None)
     if attributes is None:
-        return [(name, hints[name]) for name in getattr(cls, "__dataclass_fields__", ()) if name in hints]
+        return [(field.name, hints[field.name]) for field in dataclasses.fields(cls)]  # without ClassVar and InitVar
     return [(attribute.name, hints.get(attribute.name, Any)) for attribute in attributes]
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from outboxio.support.codec import encode_object, not_finite_in
+from outboxio.support.codec import Check, encode_object, not_finite_in
 
 _NOT_IN_JSON = ("is-instance", "is-subclass", "callable")
 _CHILDREN = (
@@ -37,10 +37,15 @@ class ModelCodec:
         self._validate = built.__pydantic_validator__.validate_json
         self._nan_is_text = _config_of(cls).get("ser_json_inf_nan") == "strings"
 
-    def encode(self, value: object, subject: str, *, stores_nul: bool) -> str:
+    def encode(self, value: object, subject: str, *, stores_nul: bool, check: Check | None = None) -> str:
         """As :func:`~outboxio.support.codec.encode_object`."""
         return encode_object(
-            value, subject, stores_nul=stores_nul, encode=self._encoded, nan_is_null=not self._nan_is_text
+            value,
+            subject,
+            stores_nul=stores_nul,
+            check=check,
+            encode=self._encoded,
+            nan_is_null=not self._nan_is_text,
         )
 
     def _encoded(self, value: Any) -> bytes:

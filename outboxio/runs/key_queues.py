@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from uuid import UUID
 
 from outboxio.model.notification import Notification, State
+from outboxio.model.outcome import Place
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import BatchRun, Run
 from outboxio.storage.protocols import Head, OrderingRepository
 from outboxio.support.clock import Clock
 
 MOST_WAITING = 50  # rows of an ordering key that wait in memory, or are unblocked together
-
-Place = tuple[int, str]
-"""One ordering key of one handler: (id of its queue, key)."""
 
 
 class KeyQueue:
@@ -93,6 +91,11 @@ class KeyQueues:
             return True
         keys.active.discard(run)
         return not keys.active
+
+    def is_head(self, run: Run, place: Place) -> bool:
+        """True if a row is the first row of its key."""
+        keys = self.by_place.get(place)
+        return keys is not None and keys.head is run
 
     def with_followers(self, batch: BatchRun) -> BatchRun:
         """A call of heads, with the rows that follow each head as far as the call has room."""

@@ -37,6 +37,7 @@ from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import Run
 from outboxio.storage.protocols import StartedRun, StartRepository
+from outboxio.support import machine
 from outboxio.support.aio import Alarm
 from outboxio.support.clock import Clock
 from outboxio.support.log import log_of
@@ -96,7 +97,7 @@ class PoisonGuard:
         """The held handler: only suspects of this queue start, one at a time."""
         self._beginning: dict[UUID, StartedRun] = {}
         self._turn = asyncio.Lock()
-        _all_guards.add(self)
+        _all_guards().add(self)
 
     @property
     def is_active(self) -> bool:
@@ -217,7 +218,7 @@ class PoisonGuard:
             self._held = None
         if not due and self._held is None:
             return None
-        if any(other.alone_in is not None for other in tuple(_all_guards)):
+        if any(other.alone_in is not None for other in tuple(_all_guards())):
             self._alarm.set(asyncio.get_running_loop().time() + CHECK_AGAIN)
             self._held = None
             return None
@@ -333,5 +334,6 @@ def slot_of(row: Notification) -> tuple[str, int]:
     return row.handler_name, row.partition_number
 
 
-# A crash ends all shards of a process, so a suspect of a shard runs alone among the suspects of all shards.
-_all_guards: weakref.WeakSet[PoisonGuard] = weakref.WeakSet()
+def _all_guards() -> weakref.WeakSet[PoisonGuard]:
+    """The guards of this process: a crash ends all shards, so a suspect runs alone among the suspects of all shards."""
+    return machine.local("poison guards", weakref.WeakSet[PoisonGuard])

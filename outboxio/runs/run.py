@@ -60,6 +60,8 @@ class Run(Struct, eq=False, gc=False):
     """The transaction in which the handler works, if the handler is transactional."""
     verdict: Verdict | None = None
     """The verdict on the notification, if the hooks of the verdict are owed."""
+    is_undecodable: bool = False
+    """True if the event could not be decoded, so that the handler was not called."""
     task: asyncio.Task[None] | None = None
     unavailable: Unavailable | None = None
     """The error with which the handler has said that a service is away: the run is made again after a rest."""

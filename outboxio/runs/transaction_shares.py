@@ -1,10 +1,11 @@
-"""Shares of the transactions in which handlers and hooks work.
+"""Shares of the transactions in which handlers, hooks and jobs work.
 
-A shard has few transactions for handlers, because each transaction takes a connection that actions need as well. The
+A shard has few transactions for these, because each transaction takes a connection that actions need as well. The
 shares keep slow handlers from taking all transactions:
 
 * Each handler and each hook lane has a reserved share, up to half of all transactions in sum. The rest is
   free for every handler, so a single handler may have all transactions.
+* All jobs together count as one more handler, with a reserved share of a single transaction.
 * Handlers leave a transaction to hooks, and hooks leave half of the transactions to handlers.
 * Where there is a single transaction, as on SQLite, a handler and a hook may share the transaction: the database
   lets the two write in turn.
@@ -62,6 +63,11 @@ class Shares:
         """The claim of a further handler."""
         self._handlers.unclaimed += self._share
         return Claim(self._handlers, self._share)
+
+    def of_jobs(self) -> Claim:
+        """The claim of all jobs."""
+        self._handlers.unclaimed += 1
+        return Claim(self._handlers, 1)
 
     def of_hook(self, *, is_expected: bool) -> Claim:
         """The claim of a further hook lane. Only hooks that are expected have a share."""

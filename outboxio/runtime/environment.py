@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -42,6 +42,14 @@ class Environment(Struct, frozen=True, kw_only=True):
     redact: Redact
     telemetry: TelemetryChoice
     on_dead: DeadHook | None = None
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names in code that go into the tables."""
+        yield self.namespace
+        yield from self.jobs
+        for one in self.handlers.subscriptions():
+            yield from (one.handler_name, *filter(None, (one.event_type, one.topic)), *one.aliases)
 
     @property
     def owner(self) -> str:

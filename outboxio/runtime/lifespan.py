@@ -6,8 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
+from outboxio.errors import OutboxError
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.support.aio import to_the_end
+from outboxio.support.log import log_of, type_name
+
+logger = log_of(__name__)
 
 OuterLifespan = Callable[[Any], AbstractAsyncContextManager[Mapping[str, Any] | None]]
 
@@ -55,20 +59,31 @@ class Lifespan:
     def __call__(self, app: Any) -> AbstractAsyncContextManager[Any]:
         """The context of an application: yields the state of the outer lifespan, or ``None``.
 
-        Entering and leaving raise the errors of ``running()``.
+        Entering and leaving raise the errors of ``running()``. An error of outboxio at the start is logged in one line,
+        and raised without the tracebacks of the driver, which a framework would print.
         """
         return self._lifespan(app)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncGenerator[Mapping[str, Any] | None]:
         is_ours = not self._guard.is_bound
-        async with AsyncExitStack() as stack:
-            state = None if self._outer is None else await stack.enter_async_context(self._outer(app))
-            try:
-                if hasattr(app, "state"):
-                    app.state.outbox = self._outbox
-                async with self._outbox.running():
-                    yield state
-            finally:
-                if is_ours:
-                    await to_the_end(self._outbox.close())
+        has_started = False
+        try:
+            async with AsyncExitStack() as stack:
+                state = None if self._outer is None else await stack.enter_async_context(self._outer(app))
+                try:
+                    if hasattr(app, "state"):
+                        app.state.outbox = self._outbox
+                    async with self._outbox.running():
+                        has_started = True
+                        yield state
+                finally:
+                    if is_ours:
+                        await to_the_end(self._outbox.close())
+        except OutboxError as error:
+            if has_started:
+                raise
+            # The framework prints the traceback of the error, a hundred lines with those of SQLAlchemy and the driver.
+            logger.critical("the application cannot start: %s", str(error), error_type=type_name(error))
+            logger.debug("the application cannot start", exc_info=error)
+            raise error.with_traceback(None) from None

@@ -23,7 +23,6 @@ handlers have a plan that divides the partitions (``sharing/``). All further pro
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -33,6 +32,7 @@ from outboxio.model.outcome import Lease
 from outboxio.sharing.lock_plan import LockPlan
 from outboxio.storage.connections.proof import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock
+from outboxio.support import machine
 from outboxio.support.aio import Signal
 from outboxio.support.backoff import jittered
 from outboxio.support.clock import ShardClock
@@ -176,7 +176,7 @@ class LockManager:
     def _take_in(self, proof: Proof) -> None:
         self._taken_in = proof
         self._clock.correct(proof.database_now, proof.asked, proof.answered)
-        self._beat_at = asyncio.get_running_loop().time() - (time.monotonic() - proof.sent_at)
+        self._beat_at = asyncio.get_running_loop().time() - (machine.monotonic() - proof.sent_at)
         self._prove(self._beat_at)
 
     @property

@@ -122,6 +122,17 @@ class RunLoops:
             loops += [self.find, self.settle, self.share]
         return loops if self.jobs is None else [*loops, self.jobs]
 
+    def stop_finding(self) -> None:
+        """End the loops that find work. The loops that write outcomes and hold the locks go on."""
+        for loop in self.all:
+            if loop not in (self.settle, self.locks):
+                loop.stop()
+
+    def stop(self) -> None:
+        """End all loops, also those that a drain does not drive: a lock that was taken over has woken some of them."""
+        for loop in self.all:
+            loop.stop()
+
     def answered_at(self, *, fans_out: bool) -> float:
         """The event loop's moment of the last good round of a loop that asks the database in each round, or nearly so.
 

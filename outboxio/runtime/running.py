@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -86,22 +87,27 @@ class Running:
         try:
             for shard in self._shards:
                 try:
-                    await shard.prepare(self._roles)
+                    with _as_unavailable(shard):
+                        await shard.prepare(self._roles)
                     ready.append(shard)
                 except DatabaseUnavailable as error:
                     down[shard.name] = error
-            if not ready:
-                raise next(iter(down.values()))
             await refuse_same_database(ready)
             for shard in ready:
                 self._runs.append(shard.start_run(self._roles))
-                await self._runs[-1].announcer.announce_if_due()
+                try:
+                    with _as_unavailable(shard):
+                        await self._runs[-1].announcer.announce_if_due()
+                except DatabaseUnavailable as error:
+                    down[shard.name] = error
+            if len(down) == len(self._shards):
+                raise next(iter(down.values()))
         except BaseException:
             await to_the_end(self._abandon())
             raise
         for name, reason in down.items():
             logger.error("shard %s is down and is probed until it comes: %s", name, reason, shard=name)
-            self._runs.append(self._shard(name).start_run(self._roles))
+        self._runs += [shard.start_run(self._roles) for shard in self._shards if shard not in ready]
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
 
     async def _abandon(self) -> None:
@@ -143,9 +149,6 @@ class Running:
                     "all loops of shard %s have ended, its events wait", run.name, exc_info=error, shard=run.name
                 )
 
-    def _shard(self, name: str) -> ShardRuntime:
-        return next(shard for shard in self._shards if shard.name == name)
-
     @staticmethod
     def _raise_problem(group: BaseExceptionGroup[BaseException]) -> None:
         lost, rest = group.split(ShutdownError)
@@ -173,6 +176,19 @@ class RunHandle(Generic[T]):
     ) -> None:
         assert self._leave is not None
         await to_the_end(self._leave())
+
+
+@contextmanager
+def _as_unavailable(shard: ShardRuntime) -> Generator[None]:
+    """Raise :class:`DatabaseUnavailable` for an error of the driver that passes, such as a lock or a full disk."""
+    try:
+        yield
+    except DatabaseUnavailable:
+        raise
+    except Exception as error:
+        if shard.database.is_transient(error) or shard.database.is_unreachable(error):
+            raise DatabaseUnavailable(shard.name, "its database", str(error) or type(error).__name__) from error
+        raise
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Sequence
 
 from outboxio.errors import SameDatabase
 from outboxio.model.lock_name import LockName
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.storage.protocols import ClusterLock
+from outboxio.support import machine
 from outboxio.support.aio import to_the_end
 
 _HEARTBEAT = 10.0  # seconds, far longer than the probe takes
@@ -18,7 +18,7 @@ async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
     """Raise :class:`SameDatabase` if a shard cannot take the lock, because a shard before has taken the lock."""
     if len(shards) < 2:
         return
-    probe = LockName(secrets.token_hex(16), "probe")
+    probe = LockName(machine.token(16), "probe")
     locks = [(s, s.database.cluster_lock(s.environment.owner, None, _HEARTBEAT)) for s in shards]
     try:
         held: list[str] = []

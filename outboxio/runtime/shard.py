@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
+from outboxio.errors import ConfigurationError
 from outboxio.inbox.inline import InlineRunner
 from outboxio.jobs.runner import JobSetup
 from outboxio.jobs.scheduler import JobScheduler
@@ -175,13 +176,20 @@ class ShardRuntime:
         self.database.require_room(loops=2 + roles.fanout + 2 * roles.handling)
         try:
             await self.database.refuse_shared_sessions()
+            await self.database.check_connections()
             await self.database.schema.check(
                 working(self.database.dialect, fanout=roles.fanout, handling=roles.handling)
             )
+            self._check_names()
             await self.clock.measure(self.database.now)
         except BaseException:
             await self.database.release_loops()
             raise
+
+    def _check_names(self) -> None:
+        for name in self.environment.names:
+            if (reason := self.database.encoding.why_refused(name)) is not None:
+                raise ConfigurationError(f"shard {self.name!r}: {name!r} {reason}")
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
@@ -236,6 +244,7 @@ class ShardRuntime:
         return JobScheduler(
             self.for_jobs(), environment.jobs, environment.owner, run.stopping,
             locks=locks, holds=lambda name: run.locks.holds(name), wake=run.signals.jobs,
+            transactions=lambda: run.dispatcher.for_jobs, home=lambda: run.dispatcher.caller.home,
         )  # fmt: skip
 
     def inline(self) -> InlineRunner:

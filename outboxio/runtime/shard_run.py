@@ -261,9 +261,7 @@ class ShardRun:
 
     async def _wind_down(self) -> ShutdownError | None:
         """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""
-        for loop in self.loops.all:
-            if loop not in (self.loops.settle, self.loops.locks):
-                loop.stop()
+        self.loops.stop_finding()
         problem = None
         self.jobs.begin_to_stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         await self._tell_that_it_leaves()
@@ -293,6 +291,7 @@ class ShardRun:
             await self.jobs.end()
             await self.dispatcher.stop(0)
         finally:
+            self.loops.stop()
             await asyncio.gather(self._release_locks(), self._reporting.leave())
             await self._release_connections()
             await self.shard.flush_wakes()

@@ -172,7 +172,7 @@ PROCESS_DURATION = _metric(
     "Duration of the runs of a handler. A batch is a single run.")
 SENT = _metric(
     "messaging.client.sent.messages", "counter", "{message}", "event_type", _counts("sent"),
-    "Events that this process has written.")
+    "Events that this process has written. Types that no code of this process names are other.")
 CONSUMED = _metric(
     "messaging.client.consumed.messages", "counter", "{message}", "handler outcome", _consumed,
     "Notifications by the outcome of a run, or of their end without a run. A failed notification is retried.")
@@ -230,7 +230,7 @@ FIGURES: tuple[Metric, ...] = (
     _figure("outboxio.events.unwanted", "{event}", "unwanted", "Events that wait, of types that no handler wants."),
     _figure(
         "outboxio.unroutable", "{notification}", "unroutable",
-        "Notifications for handlers that no process announces any more, and resting notifications."),
+        "Notifications for handlers, or for versions of their event, that no process has."),
     *JOB_FIGURES,
 )
 """The metrics of the tables, which only the holder of the fan-out lock exports."""

@@ -14,13 +14,14 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-Kind = Literal["table", "column", "index", "key"]
+Kind = Literal["table", "column", "index", "key", "primary key"]
 
 
 class Part(Struct, frozen=True):
     """A table, column, index or key that a file creates, or adds to the table of an earlier file.
 
     - ``name``: the name of a column or an index; the columns of a key, with commas; empty for a table.
+    - ``"primary key"``: a column that a later file adds as the primary key; any other primary key serves as well.
     - ``statements``: the statements that restore the part if it is missing.
     - ``columns``: the columns of an index, with commas.
     - ``in_its_place``: the statements that repair an index that exists and is of no use.
@@ -43,13 +44,14 @@ class Part(Struct, frozen=True):
             "column": f"column {self.table}.{self.name}",
             "index": f"index {self.name}",
             "key": f"key ({self.name}) of table {self.table}",
+            "primary key": f"the primary key of table {self.table}",
         }[self.kind]
 
 
 class Change(Struct, frozen=True):
     """The part that an ALTER TABLE, CREATE INDEX or DROP INDEX adds or drops; the table is unknown for DROP INDEX."""
 
-    kind: Literal["column", "index"]
+    kind: Literal["column", "index", "primary key"]
     table: str
     name: str
     drops: bool
@@ -72,9 +74,7 @@ def parts_of(text: str) -> list[Part]:
         found.append(Part("table", table["table"], "", (table[0], *of_table)))
         found += _parts_in(table["table"], table["full"], table["body"])
     for addition in filter(None, map(_ADDITION.fullmatch, statements)):
-        found += [
-            replace(part, is_added=True) for part in _parts_in(addition["table"], addition["full"], addition["item"])
-        ]
+        found += [replace(part, is_added=True) for part in _parts_added(addition)]
     for index in indexes:
         part = _index(index["table"], index["name"], index["columns"], index[0])
         found.append(replace(part, is_added=index["table"] not in created))
@@ -89,8 +89,19 @@ def change_of(statement: str) -> Change | None:
     if index := _INDEX.fullmatch(text):
         return Change("index", index["table"], index["name"], drops=False)
     if addition := _ADDITION.fullmatch(text):
-        return Change("index" if addition["key"] else "column", addition["table"], addition["name"], drops=False)
+        kind: Literal["column", "index", "primary key"] = "index" if addition["key"] else "column"
+        kind = "primary key" if "PRIMARY KEY" in addition["item"] else kind
+        return Change(kind, addition["table"], addition["name"], drops=False)
     return None
+
+
+def with_primary_key(create: str, key: Part) -> str:
+    """A CREATE TABLE with the primary key that a later file adds to the table."""
+    statement = _compact(_COMMENT.sub("", create))
+    table, addition = _TABLE.fullmatch(statement), _ADDITION.fullmatch(_compact(key.statements[0]))
+    assert table is not None
+    assert addition is not None
+    return f"{statement[: table.end('body')]}, {addition['item']}{statement[table.end('body') :]}"
 
 
 def changes_of(text: str) -> list[Change]:
@@ -127,6 +138,14 @@ def _pieces(text: str) -> Iterator[str]:
             yield text[begin : end.start()]
             begin = end.end()
     yield text[begin:]
+
+
+def _parts_added(addition: re.Match[str]) -> list[Part]:
+    """The parts that an ALTER TABLE ... ADD creates."""
+    table, full, item = addition["table"], addition["full"], addition["item"]
+    if "PRIMARY KEY" in item:
+        return [Part("primary key", table, addition["name"], (f"ALTER TABLE {full} ADD COLUMN {item}",))]
+    return list(_parts_in(table, full, item))
 
 
 def _parts_in(table: str, full: str, body: str) -> Iterator[Part]:

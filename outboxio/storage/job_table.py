@@ -64,10 +64,10 @@ UPDATE eventlog.jobs SET next_date = ?, due_date = ?, missed = missed + ?
 WHERE namespace = ? AND job_name = ? AND term = ? AND state = 'WAITING'
 """
 
-# An order to run the job that came during the run is due at once.
+# An order to run the job that came during the run is due at once. A run that did not start gives its attempt back.
 END = """
 UPDATE eventlog.jobs SET state = ?, due_date = COALESCE(ordered_date, ?), finished_date = ?, result = ?, error = ?,
-  succeeded = succeeded + ?, failed = failed + ?
+  succeeded = succeeded + ?, failed = failed + ?, attempts = attempts - ?
 WHERE namespace = ? AND job_name = ? AND term = ? AND state = 'RUNNING'
 """
 

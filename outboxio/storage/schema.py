@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import RightsMissing, SchemaInUse, SchemaMissing, SchemaNewer, SchemaOccupied
-from outboxio.storage.ddl import Change, Part, change_of, changes_of, parts_of
+from outboxio.storage.ddl import Change, Part, change_of, changes_of, parts_of, statements_in, with_primary_key
 
 Rights = Mapping[str, Collection[str]]
 """The rights on each table, held or needed: SELECT, INSERT, UPDATE, DELETE."""
@@ -34,6 +34,7 @@ class Found(Struct):
     - ``applied``: the versions of the files that were applied.
     - ``invalid``: the indexes that exist and are of no use.
     - ``keys``: the columns of unique keys by table, with commas; ``None`` if the keys were not read.
+    - ``primary_keys``: the tables with a primary key.
     """
 
     columns: Mapping[str, Collection[str]]
@@ -41,6 +42,7 @@ class Found(Struct):
     applied: Collection[int] = ()
     invalid: Collection[str] = ()
     keys: Mapping[str, Collection[str]] | None = None
+    primary_keys: Collection[str] = ()
 
     @property
     def version(self) -> int:
@@ -127,10 +129,30 @@ def _drops_a_part(file: SqlFile, found: Found) -> bool:
 
 
 def has_part(change: Change, found: Found) -> bool:
-    """True if the column or index that a statement adds or drops exists."""
+    """True if the column, index or primary key that a statement adds or drops exists."""
     if change.kind == "column":
         return change.name in found.columns.get(change.table, ())
+    if change.kind == "primary key":
+        return change.table in found.primary_keys
     return change.name in found.indexes or change.name in found.invalid
+
+
+def statements_left(dialect: str, files: Collection[SqlFile], found: Found) -> Iterator[str]:
+    """The statements of files that are left to run, in order. ``found``: the parts before the migration.
+
+    A server may refuse to create or to change a table without a primary key. So a primary key that a later file adds
+    comes first: as a part of CREATE TABLE, or before the other changes of an existing table.
+    """
+    keys = {part.table: part for _, part in required_parts(dialect) if part.kind == "primary key"}
+    if files:
+        lacking = found.columns.keys() - set(found.primary_keys)
+        yield from (key.statements[0] for table, key in keys.items() if table in lacking)
+    for statement in (statement for file in files for statement in statements_in(file.text)):
+        change = change_of(statement)
+        if is_done(statement, found) or (change is not None and change.kind == "primary key"):
+            continue
+        created = next((part.table for part in parts_of(statement) if part.kind == "table"), None)
+        yield with_primary_key(statement, keys[created]) if created in keys else statement
 
 
 def is_done(statement: str, found: Found) -> bool:
@@ -212,6 +234,8 @@ def missing_parts(dialect: str, found: Found) -> Iterator[tuple[SqlFile, Part]]:
             is_there = part.name in found.columns[part.table]
         elif part.kind == "index":
             is_there = part.name in found.indexes
+        elif part.kind == "primary key":
+            is_there = part.table in found.primary_keys
         else:
             is_there = found.keys is None or part.name in found.keys.get(part.table, ())
         if not is_there:
@@ -242,6 +266,39 @@ def ordering(dialect: str) -> Rights:
     needed["event_notifications"] += ["UPDATE"]
     needed["operations"] += ["INSERT", "UPDATE"]
     return needed
+
+
+_OF_KINDS: Mapping[str, Rights] = {
+    **{kind: {"event_notifications": ["UPDATE"]} for kind in ("retry", "skip", "resume", "replay")},
+    "backfill": {"event_notifications": ["INSERT"]},
+    "pause": {"pauses": ["INSERT", "UPDATE"]},
+    "unpause": {"pauses": ["UPDATE"]},
+    "partitions": {"handler_partitions": ["INSERT", "UPDATE"]},
+    "unsubscribe": {"subscriptions": ["DELETE"]},
+    "purge": {table: ["DELETE"] for table in ("events", "event_notifications", "consumed_events", "started_runs")},
+    **{kind: {"jobs": ["UPDATE"]} for kind in ("pause_job", "unpause_job", "run_job_now")},
+    "remove_job": {"jobs": ["DELETE"]},
+    "stop": {},
+}
+"""The rights that each kind of operation needs, besides those to read all tables and to record the operation."""
+
+REMOVING = sorted({table for needed in _OF_KINDS.values() for table, rights in needed.items() if "DELETE" in rights})
+"""The tables from which an operation removes rows."""
+
+
+def rights_lacking(shard: str, dialect: str, who: str, grantee: str, held: Rights) -> dict[str, RightsMissing]:
+    """The error of each kind of operation for which the user ``who`` lacks a right."""
+    lacking: dict[str, RightsMissing] = {}
+    for kind, rights in _OF_KINDS.items():
+        needed = reading(dialect)
+        needed["operations"] += ["INSERT", "UPDATE"]
+        for table in rights.keys() & needed.keys():  # SQLite has not all tables
+            needed[table] += rights[table]
+        try:
+            refuse_lacking(shard, who, grantee, needed, held)
+        except RightsMissing as error:
+            lacking[kind] = error
+    return lacking
 
 
 def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
@@ -288,11 +345,16 @@ def required_parts(dialect: str) -> tuple[tuple[SqlFile, Part], ...]:
 
 
 def _with_additions(part: Part, added: Iterable[Part]) -> Part:
-    """A table is restored with the columns and indexes that later files add."""
+    """A table is restored with the columns, indexes and the primary key that later files add."""
     if part.kind != "table":
         return part
-    later = [statement for other in added if other.table == part.table for statement in other.statements]
-    return replace(part, statements=(*part.statements, *later))
+    create, *statements = part.statements
+    for other in added:
+        if other.table == part.table and other.kind == "primary key":
+            create = with_primary_key(create, other)
+        elif other.table == part.table:
+            statements += other.statements
+    return replace(part, statements=(create, *statements))
 
 
 def _missing(shard: str, dialect: str, found: Found, missing: Collection[tuple[SqlFile, Part]]) -> SchemaMissing:

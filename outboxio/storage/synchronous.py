@@ -14,10 +14,15 @@ from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.payloads.numbers import kept_by_double, kept_by_numeric
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
-from outboxio.storage.mysql.values import as_value
+from outboxio.storage.mysql.values import as_value, encoding_of_charset
+from outboxio.storage.postgres.encoding import encoding_called
 from outboxio.storage.postgres.insertion import blocking_insertion
 from outboxio.storage.sqlite import inserts
+from outboxio.storage.sqlite.connection import commits_each_statement
+from outboxio.support.codec import Check
+from outboxio.support.text import UTF_8, TextEncoding
 
 Insertion = Callable[[ActionRecord, Sequence[EventRecord]], tuple[str, Any]]
 """Makes the INSERT of the rows of an action, and the parameters."""
@@ -27,6 +32,7 @@ class SyncDialect(Struct, frozen=True):
     """A dialect, for connections that block."""
 
     stores_nul: bool
+    check_numbers: Check | None
     insertion: Insertion
 
 
@@ -42,9 +48,16 @@ def _sqlite_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tu
     return inserts.INSERT_EVENTS, inserts.event_parameters(action, events)
 
 
-POSTGRES = SyncDialect(stores_nul=False, insertion=blocking_insertion)
-MYSQL = SyncDialect(stores_nul=True, insertion=_mysql_insertion)
-SQLITE = SyncDialect(stores_nul=True, insertion=_sqlite_insertion)
+POSTGRES = SyncDialect(stores_nul=False, check_numbers=kept_by_numeric, insertion=blocking_insertion)
+MYSQL = SyncDialect(stores_nul=True, check_numbers=kept_by_double, insertion=_mysql_insertion)
+MARIADB = SyncDialect(stores_nul=True, check_numbers=None, insertion=_mysql_insertion)
+SQLITE = SyncDialect(stores_nul=True, check_numbers=None, insertion=_sqlite_insertion)
+DIALECTS = (POSTGRES, MYSQL, MARIADB, SQLITE)
+
+
+def mysql_or_mariadb(connection: Any) -> SyncDialect:
+    """The dialect of a connection of PyMySQL or mysqlclient."""
+    return MARIADB if "mariadb" in str(connection.get_server_info()).lower() else MYSQL
 
 
 class SyncConnection(Protocol):
@@ -53,6 +66,11 @@ class SyncConnection(Protocol):
     @property
     def dialect(self) -> SyncDialect: ...
 
+    @property
+    def encoding(self) -> TextEncoding:
+        """The characters that can be stored over this connection."""
+        ...
+
     def in_transaction(self) -> bool:
         """True if a transaction is open, or begins with the next statement."""
         ...
@@ -60,11 +78,21 @@ class SyncConnection(Protocol):
     def execute(self, sql: str, parameters: Any) -> None: ...
 
 
+def encoding_of_postgres(connection: Any) -> TextEncoding:
+    """The narrower of the encodings of the database and of a connection of psycopg."""
+    names = (connection.info.parameter_status(name) for name in ("server_encoding", "client_encoding"))
+    return next((one for one in map(encoding_called, names) if one is not UTF_8), UTF_8)
+
+
 class _Psycopg:
     dialect = POSTGRES
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+
+    @property
+    def encoding(self) -> TextEncoding:
+        return encoding_of_postgres(self._connection)
 
     def in_transaction(self) -> bool:
         return not self._connection.autocommit or self._connection.info.transaction_status != 0  # IDLE
@@ -78,10 +106,17 @@ class _Psycopg:
 
 
 class _Pymysql:
-    dialect = MYSQL
-
     def __init__(self, connection: Any) -> None:
         self._connection = connection
+        self.dialect = mysql_or_mariadb(connection)
+
+    @property
+    def encoding(self) -> TextEncoding:
+        from pymysql import charset  # type: ignore[import-untyped]  # the driver has no types
+
+        # "utf8" is another character set in older versions of PyMySQL.
+        driver: Any = charset
+        return encoding_of_charset(driver.charset_by_name(self._connection.character_set_name()).name)
 
     def in_transaction(self) -> bool:
         in_transaction = 1  # SERVER_STATUS_IN_TRANS of the protocol
@@ -94,12 +129,13 @@ class _Pymysql:
 
 class _Sqlite:
     dialect = SQLITE
+    encoding = UTF_8
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
     def in_transaction(self) -> bool:
-        return self._connection.in_transaction or self._connection.isolation_level is not None
+        return not commits_each_statement(self._connection)
 
     def execute(self, sql: str, parameters: Any) -> None:
         self._connection.execute(sql, parameters).close()

@@ -184,6 +184,13 @@ class Waiters(Generic[T]):
             waiter, _ = self._line.popleft()
             if not waiter.done():
                 waiter.set_exception(error)
+        self.stop_timer()
+
+    def stop_timer(self) -> None:
+        """Stop the timer if no task is in line. For the end of the shared object: a timer serves many waits."""
+        if self._timer is not None and all(waiter.done() for waiter, _ in self._line):
+            self._timer.cancel()
+            self._timer = None
 
     def _refuse_late(self, loop: asyncio.AbstractEventLoop) -> None:
         """Refuse the tasks that have waited ``seconds``, and set the timer for the next task in line."""

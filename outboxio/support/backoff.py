@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from outboxio.support import machine
 
 LARGEST_EXPONENT = 30  # 2 ** 30 s is longer than every limit
 
 
 def jittered(seconds: float, jitter: float = 0.1) -> float:
     """``seconds``, varied at random between ``1 - jitter`` and ``1 + jitter`` times."""
-    return seconds * random.uniform(1 - jitter, 1 + jitter)
+    return seconds * machine.uniform(1 - jitter, 1 + jitter)
 
 
 def pause_after(failures: int, *, first: float = 0.1, longest: float = 5.0) -> float:

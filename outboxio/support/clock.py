@@ -13,13 +13,12 @@ follows the jump in two steps:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from functools import partial
 
 from msgspec import Struct
 
+from outboxio.support import machine
 from outboxio.support.duration import format_duration
 from outboxio.support.log import log_of
 
@@ -37,7 +36,7 @@ _NONE = timedelta()
 
 def utc_now() -> datetime:
     """The present moment by the wall clock of this machine, naive UTC with microseconds."""
-    return from_micros(time.time_ns() // 1000)  # takes two thirds of the time of datetime.now(UTC).replace(...)
+    return from_micros(machine.time_ns() // 1000)  # takes two thirds of the time of datetime.now(UTC).replace(...)
 
 
 EPOCH = datetime(1970, 1, 1)
@@ -68,20 +67,9 @@ def naive_utc(moment: datetime) -> datetime:
         return datetime.min if moment.year == 1 else datetime.max
 
 
-def _steady_clock() -> Callable[[], int]:
-    """The nanoseconds of a clock that cannot be set, and that counts the sleep of the machine."""
-    for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"):  # on Linux only the first counts sleep, on macOS the second
-        if hasattr(time, name):
-            return partial(time.clock_gettime_ns, getattr(time, name))
-    return time.perf_counter_ns
-
-
-_steady_ns = _steady_clock()
-
-
 def steady_now() -> datetime:
     """The present moment of a clock that cannot be set. Only the difference of two such moments has a meaning."""
-    return from_micros(_steady_ns() // 1000)
+    return from_micros(machine.steady_ns() // 1000)
 
 
 class _Jump(Struct, frozen=True):
@@ -116,7 +104,7 @@ class ShardClock:
     def __call__(self) -> datetime:
         offset = self._offset_us
         if offset is not None:
-            return EPOCH + timedelta(microseconds=_steady_ns() // 1000 + offset)
+            return EPOCH + timedelta(microseconds=machine.steady_ns() // 1000 + offset)
         return utc_now() if self._given is None else naive_utc(self._given())
 
     def settled(self) -> datetime:

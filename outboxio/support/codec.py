@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
@@ -11,6 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 import msgspec
 
 from outboxio.errors import InvalidEvent
+from outboxio.support.text import briefly
 
 DEEPEST = 31
 """The largest depth of objects and lists in stored JSON, on every database: MariaDB takes 32 levels, and counts the
@@ -23,19 +25,30 @@ _NEITHER_BRACKETS_NOR_QUOTES = bytes(set(range(256)) - set(b'[]{}"'))
 _encode = msgspec.json.Encoder().encode
 _decode_column = msgspec.json.Decoder(dict[str, Any] | str | None).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_names = msgspec.json.Decoder(tuple[str, ...] | str).decode
 
 
 Encode = Callable[[Any], bytes]
+Check = Callable[[bytes, str], bytes]
+"""``check(document, subject)``: the document in a spelling whose numbers the database keeps. Raises
+:class:`InvalidEvent` for a number that the database would change."""
 T = TypeVar("T")
 
 
 def encode_object(
-    value: object, subject: str, *, stores_nul: bool, encode: Encode = _encode, nan_is_null: bool = True
+    value: object,
+    subject: str,
+    *,
+    stores_nul: bool,
+    check: Check | None = None,
+    encode: Encode = _encode,
+    nan_is_null: bool = True,
 ) -> str:
     """``value`` as the text of a JSON object. Raises :class:`InvalidEvent` with the place of a value that is refused.
 
-    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings. ``encode`` makes the JSON; ``nan_is_null``:
-    ``True`` if it writes NaN and infinities as null.
+    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings. ``check``: of the numbers; ``None`` if the
+    database keeps all numbers. ``encode`` makes the JSON; ``nan_is_null``: ``True`` if it writes NaN and infinities as
+    null.
     """
     if isinstance(value, msgspec.Raw):
         value = decode_given(bytes(value), subject)  # the encoder would copy the bytes unread
@@ -53,11 +66,13 @@ def encode_object(
         raise InvalidEvent(subject, _TOO_DEEP)
     # Only a text with a null can hide NaN.
     if nan_is_null and b"null" in encoded:
-        _refuse(value, subject, _is_not_finite, "is {!r}, which JSON cannot hold; use None, or a string")
+        refuse_leaf(value, subject, _is_not_finite, "is {}, which JSON cannot hold; use None, or a string")
     # An escaped backslash before u0000 looks the same, so the decoded strings are searched.
     if not stores_nul and b"\\u0000" in encoded:
         decoded = msgspec.json.decode(encoded)
-        _refuse(decoded, subject, _has_nul, "{!r} contains NUL (U+0000), which this database cannot store in JSON")
+        refuse_leaf(decoded, subject, _has_nul, "{} contains NUL (U+0000), which this database cannot store in JSON")
+    if check is not None:
+        encoded = check(encoded, subject)
     return encoded.decode()
 
 
@@ -101,6 +116,19 @@ def decode_object(document: bytes | msgspec.Raw) -> dict[str, Any]:
     return _decode_object(decoded) if isinstance(decoded, str) else decoded or {}
 
 
+def decode_names(document: str) -> tuple[str, ...]:
+    """A JSON list of names, also if the document is a JSON string with the list in it; ``()`` for any other document.
+
+    A malformed list counts as empty, so that the row of one process stops no other process.
+    """
+    try:
+        decoded = _decode_names(document)
+        decoded = _decode_names(decoded) if isinstance(decoded, str) else decoded
+    except (msgspec.DecodeError, UnicodeError):
+        return ()
+    return () if isinstance(decoded, str) else decoded
+
+
 def decode_exactly(document: bytes | msgspec.Raw, type: type[T]) -> T:
     """A JSON object as a value of ``type``, also if the document is a JSON string with an object in it.
 
@@ -120,13 +148,13 @@ _TOO_DEEP = (
 
 def not_finite_in(value: object) -> str:
     """The place of the first NaN or infinity, in msgspec's spelling; ``""`` without one."""
-    return _spelled(next((path for path, leaf in _leaves(value, "") if _is_not_finite(leaf)), ""))
+    return _spelled(next((path for path, leaf in leaves_of(value) if _is_not_finite(leaf)), ""))
 
 
 def _place(value: object, encode: Encode) -> str:
     """The place of the first leaf that cannot be encoded, in msgspec's spelling; ``""`` for ``value`` itself."""
     try:
-        return _spelled(next((path for path, leaf in _leaves(value, "") if _fails(path, leaf, encode)), ""))
+        return _spelled(next((path for path, leaf in leaves_of(value) if _fails(path, leaf, encode)), ""))
     except RecursionError:  # the value contains itself
         return ""
 
@@ -155,37 +183,39 @@ def _has_nul(value: object) -> bool:
     return isinstance(value, str) and "\0" in value
 
 
-def _refuse(value: object, subject: str, is_bad: Any, reason: str) -> None:
-    for path, leaf in _leaves(value, ""):
+def refuse_leaf(value: object, subject: str, is_bad: Callable[[object], bool], reason: str) -> None:
+    """Raise :class:`InvalidEvent` with the place of the first leaf below ``value`` that ``is_bad`` finds."""
+    for path, leaf in leaves_of(value):
         if is_bad(leaf):
             place = path.lstrip(".") or "the value"
-            raise InvalidEvent(subject, f"{place} {reason.format(leaf)}", logged="has a value that cannot be stored")
+            shown = str(leaf)[:80] if isinstance(leaf, Decimal) else briefly(leaf)
+            raise InvalidEvent(subject, f"{place} {reason.format(shown)}", logged="has a value that cannot be stored")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
     """Every leaf below ``value``, after the path to the leaf; keys of mappings count as leaves."""
     if isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
-            yield from _leaves(getattr(value, field), f"{path}.{field}")
+            yield from leaves_of(getattr(value, field), f"{path}.{field}")
     elif isinstance(value, Mapping):
         for key, item in cast("Mapping[object, object]", value).items():
             yield _KeyPath(f"{path} key"), key
-            yield from _leaves(item, f"{path}.{key}")
+            yield from leaves_of(item, f"{path}.{key}")
     elif isinstance(value, str | bytes | bytearray):
         yield path, value
     elif isinstance(value, Sequence | Set):
         for index, item in enumerate(cast("Iterable[object]", value)):
-            yield from _leaves(item, f"{path}[{index}]")
+            yield from leaves_of(item, f"{path}[{index}]")
     elif hasattr(value, "__dataclass_fields__"):
-        for field in value.__dataclass_fields__:
-            yield from _leaves(getattr(value, field, None), f"{path}.{field}")
+        for one in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, one.name, None), f"{path}.{one.name}")
     elif hasattr(value, "__attrs_attrs__"):
         for attribute in value.__attrs_attrs__:
-            yield from _leaves(getattr(value, attribute.name, None), f"{path}.{attribute.name}")
+            yield from leaves_of(getattr(value, attribute.name, None), f"{path}.{attribute.name}")
     elif hasattr(value, "__pydantic_extra__"):
         items: dict[str, Any] = {**value.__dict__, **(value.__pydantic_extra__ or {})}
         for name, item in items.items():
-            yield from _leaves(item, f"{path}.{name}")
+            yield from leaves_of(item, f"{path}.{name}")
     else:
         yield path, value.value if isinstance(value, Enum) else value
 

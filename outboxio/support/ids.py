@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
-import struct
-import time
-from collections.abc import Callable, Iterator
 from uuid import UUID, SafeUUID
+
+from outboxio.support import machine
 
 _VERSION_AND_VARIANT = (7 << 76) | (2 << 62)
 _RANDOM_BITS = (1 << 62) - 1
 _FRACTION = 245  # nanoseconds, rounded up, that change the fraction
+_UNKNOWN = SafeUUID.unknown  # to look a member of an enum up takes long
 _new, _set = UUID.__new__, object.__setattr__  # as the standard library's own, from Python 3.14 on
-
-
-def in_forked_children(forget: Callable[[], object]) -> None:
-    """Call ``forget`` at the beginning of every forked child of this process, before any other code of the child."""
-    if hasattr(os, "register_at_fork"):  # not on Windows, where there is no fork
-        os.register_at_fork(after_in_child=forget)
 
 
 def uuid7() -> UUID:
@@ -29,41 +20,26 @@ def uuid7() -> UUID:
     neighbours in the index. When the clock of the machine is set back, the ids of the process stay in order: the time
     in the ids stands still, except for the fraction, until the clock has caught up.
     """
-    global _latest
-    now = time.time_ns()
-    if now < _latest:
-        now = _latest
-    _latest = now + _FRACTION
+    latest = machine.local("ids", _Latest)
+    now = machine.time_ns()
+    if now < latest.ns:
+        now = latest.ns
+    latest.ns = now + _FRACTION
     milliseconds, nanoseconds = divmod(now, 1_000_000)
     fraction = (nanoseconds << 12) // 1_000_000
-    random = _random() & _RANDOM_BITS
+    random = machine.random_bits() & _RANDOM_BITS
     made = _new(UUID)  # the checks of the constructor take longer than all the rest, and always pass here
     _set(made, "int", (milliseconds << 80) | (fraction << 64) | _VERSION_AND_VARIANT | random)
-    _set(made, "is_safe", SafeUUID.unknown)
+    _set(made, "is_safe", _UNKNOWN)
     return made
 
 
-_latest = 0  # the earliest nanosecond of the next id
-_randoms: Iterator[int] = iter(())
-_AT_ONCE = struct.Struct("256Q")  # a system call for each would cost more than all the rest of an id
+class _Latest:
+    __slots__ = ("ns",)
 
-
-def _random() -> int:
-    """64 random bits of the system's."""
-    global _randoms
-    for bits in _randoms:
-        return bits
-    _randoms = iter(_AT_ONCE.unpack(os.urandom(_AT_ONCE.size)))
-    return next(_randoms)
-
-
-def _forget() -> None:
-    """Drop the random bits in a forked process, which must not use the bits of the parent."""
-    global _randoms
-    _randoms = iter(())
-
-
-in_forked_children(_forget)
+    def __init__(self) -> None:
+        self.ns = 0
+        """The earliest nanosecond of the next id."""
 
 
 class ProcessName:
@@ -86,7 +62,7 @@ class ProcessName:
 
 
 def _new_name() -> str:
-    return f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
+    return f"{machine.host()[:100]}:{machine.pid()}:{machine.token(4)}"
 
 
 _forks = 0
@@ -98,4 +74,4 @@ def _count() -> None:
     _forks += 1
 
 
-in_forked_children(_count)
+machine.in_forked_children(_count)

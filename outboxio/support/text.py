@@ -1,11 +1,19 @@
-"""Texts for errors, logs and terminals: values, misspelt names, URLs without passwords. Pure functions."""
+"""Texts for errors, logs and terminals: values, misspelt names, URLs without passwords. Pure functions.
+
+And the characters that a database can store: an encoding may have only a few hundred.
+"""
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import json
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from functools import cache
+
+from msgspec import Struct
 
 _LONGEST = 80
 _MOST_LISTED = 12
@@ -53,6 +61,17 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def visible_json(text: str) -> str:
+    """The same JSON document, for a terminal: characters that are not printable are written as ``\\uXXXX``."""
+    return "\n".join(map(_visible_json_line, text.split("\n")))
+
+
+def _visible_json_line(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
 def meant_by(name: str, known: Iterable[str]) -> str | None:
     """The known name of which ``name`` is a misspelling; ``None`` if there is no such name.
 
@@ -80,3 +99,71 @@ def _letters(name: str) -> str:
 def without_passwords(text: str) -> str:
     """The text with ``***`` in place of users and passwords in URLs."""
     return _OPTION.sub(r"\1***", _USERINFO.sub("://***@", text))
+
+
+# --- encodings -------------------------------------------------------------------------------
+
+UTF8MB3 = "utf8mb3"
+"""In place of a codec: UTF-8 of at most three bytes. Python has no such codec."""
+
+_ESCAPED_IN_JSON = "outboxio.escaped_in_json"
+
+
+class TextEncoding(Struct, frozen=True):
+    """The encoding of a database."""
+
+    name: str = "UTF-8"
+    """The name of the encoding, as the database has it."""
+    codec: str | None = None
+    """The codec of Python with the same characters, or ``UTF8MB3``; ``None`` if every text can be stored."""
+
+    def lacking(self, text: str) -> str | None:
+        """The first character that the database cannot store."""
+        if self.codec is None:
+            return None
+        if self.codec == UTF8MB3:
+            return next((character for character in text if character > "\uffff"), None)
+        try:
+            text.encode(self.codec)
+        except UnicodeEncodeError as error:
+            return text[error.start]
+        return None
+
+    def escaped(self, text: str) -> str:
+        """The text with an escape sequence in place of each character that the database cannot store."""
+        return text if self.codec is None else text.encode(self.codec, "backslashreplace").decode(self.codec)
+
+    def escaped_in_json(self, text: str) -> str:
+        """The same for a JSON text, whose strings get the escape sequences of :meth:`escaped`."""
+        return text if self.codec is None else text.encode(self.codec, _ESCAPED_IN_JSON).decode(self.codec)
+
+    def why_refused(self, text: str) -> str | None:
+        """The end of an error message about a text that cannot be stored; ``None`` for a text that can be stored."""
+        if (character := self.lacking(text)) is None:
+            return None
+        return (
+            f"contains {character!r} (U+{ord(character):04X}), which the database cannot store: its encoding is "
+            f"{self.name}"
+        )
+
+
+UTF_8 = TextEncoding()
+
+
+@cache
+def encoding_named(name: str, codec: str) -> TextEncoding:
+    """The encoding with this name. Every text can be stored if Python has no such codec, as far as is known here."""
+    if codec != UTF8MB3:
+        try:
+            codecs.lookup(codec)
+        except LookupError:
+            return UTF_8
+    return TextEncoding(name, codec)
+
+
+def _escape_in_json(error: UnicodeError) -> tuple[str | bytes, int]:
+    replaced, end = codecs.backslashreplace_errors(error)
+    return str(replaced).replace("\\", "\\\\"), end
+
+
+codecs.register_error(_ESCAPED_IN_JSON, _escape_in_json)

@@ -1,7 +1,7 @@
 """A broker that is away costs no attempt and no UPDATE, and the relay is back at work soon after its return.
 
-``OUTBOXIO_TEST_BROKER_AWAY=60 OUTBOXIO_FULL_SIZE=1 pytest tests/brokers/test_broker_away.py -s`` is the large size, and
-prints the rate before and after.
+``OUTBOXIO_TEST_BROKER_AWAY=60 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_away.py -s`` is the
+large size, and prints the rate before and after.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ async def count(outbox: Outbox, number: int) -> None:
             tx.emit(Counted(f"k{at % 50}", at), ordering_key=f"k{at % 50}")
 
 
+@pytest.mark.real_time("shows that nothing changes while a broker is away for seconds")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 async def test_a_broker_that_is_away_costs_no_attempt_and_no_update(
     kind: str, postgres_url: str, tmp_path: Path

@@ -1,7 +1,7 @@
 """Events travel through a broker into a second database, each once and in order, whatever is killed meanwhile.
 
-``OUTBOXIO_TEST_BROKER_EVENTS=50000 OUTBOXIO_FULL_SIZE=1 pytest tests/brokers/test_broker_course.py -s`` is the large
-size, and prints what happened.
+``OUTBOXIO_TEST_BROKER_EVENTS=50000 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_course.py -s`` is the
+large size, and prints what happened.
 """
 
 from __future__ import annotations

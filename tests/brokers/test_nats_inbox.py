@@ -193,8 +193,9 @@ async def test_an_inbox_waits_for_its_broker_and_for_its_stream(
             async with stream(server) as jetstream:
                 await publish(jetstream, 1)
                 await eventually(lambda: acknowledged(jetstream))
+                caplog.clear()
                 server.kill()
-                await asyncio.sleep(0.2)
+                await eventually(lambda: "Connect call failed" in caplog.text)
                 server.start()
                 client = await nats.connect(server.url)
                 await publish(client.jetstream(), 2)
@@ -225,3 +226,35 @@ async def test_a_failure_of_the_application_ends_the_inbox(outbox: Outbox, broke
 async def test_options_that_make_no_sense_are_refused(options: dict[str, Any], told: str, outbox: Outbox) -> None:
     with pytest.raises(ConfigurationError, match=told):
         inbox(outbox, "nats://localhost", **options)
+
+
+@pytest.mark.parametrize("reply", ["mine", ""])  # the server itself refuses $JS.ACK as a reply subject of clients
+async def test_a_message_that_jetstream_has_not_delivered_is_ignored(
+    reply: str, outbox: Outbox, broker: NatsServer, look: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger answers a pull; to acknowledge would publish to a subject of the stranger's choice."""
+    stranger = await nats.connect(broker.url)
+    acknowledgements: list[Any] = []
+    answered = asyncio.Event()
+
+    async def collect(message: Any) -> None:
+        acknowledgements.append(message)
+
+    async def answer(pull: Any) -> None:
+        headers = {"ce-id": "stranger", "ce-type": "Noted", "ce-source": "/notes"}
+        await stranger.publish(pull.reply, b'{"number": 666}', reply=reply, headers=headers)
+        answered.set()
+
+    async with stream(broker) as jetstream:
+        await stranger.subscribe("mine", cb=collect)
+        await stranger.subscribe("$JS.API.CONSUMER.MSG.NEXT.NOTES.audit", cb=answer)
+        await stranger.flush()
+        async with inbox(outbox, broker.url).running():
+            await answered.wait()
+            await publish(jetstream, 1, 2)
+            await eventually(lambda: acknowledged(jetstream))
+    await stranger.close()
+    assert await numbers(look) == [1, 2]
+    assert acknowledgements == []
+    assert "that JetStream has not delivered" in caplog.text
+    assert "has lost its broker" not in caplog.text

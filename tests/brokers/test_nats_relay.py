@@ -6,19 +6,18 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
-from nats.aio.msg import Msg
-from nats.js.api import DiscardPolicy, StreamConfig
+from nats.js.api import DiscardPolicy
 
-from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
+from outboxio import ConfigurationError, Outbox, RetryPolicy
 from outboxio.integrations.nats import NatsRelay
 from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
+from tests.kit.nats_notes import Noted, Other, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server
 from tests.kit.programs import programs
 from tests.kit.proxy import free_port
@@ -30,54 +29,10 @@ Add = Callable[..., NatsRelay]
 ROOT = Path(__file__).parent.parent.parent
 
 
-class Noted(Event):
-    number: int
-    text: str = ""
-
-
-class Other(Event):
-    number: int
-
-
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
-
-
-@asynccontextmanager
-async def stream(server: NatsServer, **config: Any) -> AsyncIterator[Any]:
-    """An empty stream for the subjects ``notes.>``."""
-    client = await nats.connect(server.url)
-    try:
-        jetstream = client.jetstream()
-        await jetstream.add_stream(StreamConfig(name="NOTES", subjects=["notes.>"], **config))
-        try:
-            yield jetstream
-        finally:
-            await jetstream.delete_stream("NOTES")
-    finally:
-        await client.close()
-
-
-async def stored(jetstream: Any) -> list[Msg]:
-    count = (await jetstream.stream_info("NOTES")).state.messages
-    subscription = await jetstream.pull_subscribe("notes.>")
-    messages: list[Msg] = []
-    while len(messages) < count:
-        messages += await subscription.fetch(count - len(messages), timeout=10)
-    await subscription.unsubscribe()
-    return messages
-
-
-async def note(outbox: Outbox, *numbers: int, **emit: Any) -> None:
-    async with outbox.transaction("note") as tx:
-        for number in numbers:
-            tx.emit(Noted(number), **emit)
-
-
-def relay(servers: Any, **options: Any) -> NatsRelay:
-    return NatsRelay(servers, **{"name": "to-nats", "types": (Noted,), "subject": "notes.{event_type}"} | options)
 
 
 @pytest.fixture
@@ -98,12 +53,6 @@ async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
     yield add
     for one in added:
         await one.close()
-
-
-def numbers_of(messages: list[Msg]) -> list[int]:
-    return [
-        int(message.data.partition(b'"number":')[2].strip(b" ").split(b",")[0].rstrip(b"}")) for message in messages
-    ]
 
 
 async def test_each_event_is_a_message_with_the_attributes_of_cloudevents(
@@ -137,10 +86,6 @@ async def test_a_message_that_is_sent_again_is_stored_once(
         async with outbox.running():
             await eventually(lambda: succeeded(look, 3))
         assert numbers_of(await stored(jetstream)) == [1, 2, 3]
-
-
-async def succeeded(look: Look, number: int) -> bool:
-    return (await look.states()).get("SUCCEEDED", 0) == number
 
 
 async def row_of(look: Look, ends: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -353,7 +298,20 @@ async def rows(look: Look, number: int) -> bool:
     return len(await look.notifications()) == number
 
 
-@pytest.mark.parametrize("subject", ["notes..x", "notes.*", "notes. x", ".{event_type}", "notes.{even_type}", ""])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "notes..x",
+        "notes.*",
+        "notes. x",
+        ".{event_type}",
+        "notes.{even_type}",
+        "",
+        "$JS.API.{key}",
+        "${key}",
+        "_INBOX.x",
+    ],
+)
 def test_a_template_that_makes_no_subject_is_refused(subject: str) -> None:
     with pytest.raises(ConfigurationError, match="subject"):
         relay("nats://localhost", subject=subject)

@@ -159,6 +159,38 @@ async def test_a_message_that_no_queue_takes_is_tried_again_and_told(
     assert "no queue takes the routing key 'nowhere'" in caplog.text
 
 
+async def test_a_queue_of_another_client_gets_no_event(
+    outbox: Outbox, add: Add, rabbitmq: Broker, place: Place, look: Look
+) -> None:
+    queue = await place.channel.declare_queue("", exclusive=True)
+    add(rabbitmq.url, exchange="", routing_key="{model_id}")
+    await note(outbox, 1, model_id=queue.name)
+    await note(outbox, 2, model_id="amq.rabbitmq.reply-to.abc")
+    await note(outbox, 3, model_id=place.name)
+    await outbox.drain()
+    assert await look.states() == {"DEAD": 2, "SUCCEEDED": 1}
+    assert numbers_of(await place.messages()) == [3]
+    assert await place.count(queue.name) == 0
+
+
+async def test_a_message_in_the_queue_of_an_alternate_exchange_is_stored(
+    outbox: Outbox, add: Add, rabbitmq: Broker, place: Place, look: Look
+) -> None:
+    await place.channel.declare_exchange(f"{place.name}.rest", "fanout", auto_delete=True)
+    await place.channel.declare_exchange(
+        f"{place.name}.main", "topic", auto_delete=True, arguments={"alternate-exchange": f"{place.name}.rest"}
+    )
+    add(rabbitmq.url, exchange=f"{place.name}.main", retry=RetryPolicy(base="1h"))
+    await note(outbox, 1)  # the alternate exchange has no queue yet
+    await outbox.drain()
+    queue = await place.channel.get_queue(place.name)
+    await queue.bind(f"{place.name}.rest", "")
+    await note(outbox, 2)
+    await outbox.drain()
+    assert await look.states() == {"FAILED": 1, "SUCCEEDED": 1}
+    assert numbers_of(await place.messages()) == [2]
+
+
 async def test_a_missing_exchange_is_told(
     outbox: Outbox, add: Add, rabbitmq: Broker, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,6 +345,11 @@ async def test_two_inboxes_share_a_queue(outbox: Outbox, rabbitmq: Broker, place
         await place.send(*range(60))
         await eventually(lambda: has(look, list(range(60))))
     assert one.received + two.received == 60
+
+
+def test_a_routing_key_names_no_queue_of_the_broker() -> None:
+    with pytest.raises(ConfigurationError, match="belongs to RabbitMQ"):
+        RabbitRelay("amqp://localhost/", name="r", types=(Noted,), exchange="", routing_key="amq.gen-{key}")
 
 
 def test_a_queue_needs_a_name(outbox: Outbox) -> None:

@@ -224,6 +224,40 @@ async def test_poison_is_moved_to_the_dead_stream_and_blocks_nothing(
     assert (await store.xpending(stream, "g"))["pending"] == 0
 
 
+async def test_poison_stays_pending_until_the_dead_stream_takes_it(
+    outbox: Outbox, redis: Broker, store: client.Redis, stream: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.set(f"{stream}.dead", "no stream")
+    await send(store, stream, 1, data="{broken")
+    async with RedisInbox(outbox, redis.url, stream=stream, group="g").running():
+        await eventually(lambda: told(caplog, "WRONGTYPE"))
+        assert (await store.xpending(stream, "g"))["pending"] == 1
+        await store.delete(f"{stream}.dead")
+        await eventually(lambda: is_moved(store, stream))
+    assert (await store.xpending(stream, "g"))["pending"] == 0
+
+
+async def is_moved(store: client.Redis, stream: str) -> bool:
+    return await store.xlen(f"{stream}.dead") == 1
+
+
+async def test_an_answer_without_an_id_is_no_acknowledgement(
+    outbox: Outbox, add: Add, redis: Broker, store: client.Redis, stream: str, look: Look
+) -> None:
+    """As of a client that is inside of a transaction of the application."""
+    async with client.Redis.from_url(redis.url, max_connections=1) as given:
+        add(given, stream=stream, retry=RetryPolicy(base="1h"))
+        await note(outbox, 1)
+        await outbox.drain()
+        await given.execute_command("MULTI")
+        await note(outbox, 2)
+        await outbox.drain()
+        await given.execute_command("DISCARD")
+    assert await numbers_in(store, stream) == [1]
+    [row] = [row for row in await look.notifications() if row["state"] == "FAILED"]
+    assert "Redis has not answered with the id of a message" in row["errors"]
+
+
 async def test_a_message_without_an_id_is_known_by_its_entry(
     outbox: Outbox, redis: Broker, store: client.Redis, stream: str, look: Look
 ) -> None:

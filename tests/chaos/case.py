@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from outboxio.model.event import type_name
 from tests.chaos.handlers import Kind
 from tests.chaos.history import Line
 
@@ -65,7 +66,11 @@ class Run(Struct):
     @property
     def slot(self) -> str:
         """The slot under whose lease the run started."""
-        return slot_name(self.line.handler, self.line.partition)
+        return self.line.slot or slot_name(self.line.handler, self.line.partition)
+
+    def is_same_call(self, other: Run) -> bool:
+        """True for two events of one call of a batch handler."""
+        return self.line.call > 0 and (self.line.process, self.line.call) == (other.line.process, other.line.call)
 
     def __str__(self) -> str:
         line = self.line
@@ -75,6 +80,11 @@ class Run(Struct):
 def slot_name(handler: str, partition: int) -> str:
     """A slot as the history names it: ``score``, or ``score/3``."""
     return f"{handler}/{partition}" if partition else handler
+
+
+def hook_of(handler: str) -> str:
+    """The name under which the hook of a handler leaves its effects."""
+    return f"on_dead of {handler}"
 
 
 def lock_of(slot: str) -> str:
@@ -110,10 +120,11 @@ class Case(Struct, dict=True):
 
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
-        """The handlers of each event type."""
+        """The handlers of each event type that all processes have."""
         found: dict[str, list[str]] = defaultdict(list)
         for name, kind in self.handlers.items():
-            found[kind.event.__name__].append(name)
+            if kind.is_everywhere:
+                found[type_name(kind.event)].append(name)
         return found
 
     @cached_property
@@ -137,6 +148,14 @@ class Case(Struct, dict=True):
         return found
 
     @cached_property
+    def reopened(self) -> dict[str, list[int]]:
+        """For each notification the moments at which an operator let it run again."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for line in self.lines("reopened"):
+            found[line.notification].append(line.at)
+        return found
+
+    @cached_property
     def first_ends(self) -> dict[str, int]:
         """For each notification the earliest possible moment of its end."""
         ends: dict[str, int] = {}
@@ -144,6 +163,8 @@ class Case(Struct, dict=True):
             if line.state in TERMINAL and self.outcomes.get((line.process, line.run)) != 0:
                 for notification, _, _ in line.rows:
                     ends.setdefault(notification, line.at)
+        for line in self.lines("skipped"):
+            ends[line.notification] = min(line.at, ends.get(line.notification, NEVER))
         return ends
 
     @cached_property

@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 from msgspec import Struct
 
-from tests.chaos.case import NEVER, TERMINAL, Case, Final, Run, Violation, lock_of
+from tests.chaos.case import NEVER, TERMINAL, Case, Final, Run, Violation, hook_of, lock_of
 from tests.chaos.handlers import HANDLERS, Kind
 from tests.chaos.history import Line
 from tests.chaos.ownership import left_to_others, owned_again
@@ -114,7 +114,13 @@ def _exactly_one_effect(case: Case) -> Iterator[str]:
     for owed in case.final.notifications:
         kind = case.handlers.get(owed.handler)
         wanted = int(owed.state == "SUCCEEDED")
-        if kind is not None and kind.in_transaction:
+        if kind is not None and kind.hook_fails is not None:
+            hooks = effects.pop((hook_of(owed.handler), owed.event), 0)
+            if hooks != int(owed.state == "DEAD"):
+                yield f"the hook of {owed.handler} has {hooks} effects for event {owed.event}, which is {owed.state}"
+        if owed.id in case.reopened:
+            effects.pop((owed.handler, owed.event), 0)  # one for each time that it has succeeded
+        elif kind is not None and kind.in_transaction:
             number = effects.pop((owed.handler, owed.event), 0)
             if number != wanted:
                 yield f"{owed.handler} has {number} effects for event {owed.event}, whose row is {owed.state}"
@@ -146,7 +152,7 @@ def _only_under_newest_term(case: Case) -> Iterator[str]:
         if line.state in TERMINAL and written == len(line.rows):
             ended.update(row[0] for row in line.rows)
     for notification, number in ended.items():
-        if number > 1:
+        if number > 1 + len(case.reopened.get(notification, ())):
             yield f"notification {notification} was brought to an end {number} times"
 
 
@@ -170,6 +176,8 @@ def _overlaps(case: Case, runs: Sequence[Run], what: str) -> Iterator[str]:
     for run in sorted(runs, key=lambda run: run.line.at):
         open_runs = [other for other in open_runs if other.end > run.line.at]
         for other in open_runs:
+            if other.is_same_call(run):
+                continue
             if other.slot == run.slot:
                 is_wrong = other.line.term == run.line.term
             else:
@@ -197,7 +205,8 @@ def _after_the_end(case: Case) -> Iterator[str]:
                 ends.setdefault(notification, (answer.at, slot, term))
     for run in case.runs:
         at, slot, term = ends.get(run.line.notification, (NEVER, "", 0))
-        if run.line.decided <= at or not term:
+        reopened = case.reopened.get(run.line.notification, ())
+        if run.line.decided <= at or not term or any(moment < run.line.decided for moment in reopened):
             continue
         knows = run.line.term >= term
         if run.slot != slot:  # the row has moved to a different partition in between
@@ -230,17 +239,17 @@ def _in_order(case: Case) -> Iterator[str]:
 
 
 def _overtakings(runs: Sequence[Run], ends: Mapping[str, int], key: str) -> Iterator[str]:
-    latest, last = 0, ""
+    latest, last, before = 0, "", list[Run]()
     in_order = sorted(runs, key=lambda run: run.line.sequence)
     for _, same in groupby(in_order, key=lambda run: run.line.sequence):
         some = list(same)
         for run in some:
-            if run.line.at < latest:
+            if run.line.at < latest and not any(run.is_same_call(former) for former in before):
                 yield f"{run} overtook event {last} in key {key}"
         line = some[0].line
         end = ends.get(line.notification, NEVER)
         if end > latest:
-            latest, last = end, line.event
+            latest, last, before = end, line.event, some
 
 
 # --- 7: nothing is left --------------------------------------------------------------------------
@@ -257,6 +266,31 @@ def _nothing_is_left(case: Case) -> Iterator[str]:
     for line in case.lines("tasks"):
         yield f"{line.process} left the task {line.how}"
     yield from _miscounted(case)
+    yield from _uncounted(case)
+
+
+def _uncounted(case: Case) -> Iterator[str]:
+    """The runs that count fewer attempts than failed before. Only the handler's own errors use up attempts."""
+    failed: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for run in case.runs:
+        if run.how.startswith("failed: ValueError") and not case.handlers[run.line.handler].in_batches:
+            failed[run.line.process, run.line.notification].append(run.end)
+    written: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
+    for line in case.lines("settling"):
+        answer = case.answers.get((line.process, line.run))
+        if line.state != "FAILED" or answer is None or answer.number < len(line.rows):
+            continue
+        for notification, slot, term in line.rows:
+            ends = failed[line.process, notification]
+            if any(end <= line.at for end in ends):
+                failed[line.process, notification] = [end for end in ends if end > line.at]
+                written[notification].append((answer.at, slot, term))
+    for run in case.runs:
+        line = run.line
+        before = [row for row in written.get(line.notification, ()) if row[0] < line.decided]
+        known = sum(slot == run.slot and term <= line.term for _, slot, term in before)
+        if known and line.attempt <= known and line.notification not in case.reopened:
+            yield f"{run} was attempt {line.attempt}, after {known} attempts had failed"
 
 
 def _miscounted(case: Case) -> Iterator[str]:
@@ -276,7 +310,7 @@ def _miscounted(case: Case) -> Iterator[str]:
 def _at_most_once(case: Case) -> Iterator[str]:
     starts = Counter(line.notification for line in case.lines("start") if case.handlers[line.handler].only_once)
     for notification, number in starts.items():
-        if number > 1:
+        if number > 1 + len(case.reopened.get(notification, ())):
             yield f"notification {notification} of a handler that may run only once started {number} times"
 
 

@@ -41,6 +41,14 @@ class Kind(Struct, frozen=True, kw_only=True):
     dies: float = 0.0
     """How often it says that an event can never be handled."""
     emits: bool = False
+    returns: float = 0.0
+    """How often a batch handler returns some of its events as failed."""
+    hook_fails: float | None = None
+    """How often its ``on_dead`` hook fails; ``None`` for a handler without a hook."""
+    is_everywhere: bool = True
+    """False if some processes do not have the handler, so that events may have no notification of it."""
+    name: str | None = None
+    """The name that it has now, after it was renamed."""
 
     @property
     def in_transaction(self) -> bool:

@@ -28,6 +28,7 @@ WHAT = {
     "blocking": "a handler blocks the event loop until then",
     "start": "a handler is called for an event", "effect": "it did its work", "finish": "it ended",
     "settling": "outcomes are about to be written", "settled": "so many of them were", "refusal": "so many were not",
+    "reopened": "an operator let the notification run again", "skipped": "an operator ended the notification",
     "counters": "what the instance counted", "tasks": "tasks that are left over",
     # of the one who looks on
     "fault": "something was done to somebody", "exit": "a process has ended",
@@ -44,10 +45,14 @@ class Line(Struct, omit_defaults=True):
     events: list[str] = []
     run: int = 0
     """The number of one call of a handler for one event, or of one statement that writes outcomes."""
+    call: int = 0
+    """The number of a call for several events, or of the calls for parts of them after the call has failed."""
     event: str = ""
     notification: str = ""
     handler: str = ""
     partition: int = 0
+    slot: str = ""
+    """The slot of the run, if the handler was renamed since the notification was made."""
     key: str = ""
     sequence: int = 0
     attempt: int = 0

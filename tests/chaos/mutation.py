@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _judge(mutant: Mutant, seed: int) -> tuple[str, bool]:
     """The verdict on a mutant, and True if the verdict is as it should be."""
     try:
-        with _copy(mutant.patch) as tree:
+        with copied(mutant.patch) as tree:
             for number in range(TRIES):
                 found = _broken(tree, mutant.stage, seed + number)
                 if mutant.invariant in found:
@@ -90,7 +90,7 @@ def _judge(mutant: Mutant, seed: int) -> tuple[str, bool]:
 
 
 def _found_in_unbroken(stage: Stage, seed: int) -> list[int]:
-    with _copy(None) as tree:
+    with copied(None) as tree:
         return sorted(_broken(tree, stage, seed))
 
 
@@ -120,7 +120,7 @@ def _broken(tree: Path, stage: Stage, seed: int) -> set[int]:
 
 
 @contextmanager
-def _copy(patch: Path | None) -> Iterator[Path]:
+def copied(patch: Path | None) -> Iterator[Path]:
     """A copy of the files that a run needs, broken by a patch."""
     with tempfile.TemporaryDirectory(prefix="outboxio-mutant-") as folder:
         tree = Path(folder)

@@ -11,9 +11,9 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from outboxio import Action, CommitUnknown, Outbox, Settings, Transaction
+from outboxio import Action, CommitUnknown, Event, Outbox, Settings, Transaction
 from tests.chaos.handlers import Happened
 from tests.chaos.history import History, keep_log
 from tests.chaos.worker import source_of
@@ -34,6 +34,7 @@ class Refused(Exception):
 class Act(Action):
     """Writes a row, and emits one or several events."""
 
+    event: ClassVar[type[Event]] = Happened
     number: int
     key: str | None
     events: int
@@ -44,7 +45,7 @@ class Act(Action):
             await tx.execute(sql(tx, LOCK_KEY), self.key)
         await tx.execute(sql(tx, OWN_ROW), str(tx.action_id))
         for _ in range(self.events):
-            tx.emit(Happened(self.number), ordering_key=self.key)
+            tx.emit(self.event(self.number), ordering_key=self.key)
         ids = [str(event.id) for event in tx.events]
         tx.resources.write("attempt", action=str(tx.action_id), events=ids)
         _of_task[asyncio.current_task()] = tx
@@ -55,12 +56,15 @@ class Act(Action):
 _of_task: dict[asyncio.Task[Any] | None, Transaction] = {}
 
 
-async def produce(outbox: Outbox, history: History, stop: asyncio.Event, seed: int, pause: float) -> None:
+async def produce(
+    outbox: Outbox, history: History, stop: asyncio.Event, seed: int, pause: float, act_class: type[Act] = Act,
+    keys: int = KEYS,
+) -> None:  # fmt: skip
     chances = random.Random(seed)
     numbers = iter(range(sys.maxsize))
     while not stop.is_set():
-        key = str(chances.randrange(KEYS)) if chances.random() < 0.5 else None
-        act = Act(next(numbers), key, chances.choice((1, 1, 1, 2, 5)), chances.random() < ROLLED_BACK)
+        key = str(chances.randrange(keys)) if chances.random() < 0.5 else None
+        act = act_class(next(numbers), key, chances.choice((1, 1, 1, 2, 5)), chances.random() < ROLLED_BACK)
         task = asyncio.create_task(execute(outbox, history, act))
         if chances.random() < CANCELLED:
             await asyncio.sleep(chances.random() * 0.02)

@@ -1,4 +1,5 @@
-"""A short chaos run on every database: ``make chaos`` runs longer, and says how to repeat a bad run."""
+"""A short chaos run on PostgreSQL and on MariaDB: ``make chaos`` runs longer, on every database, and says how to repeat
+a bad run. On SQLite the simulation injects the same faults (tests/simulation)."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from tests.chaos.run import Plan, run, schedule
 from tests.kit.app import Look
 from tests.kit.servers import DIALECTS
 
-SECONDS = float(os.environ.get("OUTBOXIO_CHAOS_SECONDS", "4"))
+SECONDS = float(os.environ.get("OUTBOXIO_TEST_CHAOS_SECONDS", "4"))
 RATE = 15  # actions per second: the backlog of an outage has to be worked off
-SEED = int(os.environ.get("OUTBOXIO_CHAOS_SEED", "1"))
+SEED = int(os.environ.get("OUTBOXIO_TEST_CHAOS_SEED", "1"))
 
 
+@pytest.mark.one_of_family
 @pytest.mark.timeout(600)  # beside the other parts of the gate, all processes of a run share two cores
-async def test_whatever_goes_wrong_the_history_keeps_what_is_promised(database_url: str, tmp_path: Path) -> None:
+async def test_whatever_goes_wrong_the_history_keeps_what_is_promised(server_url: str, tmp_path: Path) -> None:
     # Each database begins with different faults, because there is no time for all.
-    seed = SEED + list(DIALECTS).index(Look(database_url).dialect)
-    result = await run(Place(database_url, tmp_path), Plan(seed, SECONDS, tuple(FAULTS), rate=RATE))
+    seed = SEED + list(DIALECTS).index(Look(server_url).dialect)
+    result = await run(Place(server_url, tmp_path), Plan(seed, SECONDS, tuple(FAULTS), rate=RATE))
     assert result.violations == [], f"seed {seed}; the histories are in {tmp_path}"
     assert result.counts["effects"], "nothing happened"
 

@@ -1,6 +1,6 @@
 """A shard of three falls silent: the healthy shards do not notice, and the third is back soon after its network.
 
-``OUTBOXIO_FULL_SIZE=1`` checks the promised figures under a lasting load; the figures are printed with ``-s``.
+``OUTBOXIO_TEST_FULL_SIZE=1`` checks the promised figures under a lasting load; the figures are printed with ``-s``.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ async def deposit(outbox: Outbox, shard: str, until: float) -> int:
     return number
 
 
+@pytest.mark.real_time("measures how long a shard takes to recover")
 async def test_a_silent_shard_disturbs_no_other_and_recovers(third: tuple[dict[str, str], Proxy]) -> None:
     urls, proxy = third
     async with Outbox(urls, namespace="app", settings=Settings(lock_heartbeat=HEARTBEAT)) as outbox:

@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
+from outboxio import EventEnvelope, HandlerFailed, Outbox, RetryAfter, Settings, Unprocessable
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.workers import WorkerPool
@@ -35,7 +35,7 @@ from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage import Shard
 from outboxio.support.aio import to_the_end
-from tests.chaos.case import slot_name
+from tests.chaos.case import hook_of, slot_name
 from tests.chaos.handlers import SETS, Followed, Kind
 from tests.chaos.history import History, keep_log
 from tests.flow.worker import report
@@ -63,6 +63,7 @@ class Instance:
         self.decided: dict[asyncio.Task[Any], tuple[Run, float]] = {}
         self.ignoring = 0
         """How many runs ignore their cancellation at this moment."""
+        self._calls: dict[Run, int] = {}
         self._numbers = iter(range(1, sys.maxsize))
 
     def number(self) -> int:
@@ -72,15 +73,23 @@ class Instance:
         async def one(envelope: Envelope) -> None:
             await self._handle(name, kind, [envelope])
 
-        async def many(envelopes: list[Envelope]) -> None:
-            await self._handle(name, kind, envelopes)
+        async def many(envelopes: list[Envelope]) -> list[Envelope]:
+            return await self._handle(name, kind, envelopes)
 
-        outbox.handler(kind.event, name=name, **kind.options)(many if kind.in_batches else one)
+        async def on_dead(envelope: Envelope, error: HandlerFailed) -> None:
+            await asyncio.sleep(self.random.random() * kind.sleeps)
+            await envelope.tx.execute(sql(envelope.tx, EFFECT), hook_of(name), str(envelope.event_id))
+            if kind.hook_fails is not None and self.random.random() < kind.hook_fails:
+                raise RetryAfter(0.1)
 
-    async def _handle(self, name: str, kind: Kind, envelopes: list[Envelope]) -> None:
+        hook = {} if kind.hook_fails is None else {"on_dead": on_dead}
+        register = outbox.handler(kind.event, name=kind.name or name, **kind.options, **hook)
+        register(many if kind.in_batches else one)
+
+    async def _handle(self, name: str, kind: Kind, envelopes: list[Envelope]) -> list[Envelope]:
         orders = self.mischief.popleft() if self.mischief else {"do": ""}
         numbers = [self._start(name, envelope, orders["do"]) for envelope in envelopes]
-        how = "cancelled"
+        how, returned = "cancelled", list[Envelope]()
         try:
             await self._misbehave(orders)
             chance = self.random.random()
@@ -90,9 +99,13 @@ class Instance:
                 raise ValueError(f"{name} fails now and then")
             if chance > 1 - kind.dies:
                 raise Unprocessable(f"{name} will never take this")
+            if chance < kind.fails + kind.returns:
+                returned = self.random.sample(envelopes, self.random.randint(1, len(envelopes)))
             for number, envelope in zip(numbers, envelopes, strict=True):
-                await self._take_effect(number, name, kind, envelope)
+                if envelope not in returned:
+                    await self._take_effect(number, name, kind, envelope)
             how = "done"
+            return returned
         except Exception as error:
             how = f"failed: {error!r}"
             raise
@@ -104,11 +117,13 @@ class Instance:
         task = asyncio.current_task()
         assert task is not None
         number, (run, decided) = self.number(), self.decided[task]
+        call = self._calls.setdefault(run, number)
         [row] = [row for row in run.undone if row.notification.id == envelope.notification_id]
         self.history.write(
-            "start", run=number, event=str(envelope.event_id), notification=str(row.notification.id), handler=name,
-            partition=row.lease.partition, key=envelope.ordering_key or "", sequence=row.notification.sequence,
-            attempt=envelope.attempt, term=row.lease.term, decided=int(decided * 1e9), how=how,
+            "start", run=number, call=call, event=str(envelope.event_id), notification=str(row.notification.id),
+            handler=name, partition=row.lease.partition, key=envelope.ordering_key or "",
+            sequence=row.notification.sequence, attempt=envelope.attempt, term=row.lease.term,
+            decided=int(decided * 1e9), how=how, slot=slot_of(row.lease),
         )  # fmt: skip
         return number
 
@@ -302,7 +317,7 @@ async def main(told: dict[str, Any]) -> None:
             report("running")
             await stop.wait()
             history.write("leaving")
-        history.write("counters", counters=_counted(work))
+        history.write("counters", counters=counted(work))
         await asyncio.gather(*helpers)
     await eventually(lambda: not instance.ignoring)  # no task could wait for such handlers, and they end at last
     helpers.add(asyncio.current_task())  # type: ignore[arg-type]
@@ -313,7 +328,7 @@ async def main(told: dict[str, Any]) -> None:
     await bye.wait()
 
 
-def _counted(work: ShardRun) -> dict[str, int]:
+def counted(work: ShardRun) -> dict[str, int]:
     counters = work.counters
     return {name: getattr(counters, name) for name in counters.__struct_fields__}
 

@@ -83,6 +83,7 @@ def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
 # --- what is retried without being asked for -------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_a_stale_record_runs_the_whole_action_again(outbox: Outbox, look: Look) -> None:
     script = Failing(StaleRecord("Wallet", "w1", 3))
 
@@ -96,6 +97,7 @@ async def test_a_stale_record_runs_the_whole_action_again(outbox: Outbox, look: 
     assert first.action_id == second.action_id
 
 
+@pytest.mark.above_statements
 async def test_each_run_begins_at_its_own_moment(make_outbox: MakeOutbox, look: Look, clock: Any) -> None:
     outbox = await make_outbox(clock=clock)
     began: list[Any] = []
@@ -111,6 +113,7 @@ async def test_each_run_begins_at_its_own_moment(make_outbox: MakeOutbox, look: 
     assert began[0] != began[1] == row["started_date"]
 
 
+@pytest.mark.above_statements
 async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Setup") as tx:
         await add_wallet(tx, "w1", 100)
@@ -132,6 +135,7 @@ async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look
     assert await look.fetch("SELECT balance, version FROM wallets") == [{"balance": 70, "version": 2}]
 
 
+@pytest.mark.above_statements
 async def test_expect_one_says_what_is_stale_and_refuses_two_rows_as_well(outbox: Outbox) -> None:
     async def none_or_two(tx: Transaction) -> None:
         with pytest.raises(StaleRecord, match=r"Wallet w1 is no longer at version 7, or does not exist") as caught:
@@ -152,6 +156,7 @@ async def test_sqlalchemys_stale_data_counts_as_a_stale_record(outbox: Outbox) -
     assert await outbox.executor.execute(doing(script)) == 2
 
 
+@pytest.mark.above_statements
 async def test_a_stale_record_in_the_cause_chain_counts_and_one_that_is_only_context_does_not(outbox: Outbox) -> None:
     script = Failing(raised_from(Unlucky(), ValueError(), StaleRecord("Wallet")))
     assert await outbox.executor.execute(doing(script)) == 2
@@ -164,6 +169,7 @@ async def test_a_stale_record_in_the_cause_chain_counts_and_one_that_is_only_con
     assert script.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_after_three_retries_the_last_error_is_raised(outbox: Outbox, look: Look) -> None:
     errors = [StaleRecord("Wallet", n) for n in range(5)]
     script = Failing(*errors)
@@ -177,6 +183,7 @@ async def test_after_three_retries_the_last_error_is_raised(outbox: Outbox, look
     assert await written(look) == []
 
 
+@pytest.mark.above_statements
 async def test_other_errors_are_not_retried(outbox: Outbox) -> None:
     for error in (Unlucky(), ValueError(), ExceptionGroup("several", [StaleRecord("Wallet")])):
         script = Failing(error)
@@ -186,6 +193,7 @@ async def test_other_errors_are_not_retried(outbox: Outbox) -> None:
         assert script.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_a_transaction_block_is_never_retried(outbox: Outbox) -> None:
     with pytest.raises(StaleRecord):
         async with outbox.transaction("Block"):
@@ -314,11 +322,13 @@ async def test_a_file_that_stays_busy_fails_the_action_with_the_drivers_error(sq
 # --- what is retried because it was asked for -----------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_an_actions_own_retry_matches_subclasses(outbox: Outbox) -> None:
     script = Failing(SeatTaken(), Taken(), SeatTaken())
     assert await outbox.executor.execute(doing(script, retry=Retry(on=Taken, attempts=4, delay=0))) == 4
 
 
+@pytest.mark.above_statements
 async def test_an_actions_own_retry_does_not_match_superclasses(outbox: Outbox) -> None:
     script = Failing(Taken())
     with pytest.raises(Taken):
@@ -326,6 +336,7 @@ async def test_an_actions_own_retry_does_not_match_superclasses(outbox: Outbox) 
     assert script.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_attempts_count_every_run(outbox: Outbox) -> None:
     for attempts in (1, 2, 3):
         script = Failing(*(Taken() for _ in range(9)))
@@ -346,12 +357,14 @@ async def test_retries_match_the_cause_chain_even_if_it_bites_its_tail(outbox: O
     assert cyclic.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_a_retry_may_be_given_for_one_call_and_goes_before_the_actions_own(outbox: Outbox) -> None:
     script = Failing(Taken(), Taken(), Taken())
     action = doing(script, retry=Retry(on=Taken, attempts=2, delay=0))
     assert await outbox.executor.execute(action, retry=[Retry(on=Taken, attempts=4, delay=0)]) == 4
 
 
+@pytest.mark.above_statements
 async def test_each_entry_keeps_its_own_count(outbox: Outbox) -> None:
     retry = [Retry(on=Taken, attempts=3, delay=0), Retry(on=Unlucky, attempts=3, delay=0)]
     script = Failing(Taken(), Unlucky(), Taken(), Unlucky())
@@ -362,11 +375,13 @@ async def test_each_entry_keeps_its_own_count(outbox: Outbox) -> None:
         await outbox.executor.execute(doing(script, retry=retry))
 
 
+@pytest.mark.above_statements
 async def test_an_own_entry_does_not_use_up_the_retries_by_default(outbox: Outbox) -> None:
     script = Failing(Taken(), StaleRecord("Wallet"), Taken(), StaleRecord("Wallet"))
     assert await outbox.executor.execute(doing(script, retry=Retry(on=Taken, attempts=3, delay=0))) == 5
 
 
+@pytest.mark.above_statements
 async def test_a_retry_by_default_is_turned_off_with_one_attempt(outbox: Outbox) -> None:
     script = Failing(StaleRecord("Wallet"))
     with pytest.raises(StaleRecord):
@@ -374,6 +389,7 @@ async def test_a_retry_by_default_is_turned_off_with_one_attempt(outbox: Outbox)
     assert script.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_what_is_no_exception_is_never_retried(outbox: Outbox) -> None:
     class Stop(BaseException):
         pass
@@ -384,6 +400,7 @@ async def test_what_is_no_exception_is_never_retried(outbox: Outbox) -> None:
     assert script.runs == 1
 
 
+@pytest.mark.above_statements
 async def test_a_cancellation_ends_the_wait_for_the_next_run(outbox: Outbox, look: Look, database_url: str) -> None:
     script = Failing(Taken(), Taken())
     waits = asyncio.Event()

@@ -83,13 +83,12 @@ async def test_retry_begins_anew_with_attempts_and_retention(outbox: Outbox, clo
     journal = Journal(lambda envelope: Unprocessable("not yet") if len(journal) == 1 else None)
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1,)))
-    async with outbox.running():
-        await outbox.drain()
-        moment = clock.advance("30d")
-        (dead,) = await outbox.admin.list(state="DEAD")
+    await outbox.drain()
+    moment = clock.advance("30d")
+    (dead,) = await outbox.admin.list(state="DEAD")
 
-        assert (await outbox.admin.retry([dead.id, uuid4()])).done == 1
-        assert (await outbox.drain()).succeeded == 1
+    assert (await outbox.admin.retry([dead.id, uuid4()])).done == 1
+    assert (await outbox.drain()).succeeded == 1
 
     (record,) = await outbox.admin.list()
     assert (record.state, record.attempts, record.retention_from, len(record.errors)) == ("SUCCEEDED", 1, moment, 1)

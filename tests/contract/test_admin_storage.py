@@ -15,7 +15,7 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Look
 from tests.kit.storage import LONG_AGO, NOW, Store
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.one_of_family
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

@@ -93,6 +93,7 @@ def stores_nul(outbox: Outbox) -> bool:
 # --- events and what is told of them -----------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_an_event_that_is_no_json_object_is_refused(outbox: Outbox, look: Look) -> None:
     refusals: list[tuple[Any, str]] = [
         (Row("w1"), r'^event Row: encodes to \["w1"\], which is no JSON object$'),
@@ -107,12 +108,14 @@ async def test_an_event_that_is_no_json_object_is_refused(outbox: Outbox, look: 
         await refused(outbox, look, lambda tx, event=event: tx.emit(event), message)
 
 
+@pytest.mark.above_statements
 async def test_an_event_that_contains_itself_is_refused(outbox: Outbox, look: Look) -> None:
     circle: list[Any] = []
     circle.append(circle)
     await refused(outbox, look, lambda tx: tx.emit(Anything(circle)), "event Anything: cannot be encoded as JSON")
 
 
+@pytest.mark.above_statements
 async def test_nan_and_infinities_are_refused_wherever_they_hide(outbox: Outbox, look: Look) -> None:
     """msgspec would silently write such numbers as null."""
     hidden = {

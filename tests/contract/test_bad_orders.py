@@ -20,6 +20,7 @@ SINCE = datetime(2026, 1, 1)
 NO_NAMES = ["a" * 256, "a\0b", "\ud800", "", " \n", None, True, 7, 10**5000, b"first", ["first"], object()]
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("name", NO_NAMES, ids=lambda name: ascii(name)[:12] if name != 10**5000 else "huge")
 async def test_what_is_no_name_is_refused_by_every_order(outbox: Outbox, look: Look, name: Any) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
@@ -45,6 +46,7 @@ async def test_what_is_no_name_is_refused_by_every_order(outbox: Outbox, look: L
     assert await look.fetch("SELECT * FROM {pauses}") == []
 
 
+@pytest.mark.above_statements
 async def test_what_is_no_list_is_refused_with_an_example_of_one(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     admin, one = outbox.admin, uuid4()
@@ -67,6 +69,7 @@ async def test_what_is_no_list_is_refused_with_an_example_of_one(outbox: Outbox)
             await order()
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize(
     "limit",
     [0, -1, True, None, 1.5, "10", 2**63, 10**5000],
@@ -77,6 +80,7 @@ async def test_a_limit_is_a_whole_number_that_every_database_takes(outbox: Outbo
         await outbox.admin.list(limit=limit)
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("shard", ["", "other", 7, True, ["default"], b"default"], ids=ascii)
 async def test_a_shard_is_one_of_those_that_there_are(outbox: Outbox, look: Look, shard: Any) -> None:
     says = r"there is no shard .*; the shards are 'default'"
@@ -91,6 +95,7 @@ async def test_a_shard_is_one_of_those_that_there_are(outbox: Outbox, look: Look
     assert await written(look) == []
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize(
     "key",
     [None, b"k", "\0", "k" * 256, "\ud800", 10**5000],

@@ -24,11 +24,11 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
-from tests.kit.inside import database_of
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, hang
+from tests.kit.inside import database_of, queues_of
 from tests.kit.probes import add_wallet, balances
 
-pytestmark = pytest.mark.above_statements
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelopes = list[EventEnvelope[MoneyDeposited]]
@@ -181,7 +181,7 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_split(outbox: Outbox,
     async def report(envelopes: Envelopes) -> None:
         sizes.append(len(envelopes))
         if any(envelope.event.amount == 1 for envelope in envelopes):
-            await asyncio.sleep(30)
+            await hang()
 
     await emit(outbox, 4)
     await outbox.drain()
@@ -214,6 +214,7 @@ async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, l
     assert all(row["model_id"] == f"of {deposits[row['causation_id']]}" for row in emitted)
 
 
+@pytest.mark.real_time("runs last for a part of their time limit")
 async def test_the_parts_of_a_call_wait_for_the_transactions_of_others_outside_their_own_time(
     outbox: Outbox, look: Look
 ) -> None:
@@ -271,8 +272,9 @@ async def test_events_wait_for_others_but_not_for_ever(outbox: Outbox) -> None:
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=4, max_wait="300ms"))(calls)
     async with outbox.running():
+        [queue] = queues_of(outbox).values()
         await emit(outbox, 2)
-        await asyncio.sleep(0.05)
+        await eventually(lambda: len(queue.batch_buffer) == 2)
         assert calls.calls == []
         await emit(outbox, 2, start=2)
         await eventually(lambda: len(calls.calls) == 1)
@@ -333,6 +335,7 @@ async def test_what_has_gathered_is_called_although_another_handler_cannot_be_li
         await eventually(lambda: sum(calls.sizes) == 4)
 
 
+@pytest.mark.real_time("calls last long enough for others to begin beside them")
 async def test_one_call_at_a_time_unless_more_are_wanted(make_outbox: MakeOutbox) -> None:
     running, most = 0, {"one": 0, "three": 0}
 
@@ -381,7 +384,7 @@ async def test_a_shutdown_uses_up_no_attempt_of_a_batch(make_outbox: MakeOutbox,
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=5))
     async def report(envelopes: Envelopes) -> None:
         begun.set()
-        await asyncio.sleep(60)
+        await hang()
 
     async with outbox.running():
         await emit(outbox, 5)

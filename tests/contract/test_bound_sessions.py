@@ -7,12 +7,17 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session
 
-from outboxio import EventEnvelope, OtherDatabase, Outbox, Settings
+from outboxio import ConfigurationError, EventEnvelope, OtherDatabase, Outbox, Settings
+from outboxio.sync import Producer
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.orm import Noted, Order, a_sessionmaker, async_url
 from tests.kit.probes import MakeOutbox, written
+
+pytestmark = pytest.mark.one_of_family
 
 Maker = async_sessionmaker[AsyncSession]
 
@@ -156,6 +161,29 @@ async def test_a_commit_on_a_different_database_is_refused(database_url: str, se
             await session.commit()
         await session.rollback()
         assert await session.get(Order, 1) is None
+
+
+async def test_a_session_without_a_default_engine_is_refused_at_its_first_use(sqlite_url: str) -> None:
+    engine, blocking = create_async_engine(async_url(sqlite_url)), create_engine(sqlite_url)
+    maker = async_sessionmaker(binds={Order: engine})
+    refused = pytest.raises(ConfigurationError, match=r"no default engine.*async_sessionmaker\(engine, binds=")
+    async with Outbox(sqlite_url, namespace="app") as outbox, maker() as session:
+        session.add(Order(id=1))
+        with refused:
+            outbox.bind(session)
+        with refused:
+            await outbox.record(session, Noted("a"), action="Note")
+        with refused:
+            await outbox.inbox.receive(source="a", external_id="1", event=Noted("a"), connection=session)
+        with Session(binds={Order: blocking}) as synchronous, refused:
+            synchronous.begin()
+            Producer("app").record(synchronous, Noted("a"), action="Note")
+        session.sync_session.bind = engine.sync_engine
+        outbox.bind(session)
+    with pytest.raises(ConfigurationError, match="an async_sessionmaker without a default engine"):
+        Outbox(maker, namespace="app")
+    blocking.dispose()
+    await engine.dispose()
 
 
 @pytest.mark.not_on("sqlite", why="its driver begins no transaction at SAVEPOINT, so RELEASE commits")

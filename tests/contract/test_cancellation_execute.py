@@ -21,7 +21,7 @@ from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reporte
 from tests.kit.server_acts import acts_on
 from tests.kit.sql import sql
 
-pytestmark = pytest.mark.with_tables
+pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
 

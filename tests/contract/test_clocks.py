@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from outboxio import Batch, EventEnvelope, Outbox, Settings
 from outboxio.storage.connections.proof import Proof
 from outboxio.support import clock as clocks
-from outboxio.support import ids
+from outboxio.support import ids, machine
 from outboxio.support.clock import utc_now
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import clock_of, database_of
@@ -284,8 +284,9 @@ async def test_what_is_fanned_out_right_after_a_step_of_the_hosts_clock_is_due_a
         await outbox.executor.execute(Emit((0,)))
         await journal.calls(1)
         before, real = utc_now(), time.time_ns
-        monkeypatch.setattr(ids, "_latest", ids._latest)  # the ids of later tests go by the right clock again
-        monkeypatch.setattr(time, "time_ns", lambda: real() + step // timedelta(microseconds=1) * 1000)
+        latest = machine.local("ids", ids._Latest)
+        monkeypatch.setattr(latest, "ns", latest.ns)  # the ids of later tests go by the right clock again
+        monkeypatch.setattr(machine, "time_ns", lambda: real() + step // timedelta(microseconds=1) * 1000)
         for number in range(1, 5):
             await outbox.executor.execute(Emit((number,)))
         await journal.calls(5)
@@ -308,8 +309,9 @@ async def test_an_operators_machine_whose_clock_is_wrong_makes_due_by_the_databa
         await outbox.drain()
         [failed] = await look.notifications()
         before, real = utc_now(), time.time_ns
-        monkeypatch.setattr(ids, "_latest", ids._latest)  # the ids of later tests go by the right clock again
-        monkeypatch.setattr(time, "time_ns", lambda: real() + 3_600_000_000_000)
+        latest = machine.local("ids", ids._Latest)
+        monkeypatch.setattr(latest, "ns", latest.ns)  # the ids of later tests go by the right clock again
+        monkeypatch.setattr(machine, "time_ns", lambda: real() + 3_600_000_000_000)
         assert (await operator.admin.retry([failed["id"] if look.driver == "asyncpg" else str(failed["id"])])).done == 1
     [row] = await look.notifications()
     assert abs(datetime.fromisoformat(str(row["next_retry_at"])) - before) < timedelta(minutes=10)

@@ -16,6 +16,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import dispatcher_of, locks_of, queues_of, run_of
 from tests.kit.spies import Gate, counters, deposits
 
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 QUICK = Settings(fanout_poll_delay="30ms", handling_poll_delay="30ms")

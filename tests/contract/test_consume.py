@@ -26,7 +26,7 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, hang
 from tests.kit.marks import needs_many_writers
 from tests.kit.probes import add_wallet, balances
 from tests.kit.spies import Gate
@@ -219,7 +219,7 @@ async def test_what_can_never_succeed_is_stored_as_dead(outbox: Outbox) -> None:
 async def test_a_handler_that_takes_too_long_has_failed(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="slow", timeout=0.05)
     async def slow(envelope: Envelope) -> None:
-        await asyncio.sleep(30)
+        await hang()
 
     with pytest.raises(ExceptionGroup) as caught:
         await outbox.inbox.consume(**message())
@@ -234,7 +234,7 @@ async def test_who_is_cancelled_cancels_the_handler(outbox: Outbox) -> None:
     async def slow(envelope: Envelope) -> None:
         begun.set()
         try:
-            await asyncio.sleep(30)
+            await hang()
         finally:
             ended.set()
 
@@ -306,6 +306,7 @@ async def test_a_transactional_handler_and_its_mark_commit_together(outbox: Outb
     assert [row["model_id"] for row in await look.events()] == ["emitted"]
 
 
+@pytest.mark.real_time("a run lasts long enough for others to begin beside it")
 async def test_two_at_once_have_one_effect(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="books", delivery="transactional")
     async def books(envelope: Envelope) -> None:
@@ -426,6 +427,7 @@ async def test_consuming_inside_a_transaction_is_refused_as_receiving_is(outbox:
             await outbox.inbox.consume(**message())
 
 
+@pytest.mark.real_time("shows that no run begins beside another")
 async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
     gate = Gate()
     outbox.handler(MoneyDeposited, name="receipt", concurrency=1)(gate)
@@ -437,6 +439,7 @@ async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
     assert gate.most == 1
 
 
+@pytest.mark.real_time("shows that no further run begins")
 @needs_many_writers
 async def test_transactional_handlers_of_messages_leave_connections_to_actions(
     make_outbox: MakeOutbox, look: Look

@@ -40,7 +40,7 @@ from tests.kit.spies import counters, deposits
 from tests.kit.storage import LONG_AGO, NOW, Store
 from tests.kit.wire import Wire, watched
 
-pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables, pytest.mark.one_of_family, pytest.mark.slow]
 
 BATCH = 1000
 OUTCOMES = 500
@@ -478,6 +478,7 @@ async def test_each_write_of_a_job_is_one_statement_so_that_a_frozen_process_kee
     assert [text.split()[0] for text in spent.texts] == ["INSERT", "UPDATE"], spent.texts
 
 
+@pytest.mark.real_time("counts the statements of an idle second")
 async def test_an_idle_second_costs_a_look_at_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
     """Fan-out and finding look once a second, as does the loop that reads pauses; the locks are proved every 5 s.
 

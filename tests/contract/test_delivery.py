@@ -25,11 +25,13 @@ from outboxio import (
     Unprocessable,
 )
 from outboxio.testing import MovableClock
-from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, hang
 from tests.kit.marks import needs_many_writers
 from tests.kit.probes import add_wallet, balances, doing, open_transactions
 from tests.kit.spies import breaks, counters, watch
 from tests.kit.sql import sql
+
+pytestmark = [pytest.mark.one_of_family, pytest.mark.slow]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -124,7 +126,7 @@ async def test_a_run_that_takes_too_long_is_rolled_back(outbox: Outbox, look: Lo
     @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="50ms")
     async def handle(envelope: Envelope) -> None:
         await count_up(envelope)
-        await asyncio.sleep(20)
+        await hang()
 
     await outbox.executor.execute(Emit((1,)))
     assert (await outbox.drain()).failed == 1
@@ -224,6 +226,7 @@ async def test_the_transaction_cannot_be_used_after_the_handler(outbox: Outbox) 
         await kept[0].execute("SELECT 1")
 
 
+@pytest.mark.one_of_family(False)
 async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
@@ -251,6 +254,7 @@ async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
     assert await balances(look) == []
 
 
+@pytest.mark.one_of_family(False)
 @needs_many_writers
 async def test_a_row_that_another_process_works_on_is_passed_by(outbox: Outbox, look: Look) -> None:
     journal = Journal()
@@ -314,7 +318,7 @@ async def test_shutdown_rolls_back_what_it_interrupts_and_uses_up_no_attempt(
     async def handle(envelope: Envelope) -> None:
         await count_up(envelope)
         begun.set()
-        await asyncio.sleep(20)
+        await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
@@ -373,7 +377,7 @@ async def test_a_run_that_never_ended_is_not_begun_again(outbox: Outbox, look: L
 async def test_a_timeout_ends_dead(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="slow", delivery="at_most_once", timeout="50ms")
     async def handle(envelope: Envelope) -> None:
-        await asyncio.sleep(20)
+        await hang()
 
     await outbox.executor.execute(Emit((1,)))
     assert (await outbox.drain()).dead == 1
@@ -388,7 +392,7 @@ async def test_a_run_that_shutdown_interrupts_ends_dead(make_outbox: MakeOutbox,
     @outbox.handler(MoneyDeposited, name="slow", delivery="at_most_once")
     async def handle(envelope: Envelope) -> None:
         begun.set()
-        await asyncio.sleep(20)
+        await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
@@ -432,6 +436,7 @@ async def _deposit(tx: Transaction) -> None:
     tx.emit(MoneyDeposited(uuid4(), Decimal(3)))
 
 
+@pytest.mark.real_time("runs last for a part of their time limit")
 async def test_waiting_for_the_transactions_of_others_is_not_the_handlers_time(outbox: Outbox, look: Look) -> None:
     """There are fewer transactions than runs, and all runs together take longer than the time limit of a run."""
     calls = 0

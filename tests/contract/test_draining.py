@@ -18,7 +18,7 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.inside import locks_of, run_of
 from tests.kit.spies import Gate, breaks, watch
 
-pytestmark = [pytest.mark.every_version, pytest.mark.above_statements]
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -273,8 +273,7 @@ async def test_drain_waits_until_locks_that_nobody_can_prove_are_proven_again(
         beat = lock.heartbeat
 
         async def late() -> Proof:
-            while not goes_on.is_set():  # noqa: ASYNC110  # an event of another event loop wakes nobody here
-                await asyncio.sleep(0.01)
+            await eventually(goes_on.is_set)  # an event of another event loop wakes nobody here
             return await beat()
 
         lock.heartbeat = late

@@ -10,12 +10,12 @@ from uuid import uuid4
 import pytest
 
 from outboxio import EventEnvelope, Outbox, PoolExhausted, Settings, Transaction, WrongEventLoop
-from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually, hang
 from tests.kit.inside import is_running
 from tests.kit.probes import MakeOutbox, doing, written
 from tests.kit.server_acts import ServerActs, acts_on
 
-pytestmark = pytest.mark.with_tables
+pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
 Entry = Callable[[Outbox], Awaitable[Any]]
 
@@ -183,7 +183,7 @@ async def test_closing_an_outbox_ends_even_if_a_transaction_never_does(sqlite_ur
     async def never_end(tx: Transaction) -> None:
         await tx.execute("CREATE TABLE never_made (n INT)")
         begun.set()
-        await asyncio.sleep(3600)
+        await hang()
 
     task = asyncio.create_task(outbox.executor.execute(doing(never_end)))
     await begun.wait()

@@ -21,7 +21,7 @@ from tests.kit.marks import needs_many_writers
 from tests.kit.probes import open_transaction
 from tests.kit.spies import breaks, deposits, watch
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.one_of_family
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -577,6 +577,7 @@ async def test_a_round_is_one_statement_however_much_it_takes(make_outbox: MakeO
     assert [name for name, _ in events.calls] == ["count_waiting"] + ["fan_out"] * 3
 
 
+@pytest.mark.one_of_family(False)
 async def test_two_instances_that_fan_out_beside_each_other_make_each_notification_once(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
@@ -603,6 +604,7 @@ async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterat
         yield commit
 
 
+@pytest.mark.one_of_family(False)
 @needs_many_writers
 async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox: Outbox, look: Look) -> None:
     journal = Journal()
@@ -620,6 +622,7 @@ async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox
     assert sequences[1] < sequences[0]
 
 
+@pytest.mark.one_of_family(False)
 @needs_many_writers
 async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Outbox, look: Look) -> None:
     journal = Journal()

@@ -9,6 +9,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.spies import watch
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.one_of_family
+
 
 class Many(Event):
     number: int

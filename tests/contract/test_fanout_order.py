@@ -17,7 +17,7 @@ from outboxio.support.fair_share import FairShare
 from tests.kit.app import Look
 from tests.kit.storage import LONG_AGO, NOW, Store
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.one_of_family
 
 
 class Many(Event):

@@ -29,6 +29,8 @@ from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox, open_transaction
 from tests.kit.spies import watch
 
+pytestmark = pytest.mark.one_of_family
+
 
 class Numbered(Event):
     number: int
@@ -74,6 +76,8 @@ async def counted(outbox: Outbox, **wanted: int) -> bool:
     return all(counts[name] == number for name, number in wanted.items())
 
 
+@pytest.mark.real_time("shows that no second sweep follows")
+@pytest.mark.above_statements
 async def test_however_often_rows_are_read_one_sweep_is_due(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUIET)
     outbox.handler(MoneyDeposited, name="h")(Journal())
@@ -144,7 +148,6 @@ async def test_under_load_events_are_looked_for_behind_those_of_a_moment_ago_and
 
     async def load() -> None:
         await outbox.executor.execute(Emit(tuple(next(amounts) for _ in range(FEW // 4))))
-        await asyncio.sleep(0.01)
 
     async def is_bounded() -> bool:
         await load()
@@ -251,6 +254,8 @@ async def test_an_event_that_somebody_has_locked_holds_up_no_other(make_outbox: 
     assert sorted(journal.amounts) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
+@pytest.mark.real_time("counts the reads of a second")
 @pytest.mark.parametrize(("fans_out", "ordered"), [(True, False), (False, False), (True, True)])
 async def test_who_fans_out_does_not_look_for_what_others_have_fanned_out(
     make_outbox: MakeOutbox, fans_out: bool, ordered: bool
@@ -271,6 +276,8 @@ async def test_who_fans_out_does_not_look_for_what_others_have_fanned_out(
             await eventually(lambda: notifications.count("find_due") >= 10)
 
 
+@pytest.mark.real_time("the pauses between polls depend on how long nothing was found")
+@pytest.mark.above_statements
 async def test_who_wakes_nobody_is_looked_for_quickly_once_he_was_found(make_outbox: MakeOutbox) -> None:
     silent, outbox = await make_outbox(settings=QUIET), await make_outbox(settings=QUIET)
     journal = Journal()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
@@ -21,7 +20,10 @@ from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import counters, watch
 
-pytestmark = pytest.mark.not_on("sqlite", why="nothing is handed over on SQLite: to find a row is a visit to a thread")
+pytestmark = [
+    pytest.mark.not_on("sqlite", why="nothing is handed over on SQLite: to find a row is a visit to a thread"),
+    pytest.mark.above_statements,
+]
 
 QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h")
 
@@ -174,8 +176,10 @@ async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_is_not_
         await keeps_up(outbox)
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=1))
-        await asyncio.sleep(0.2)
-    assert journal.amounts == [1]
+        events.trouble.clear()
+        await outbox.executor.execute(Emit((2,)))
+        await journal.calls(2)
+    assert journal.amounts == [1, 2], "a second run of the first row would have come before the second row's"
 
 
 async def test_rows_that_still_have_to_be_found_are_not_passed_by(make_outbox: MakeOutbox) -> None:
@@ -210,21 +214,24 @@ async def test_rows_that_still_have_to_be_found_are_not_passed_by(make_outbox: M
 async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    events = watch(outbox, "events")
+    events, handed = watch(outbox, "events"), list[int]()
 
     async def paused_meanwhile(fan_out: Any, *args: Any) -> Any:
-        if args[0].handoff is not None:
+        if (handoff := args[0].handoff) is not None:
             await outbox.admin.pause("h")
             cursors_of(outbox)["h"].is_paused = True
-        return await fan_out(*args)
+        done = await fan_out(*args)
+        if done.notifications:
+            handed.append(0 if handoff is None else handoff.taken)
+        return done
 
     async with outbox.running():
         await keeps_up(outbox)
         events.trouble["fan_out"] = paused_meanwhile
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: nothing_is_left(outbox, PENDING=1))
-        await asyncio.sleep(0.2)
-        assert len(journal) == 0
+        await eventually(lambda: handed)
+        assert (handed, len(journal)) == ([0], 0)
         events.trouble.clear()
         await outbox.admin.unpause("h")
         await journal.calls(1)

@@ -21,16 +21,16 @@ from outboxio.model.lock_name import LockName
 from outboxio.model.notification import BEGINNING, Position
 from outboxio.model.outcome import Lease
 from outboxio.storage.protocols import FanoutRequest
+from outboxio.support import scan_position as paces
 from outboxio.support import scan_position as trails
-from outboxio.support import sweep_pace as paces
-from outboxio.support.sweep_pace import Pace
+from outboxio.support.scan_position import Pace
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.inside import cursors_of, dispatcher_of, fanout_of, run_of
 from tests.kit.probes import open_transaction
 from tests.kit.spies import counters, deposits, watch
 
-pytestmark = pytest.mark.with_tables
+pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
 SETTINGS = Settings(fanout_poll_delay="50ms", handling_poll_delay="50ms", notify=False)
 SHORT = 20  # rows
@@ -48,9 +48,13 @@ def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_trails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads between sweeps begin some dozens of rows, or 0.1 s, behind the scan position."""
+    """Reads between sweeps begin some dozens of rows, or 1 s, behind the scan position.
+
+    Without sweeps, a row of the test itself that commits later than that after its position was passed is never found.
+    On a busy machine a COMMIT took more than 0.1 s.
+    """
     monkeypatch.setattr(trails, "FEW_LATE", SHORT)
-    monkeypatch.setattr(trails, "LATE", 0.1)
+    monkeypatch.setattr(trails, "LATE", 1.0)
 
 
 class Traffic:
@@ -156,6 +160,7 @@ async def test_a_drain_ends_with_a_sweep_however_long_that_takes(
         assert -1 in light.journal.amounts
 
 
+@pytest.mark.one_of_family(False)
 async def test_of_a_key_an_event_that_is_committed_late_is_never_overtaken(
     postgres_url: str, no_sweeps: None, short_trails: None
 ) -> None:
@@ -193,6 +198,7 @@ async def test_of_a_key_an_event_that_is_committed_late_is_never_overtaken(
         assert [amount for key, amount in seen if key == f"late {number}"] == in_order
 
 
+@pytest.mark.one_of_family(False)
 async def test_a_row_that_somebody_had_locked_is_found_again_although_sweeps_are_put_off(
     server_url: str, no_sweeps: None, short_trails: None
 ) -> None:
@@ -391,6 +397,7 @@ async def held_snapshot(look: Look) -> AsyncIterator[None]:
 MANY, AT_ONCE = 15_000, 1000
 
 
+@pytest.mark.one_of_family(False)
 async def test_while_a_snapshot_is_held_light_traffic_does_not_walk_past_all_that_was_handled_since(
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

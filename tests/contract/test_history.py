@@ -18,7 +18,6 @@ from tests.kit.meters import meter
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
-pytestmark = pytest.mark.every_version
 
 NOON = datetime(2030, 1, 1, 12)
 MINUTE = timedelta(minutes=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from urllib.parse import urlsplit
 
 import asyncpg
@@ -10,6 +9,7 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.model.lock_name import channel_name
+from outboxio.support import machine
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import owner_of
 
@@ -26,7 +26,7 @@ async def test_a_wake_up_arrives_whatever_its_sender_is_called(
     await look.fetch("CREATE TABLE public.precious (x int)")
     name = urlsplit(postgres_url).path[1:]
     await look.fetch(f'ALTER DATABASE "{name}" SET standard_conforming_strings = {backslashes}')
-    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(machine, "host", lambda: host)
     journal, ear = Journal(), await asyncpg.connect(postgres_url)
     try:
         await ear.add_listener(channel_name("app"), lambda *told: heard.add(told[3]))

@@ -15,6 +15,8 @@ from outboxio import Event, EventEnvelope, InvalidEvent, Outbox, Received
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.probes import add_wallet, doing, written
 
+pytestmark = pytest.mark.one_of_family
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 WALLET = UUID(int=7)

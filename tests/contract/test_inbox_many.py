@@ -13,6 +13,8 @@ from outboxio import ConfigurationError, Event, EventEnvelope, InvalidEvent, Out
 from tests.kit.app import Look
 from tests.kit.probes import doing, written
 
+pytestmark = pytest.mark.one_of_family
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 NEW, AGAIN, CONFLICT = Received.RECEIVED, Received.DUPLICATE, Received.CONFLICT

@@ -72,6 +72,7 @@ async def test_whatever_looks_like_sql_is_stored_and_found_as_it_is(
     assert len(await look.events()) == 2
 
 
+@pytest.mark.above_statements
 async def test_what_is_no_id_is_refused_by_name(outbox: Outbox, look: Look) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     async with outbox.transaction("Deposit") as tx:
@@ -87,6 +88,7 @@ async def test_what_is_no_id_is_refused_by_name(outbox: Outbox, look: Look) -> N
     assert await look.states() == {"FAILED": 1}
 
 
+@pytest.mark.above_statements
 async def test_an_id_may_come_as_text(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     async with outbox.transaction("Deposit") as tx:
@@ -104,6 +106,7 @@ UNUSED = "this"
 ASSERTED = [UNUSED, f"{UNUSED}:s", "os.system", "tests.kit.app.MoneyDeposited"]
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("type", ASSERTED)
 async def test_a_type_that_names_code_is_never_imported_and_never_made(
     outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch, type: str
@@ -126,6 +129,7 @@ async def test_a_type_that_names_code_is_never_imported_and_never_made(
     assert [envelope.event.__class__ for envelope in first.envelopes] == [MoneyDeposited]
 
 
+@pytest.mark.above_statements
 async def test_a_row_whose_type_somebody_changed_is_an_ordinary_failure(outbox: Outbox, look: Look) -> None:
     """A writer of the table can choose among the registered types, and has no further power."""
     journal = Journal()
@@ -142,6 +146,7 @@ async def test_a_row_whose_type_somebody_changed_is_an_ordinary_failure(outbox: 
     assert len(journal) == 1
 
 
+@pytest.mark.above_statements
 async def test_a_payload_that_is_no_json_is_refused_and_not_evaluated(outbox: Outbox) -> None:
     for payload in ("__import__('os')", b"\x80\x04\x95", "!!python/object/apply:os.system ['true']"):
         with pytest.raises(InvalidEvent):

@@ -16,7 +16,7 @@ from tests.kit.app import eventually
 from tests.kit.inside import database_of, fresh_overview, owner_of, run_of
 from tests.kit.jobs import ran
 
-pytestmark = [pytest.mark.with_tables, pytest.mark.costly]
+pytestmark = [pytest.mark.with_tables, pytest.mark.above_statements]
 
 MINUTE = timedelta(minutes=1)
 
@@ -85,6 +85,7 @@ async def test_rule_job_late(outbox: Outbox, clock: MovableClock) -> None:
         assert await told(former) == {}
 
 
+@pytest.mark.slow
 async def test_rule_job_stuck(outbox: Outbox, clock: MovableClock) -> None:
     """A run that ignores its cancellation is told with its process."""
     free, cancelled = asyncio.Event(), asyncio.Event()

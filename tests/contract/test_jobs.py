@@ -16,10 +16,10 @@ from outboxio.cli.commands.jobs import jobs as jobs_command
 from outboxio.cli.commands.manner import Manner
 from outboxio.model.operating.job import JobRow
 from outboxio.testing import MovableClock, emitted, run_job
-from tests.kit.app import MoneyDeposited, eventually
+from tests.kit.app import MoneyDeposited, eventually, hang
 from tests.kit.probes import MakeOutbox
 
-pytestmark = pytest.mark.above_statements
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 NOON = datetime(2030, 1, 1, 12)
 MINUTE = timedelta(minutes=1)
@@ -109,7 +109,7 @@ async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, c
 
     @outbox.job("tick", every=MINUTE, timeout="50ms")
     async def tick() -> None:
-        await asyncio.sleep(60)
+        await hang()
 
     async with outbox.running():
         await declared(outbox)
@@ -127,7 +127,7 @@ async def test_a_run_that_returns_after_its_cancellation_has_failed_and_its_tran
 
     async def ignores() -> None:
         try:
-            await asyncio.sleep(60)
+            await hang()
         except asyncio.CancelledError:
             return
 
@@ -320,7 +320,7 @@ async def test_a_test_runs_a_job_here_and_now_with_its_transaction_and_hears_of_
         if job.attempt == 2:
             raise ValueError("no mail server")
         if job.attempt == 3:
-            await asyncio.sleep(60)
+            await hang()
 
     await run_job(outbox, "tick")
     with pytest.raises(ValueError, match="no mail server"):

@@ -16,10 +16,12 @@ from outboxio.integrations.prometheus import OutboxCollector, metrics_text
 from outboxio.jobs import scheduler
 from outboxio.telemetry.protocol import JobCall, Telemetry
 from outboxio.testing import MovableClock, memory_outbox
-from tests.kit.app import Journal, MoneyDeposited, eventually
+from tests.kit.app import Journal, MoneyDeposited, eventually, hang
 from tests.kit.jobs import figures_tell_jobs, ran
 from tests.kit.probes import MakeOutbox
 from tests.kit.traces import Traces, attributes, header_of, parent_of, trace_of
+
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 NOON = datetime(2030, 1, 1, 12)
 
@@ -33,7 +35,8 @@ async def test_runs_count_by_outcome_with_their_durations_and_missed_moments(clo
             end = ends.pop(0)
             if end == "fail":
                 raise ValueError("no")
-            await asyncio.sleep(60 if end == "hang" else 0)
+            if end == "hang":
+                await hang()
 
         async with outbox.running():
             await ran(outbox)

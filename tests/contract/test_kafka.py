@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 
 from outboxio import Action, ConfigurationError, EventEnvelope, Outbox, Transaction, Unavailable
 from outboxio.integrations.kafka import KafkaInbox, KafkaRelay, by_model_type
-from tests.kit.app import Look, MoneyDeposited
+from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.kafka import Kafka, mock_cluster, real_kafka, tansu
 from tests.kit.programs import programs
 
@@ -78,13 +78,6 @@ async def send(kafka: Kafka, topic: str, messages: Sequence[tuple[bytes | None, 
             await producer.send_and_wait(topic, value, key=key, headers=told)
     finally:
         await producer.stop()
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Wait for a state that another task brings about."""
-    async with asyncio.timeout(60):
-        while not reached():  # noqa: ASYNC110  # the state has no event
-            await asyncio.sleep(0.05)
 
 
 def ids(records: Sequence[Record]) -> list[str]:
@@ -171,7 +164,7 @@ async def test_a_broker_that_comes_back_gets_what_was_committed_meanwhile(
         await broker.proxy.stop()
         for _ in range(10):
             await outbox.executor.execute(Deposit(["a", "b"]))
-        await asyncio.sleep(2)
+        await eventually(lambda: outbox.statistics["default"].handlers["to-kafka"].unavailable >= 2)
         assert all(row["attempts"] == 0 for row in await look.notifications() if row["state"] == "PENDING")
         await broker.proxy.start()
         records = await read(broker, "outbox.Wallet", 22)
@@ -190,7 +183,7 @@ async def test_a_silent_broker_uses_no_attempt(broker: Kafka, make_outbox: MakeO
         await read(broker, "outbox.Wallet", 1)
         broker.freeze()
         await outbox.executor.execute(Deposit(["b"]))
-        await asyncio.sleep(2)
+        await eventually(lambda: outbox.statistics["default"].handlers["to-kafka"].unavailable >= 2)
         [row] = [row for row in await look.notifications() if row["model_id"] == "b"]
         assert (row["state"], row["attempts"]) == ("PENDING", 0)
         broker.thaw()
@@ -272,7 +265,7 @@ async def test_wrong_options_are_refused_with_the_remedy(make_outbox: MakeOutbox
 async def test_a_given_producer_is_used_and_not_stopped(broker: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await broker.add_topic("mine")
-    producer = AIOKafkaProducer(bootstrap_servers=broker.servers)
+    producer = AIOKafkaProducer(bootstrap_servers=broker.servers, acks="all")
     await producer.start()
     try:
         outbox.add_handler(KafkaRelay(producer, name="to-kafka", types=(MoneyDeposited,), topics="mine"))
@@ -282,6 +275,27 @@ async def test_a_given_producer_is_used_and_not_stopped(broker: Kafka, make_outb
         await producer.send_and_wait("mine", b"{}")
     finally:
         await producer.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({}, "acks=1"), ({"acks": 0}, "acks=0"), ({"transactional_id": "t"}, "has transactional_id=")],
+)
+async def test_a_given_producer_must_wait_for_all_replicas(options: dict[str, Any], told: str) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers="localhost:9092", **options)
+    with pytest.raises(ConfigurationError, match=told):
+        KafkaRelay(producer, name="to-kafka", types=(MoneyDeposited,), topics="mine")
+    await producer.stop()
+
+
+async def test_a_topic_of_kafka_itself_is_dead(kafka: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
+    outbox = await make_outbox()
+    outbox.add_handler(relay_to(kafka, topics="{model_id}"))
+    await outbox.executor.execute(Deposit(["__consumer_offsets"]))
+    await outbox.drain()
+    [row] = await look.notifications()
+    assert row["state"] == "DEAD"
+    assert "belongs to Kafka itself" in row["errors"]
 
 
 # --- the inbox ---------------------------------------------------------------------------------------
@@ -299,7 +313,7 @@ class Seen:
             self.envelopes.append(envelope)
 
     async def until(self, number: int) -> None:
-        await until(lambda: len(self.envelopes) >= number)
+        await eventually(lambda: len(self.envelopes) >= number)
 
 
 PAYLOAD = b'{"wallet_id": "0192c4e0-1111-7222-8333-444455556666", "amount": "1"}'
@@ -332,7 +346,7 @@ async def test_a_message_without_id_has_its_place_as_id(broker: Kafka, make_outb
     await send(broker, "plain", [(None, PAYLOAD, {}), (None, PAYLOAD, {})])
     inbox = KafkaInbox(outbox, broker.servers, group="audit", topics=["plain"], type="MoneyDeposited")
     async with inbox.running():
-        await until(lambda: inbox.received >= 2)
+        await eventually(lambda: inbox.received >= 2)
     found = {
         (row["source"], row["external_id"])
         for row in await look.fetch("SELECT source, external_id FROM {consumed_events}")
@@ -357,7 +371,7 @@ async def test_poison_goes_to_the_dead_letters_and_holds_up_nobody(broker: Kafka
     )
     inbox = KafkaInbox(outbox, broker.servers, group="audit", topics=["wallets"])
     async with inbox.running():
-        await until(lambda: inbox.refused >= 2)
+        await eventually(lambda: inbox.refused >= 2)
     aside = await read(broker, "wallets.dlq", 2)
     assert inbox.received == 2
     assert [record.value for record in aside] == [PAYLOAD, b"no JSON"]
@@ -368,7 +382,7 @@ async def test_poison_goes_to_the_dead_letters_and_holds_up_nobody(broker: Kafka
     again = KafkaInbox(outbox, broker.servers, group="audit", topics=["wallets"])
     await send(broker, "wallets", [(b"k", PAYLOAD, attributes("e2"))])
     async with again.running():
-        await until(lambda: again.received >= 1)
+        await eventually(lambda: again.received >= 1)
     assert again.refused == 0
 
 
@@ -390,19 +404,21 @@ async def test_two_members_share_the_partitions_and_lose_nothing(broker: Kafka, 
     assert first.received + second.received == 1200 == len(seen.envelopes)
 
 
-async def test_an_inbox_outlives_a_broker_that_is_away(broker: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_an_inbox_outlives_a_broker_that_is_away(
+    broker: Kafka, make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
     assert broker.proxy is not None
     outbox = await make_outbox()
     await broker.add_topic("wallets")
     await send(broker, "wallets", [(b"k", PAYLOAD, attributes("e0"))])
     inbox = KafkaInbox(outbox, broker.servers, group="audit", topics=["wallets"])
     async with inbox.running():
-        await until(lambda: inbox.received >= 1)
+        await eventually(lambda: inbox.received >= 1)
         await broker.proxy.stop()
-        await asyncio.sleep(1)
+        await eventually(lambda: "Unable connect to node" in caplog.text)
         await broker.proxy.start()
         await send(broker, "wallets", [(b"k", PAYLOAD, attributes("e1"))])
-        await until(lambda: inbox.received >= 2)
+        await eventually(lambda: inbox.received >= 2)
 
 
 async def test_a_real_kafka_relays_and_receives(make_outbox: MakeOutbox) -> None:

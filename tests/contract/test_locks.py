@@ -29,6 +29,8 @@ from tests.kit.keyed_locks import end_session
 from tests.kit.probes import MakeOutbox
 from tests.kit.sql import sql
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 
 

@@ -20,7 +20,7 @@ from outboxio import Batch, EventEnvelope, Outbox, Retry, RetryAfter, RetryPolic
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 
-pytestmark = pytest.mark.costly
+pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -145,6 +145,7 @@ async def test_a_hook_that_fails_is_a_warning_and_then_information(
     assert told[1:3] == [("WARNING", "DYING", "LookupError"), ("INFO", "DYING", "LookupError")]
 
 
+@pytest.mark.slow
 async def test_thousands_of_equal_failures_are_few_lines_with_the_right_sum(
     outbox: Outbox, look: Look, records: Records
 ) -> None:

@@ -41,6 +41,8 @@ from tests.kit.model import ROLES, Deployed, Fact, Model, Owed, Role
 from tests.kit.properties import EXAMPLES
 from tests.kit.server_acts import acts_on
 
+pytestmark = pytest.mark.one_of_family
+
 START = datetime(2030, 1, 1, 12)
 SETTINGS = Settings(
     handling_retention_window=model.RETENTION,
@@ -365,6 +367,7 @@ def _as_expected(row: Owed) -> Compared:
     return state, row.attempts, row.errors, due, None if row.is_ordered else row.retention_from
 
 
+@pytest.mark.slow
 def test_the_database_says_what_the_model_says_after_every_step(bench: Bench) -> None:
     # The @reproduce_failure that a failure prints goes here.
     def machine() -> Steps:

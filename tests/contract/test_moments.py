@@ -12,6 +12,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.probes import written
 
+pytestmark = pytest.mark.one_of_family
+
 WEST, EAST = timezone(-timedelta(hours=5)), timezone(timedelta(hours=5))
 
 #: "Never" and "since ever", as people write them.
@@ -83,6 +85,7 @@ async def test_a_handler_that_asks_for_a_moment_long_ago_is_tried_again_at_once(
     assert [record.state for record in await outbox.admin.list()] == ["SUCCEEDED"]
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("given", [None, True, 7, "2026-01-01", b"x", datetime(2026, 1, 1).date(), timedelta()])
 async def test_what_is_no_moment_is_refused_by_name(outbox: Outbox, look: Look, given: Any) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())

@@ -18,6 +18,8 @@ from tests.kit import promtool
 from tests.kit.app import Emit, MoneyDeposited, eventually
 from tests.kit.jobs import figures_tell_jobs, ran
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
 ALERTS = FOLDER / "alerts.yaml"

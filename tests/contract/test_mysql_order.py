@@ -177,6 +177,7 @@ async def fan_out_with_commits_between(outbox: Outbox, part: int, *commits: tupl
     await fanning_out
 
 
+@pytest.mark.real_time("commits come while a statement sleeps in the server")
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("classes", [(First, Second), (Second, First), (First, Third), (Third, First)])
 async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
@@ -191,6 +192,7 @@ async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
+@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_topic(outbox: Outbox, look: Look) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
     await subscribe(outbox, "plain", topics=("audit",))
@@ -203,6 +205,7 @@ async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_top
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
+@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothing_before(
     outbox: Outbox, look: Look
 ) -> None:
@@ -215,6 +218,7 @@ async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothin
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
+@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outbox: Outbox, look: Look) -> None:
     """Between the question which keys wait and the claim, the first event of a type can be committed."""
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
@@ -294,6 +298,7 @@ async def test_no_event_of_a_key_overtakes_an_event_that_commits_meanwhile(outbo
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE handler_name = 'ledger'") == committed
 
 
+@pytest.mark.real_time("the server ends a session that is idle for a second")
 async def test_a_fan_out_that_falls_silent_within_its_transaction_is_ended_by_the_server(outbox: Outbox) -> None:
     database = database_of(outbox)
     database.cluster_lock("me", None, 0.4)

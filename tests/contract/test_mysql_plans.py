@@ -46,8 +46,8 @@ OUTCOMES = 500
 SETTLED = ("an-earlier-one", "settled")  # the handlers of a bucket
 ERROR = '{"type": "ValueError", "message": "no"}'
 
-#: Divides the number of unrelated rows: with ``OUTBOXIO_FULL_SIZE=1`` there are 1.3 million.
-PARTS = 1 if FULL else 4
+#: Divides the number of unrelated rows: with ``OUTBOXIO_TEST_FULL_SIZE=1`` there are 1.3 million.
+PARTS = 1 if FULL else 8
 
 TABLES = ("events", "event_notifications", "subscriptions")
 STATISTICS = ("innodb_table_stats", "innodb_index_stats")

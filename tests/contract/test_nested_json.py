@@ -82,6 +82,7 @@ async def taken(name: str, way: Callable[[], Awaitable[object]]) -> None:
     pytest.fail(f"taken: {name}")
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize("levels", [DEEPEST + 1, 2000])
 async def test_what_is_nested_too_deeply_is_refused_by_name_wherever_it_comes_in(
     outbox: Outbox, look: Look, levels: int
@@ -96,6 +97,7 @@ async def test_what_is_nested_too_deeply_is_refused_by_name_wherever_it_comes_in
     assert await look.notifications() == []
 
 
+@pytest.mark.above_statements
 async def test_a_value_that_overflows_the_encoder_is_refused_by_name(outbox: Outbox, look: Look) -> None:
     for name, way in entries(outbox, 50_000).items():
         with pytest.raises(InvalidEvent):
@@ -103,6 +105,7 @@ async def test_a_value_that_overflows_the_encoder_is_refused_by_name(outbox: Out
     assert await written(look) == []
 
 
+@pytest.mark.above_statements
 async def test_what_a_handler_emits_is_held_to_the_same(outbox: Outbox) -> None:
     refused: list[str] = []
 
@@ -119,6 +122,7 @@ async def test_what_a_handler_emits_is_held_to_the_same(outbox: Outbox) -> None:
     assert refused == ["event Doc"]
 
 
+@pytest.mark.above_statements
 async def test_record_refuses_it_before_the_callers_transaction_is_touched(sqlite_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox:
         await outbox.migrate()
@@ -236,6 +240,7 @@ async def test_errors_that_cannot_be_shown_have_a_message_that_says_so(outbox: O
         assert len(record.errors) == 1
 
 
+@pytest.mark.above_statements
 async def test_a_message_that_is_refused_leaves_its_id_free(outbox: Outbox) -> None:
     with pytest.raises(InvalidEvent):
         await outbox.inbox.receive(source="s", external_id="1", type="Doc", payload=text_of(DEEPEST + 1))

@@ -14,6 +14,8 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import cursors_of
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 
@@ -58,6 +60,7 @@ async def test_a_paused_handler_starts_nothing_and_others_go_on(outbox: Outbox) 
     assert len(paused) == 2
 
 
+@pytest.mark.slow
 async def test_a_pause_is_heeded_while_running(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)

@@ -91,6 +91,7 @@ async def test_pages_go_through_everything_that_matches_the_newest_first(outbox:
     assert (bounded, bounded.is_complete, str(bounded)) == (4, False, "4+")
 
 
+@pytest.mark.above_statements
 async def test_a_page_goes_on_only_with_its_own_filter_and_a_known_id(outbox: Outbox) -> None:
     await fails(outbox)
     page = await outbox.admin.list(DEAD, limit=1)
@@ -160,6 +161,7 @@ async def test_failures_are_grouped_by_handler_and_error_and_a_group_can_be_retr
 # --- single notifications ------------------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_an_order_returns_its_record(outbox: Outbox, clock: MovableClock) -> None:
     await fails(outbox, amounts=1)
     [dead] = await outbox.admin.list("DEAD")
@@ -176,6 +178,7 @@ async def test_an_order_returns_its_record(outbox: Outbox, clock: MovableClock) 
     assert await outbox.admin.operation(uuid4()) is None
 
 
+@pytest.mark.above_statements
 async def test_a_dry_run_counts_and_writes_nothing(outbox: Outbox, look: Look) -> None:
     await fails(outbox, amounts=2)
     outbox.handler(MoneyDeposited, name="fine")(Journal())
@@ -194,6 +197,7 @@ async def test_a_dry_run_counts_and_writes_nothing(outbox: Outbox, look: Look) -
     assert (await outbox.admin.operations(), await look.notifications()) == ([], before)
 
 
+@pytest.mark.above_statements
 async def test_every_order_is_recorded_with_who_gave_it(outbox: Outbox, clock: MovableClock) -> None:
     await fails(outbox, "ledger", 1, ordered=True)
     admin = outbox.admin.by("ada@host", origin="cli")
@@ -226,6 +230,7 @@ async def test_every_order_is_recorded_with_who_gave_it(outbox: Outbox, clock: M
     assert [one for page in pages for one in page] == operations[::-1]
 
 
+@pytest.mark.above_statements
 async def test_an_order_that_fails_is_recorded_with_its_error(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     await fails(outbox, amounts=1)
     [dead] = await outbox.admin.list("DEAD")
@@ -241,6 +246,7 @@ async def test_an_order_that_fails_is_recorded_with_its_error(outbox: Outbox, mo
     assert (failed.state, failed.error) == (OperationState.FAILED, "ValueError: the disk is full")
 
 
+@pytest.mark.above_statements
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -260,6 +266,7 @@ async def test_a_text_that_cannot_be_recorded_is_refused(outbox: Outbox, given: 
     assert (await outbox.admin.operations(), await outbox.admin.paused()) == ([], set())
 
 
+@pytest.mark.above_statements
 async def test_a_filter_with_a_misspelt_name_is_refused_before_anything_is_written(outbox: Outbox) -> None:
     await fails(outbox, amounts=1)
     admin = outbox.admin
@@ -296,6 +303,7 @@ async def test_everything_that_matches_is_retried_in_pieces_with_progress(outbox
     assert len(journal) == 2 * amounts
 
 
+@pytest.mark.above_statements
 async def test_a_bulk_order_without_states_means_what_an_operator_means(outbox: Outbox) -> None:
     await fails(outbox, "dead", 2)
     outbox.handler(MoneyDeposited, name="failed")(Journal(lambda envelope: ValueError()))
@@ -309,6 +317,7 @@ async def test_a_bulk_order_without_states_means_what_an_operator_means(outbox: 
     assert numbers(await outbox.admin.skip(Filter(handler="fine", states=("SUCCEEDED",)))) == ("DONE", 1, 0, 1)
 
 
+@pytest.mark.above_statements
 async def test_what_dies_again_while_the_order_goes_on_is_not_retried_again(outbox: Outbox, look: Look) -> None:
     await fails(outbox, amounts=PIECE + 5)
     killed = 0
@@ -326,6 +335,7 @@ async def test_what_dies_again_while_the_order_goes_on_is_not_retried_again(outb
     assert numbers(operation) == ("DONE", PIECE + 5, PIECE + 5, 0)
 
 
+@pytest.mark.above_statements
 async def test_a_bulk_order_can_be_stopped_and_keeps_what_is_done(outbox: Outbox) -> None:
     await fails(outbox, amounts=2 * PIECE)
     stops: list[asyncio.Task[bool]] = []
@@ -346,6 +356,7 @@ async def test_a_bulk_order_can_be_stopped_and_keeps_what_is_done(outbox: Outbox
     assert not await outbox.admin.stop(operation.id)
 
 
+@pytest.mark.above_statements
 async def test_a_call_that_is_cancelled_stops_its_order(outbox: Outbox) -> None:
     await fails(outbox, amounts=2 * PIECE)
 
@@ -359,6 +370,7 @@ async def test_a_call_that_is_cancelled_stops_its_order(outbox: Outbox) -> None:
     assert numbers(operation) == ("STOPPED", PIECE, PIECE, 0)
 
 
+@pytest.mark.above_statements
 async def test_an_order_in_the_background_is_done_by_the_running_of_its_process(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await fails(outbox, amounts=PIECE + 1)
@@ -369,6 +381,7 @@ async def test_an_order_in_the_background_is_done_by_the_running_of_its_process(
     assert numbers(await ended(outbox, operation)) == ("DONE", PIECE + 1, PIECE + 1, 0)
 
 
+@pytest.mark.above_statements
 async def test_an_order_in_the_background_waits_for_a_process_that_runs(make_outbox: MakeOutbox) -> None:
     tool, outbox = await make_outbox(), await make_outbox()
     await fails(outbox, amounts=2)
@@ -378,6 +391,7 @@ async def test_an_order_in_the_background_waits_for_a_process_that_runs(make_out
     assert numbers(await ended(tool, operation)) == ("DONE", 2, 2, 0)
 
 
+@pytest.mark.above_statements
 async def test_an_order_in_the_background_can_be_stopped_before_it_begins(make_outbox: MakeOutbox) -> None:
     tool, outbox = await make_outbox(), await make_outbox()
     await fails(outbox, amounts=2)
@@ -388,6 +402,7 @@ async def test_an_order_in_the_background_can_be_stopped_before_it_begins(make_o
     assert numbers(await ended(tool, operation)) == ("STOPPED", 0, 0, 0)
 
 
+@pytest.mark.above_statements
 async def test_what_a_dead_process_has_left_is_carried_on_and_a_single_order_fails(
     outbox: Outbox, clock: MovableClock
 ) -> None:
@@ -415,6 +430,7 @@ async def test_what_a_dead_process_has_left_is_carried_on_and_a_single_order_fai
     assert not again.is_ours, "a process that wakes up changes nothing"
 
 
+@pytest.mark.above_statements
 async def test_a_transactional_handler_gives_no_bulk_order_that_could_wait_for_its_own_row(outbox: Outbox) -> None:
     answers: list[object] = []
 

@@ -14,8 +14,10 @@ import pytest
 
 from outboxio import (
     Batch,
+    Event,
     EventEnvelope,
     Handlers,
+    InvalidEvent,
     Outbox,
     RegistrationError,
     RetryPolicy,
@@ -23,14 +25,21 @@ from outboxio import (
     Unavailable,
     Unprocessable,
 )
+from outboxio.model.lock_name import LockName
 from outboxio.testing import MovableClock
 from tests.kit.app import Look, MoneyDeposited, eventually
+from tests.kit.inside import lock_loop_of, locks_of
+from tests.kit.spies import Trouble, breaks, watch
 
 pytestmark = pytest.mark.above_statements
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelopes = list[EventEnvelope[MoneyDeposited]]
 QUICK = RetryPolicy(base="1ms", cap="2ms", max_attempts=1000)
+
+
+class Tip(Event):
+    cents: int
 
 
 class Calls:
@@ -138,6 +147,106 @@ async def test_a_call_that_raises_is_split_and_no_row_overtakes_the_row_that_fai
     assert await look.states() == {"SUCCEEDED": 9, "DEAD": 1, "BLOCKED": 10}
 
 
+async def rerun(outbox: Outbox, look: Look, attempts: list[int], trouble: Trouble | None = None) -> list[list[str]]:
+    """Handle the rows again, with so many former attempts; the states of the rows, by key, after each settlement."""
+    for row, number in zip(await look.notifications(), attempts, strict=True):
+        statement = "UPDATE {event_notifications} SET state = 'PENDING', attempts = $1 WHERE id = $2"
+        await look.fetch(statement, number, row["id"])
+    watched, seen = watch(outbox, "notifications"), list[list[str]]()
+
+    async def then_look(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        try:
+            return await (method(*args) if trouble is None else trouble(method, *args))
+        finally:
+            rows = await look.fetch("SELECT ordering_key, state FROM {event_notifications} ORDER BY sequence")
+            for key in {row["ordering_key"] for row in rows}:
+                seen.append([row["state"] for row in rows if row["ordering_key"] == key])
+
+    watched.trouble = {"settle": then_look, "settle_emitting": then_look}
+    await outbox.drain()
+    return seen
+
+
+def refused_while_the_lock_is_taken_anew(outbox: Outbox) -> Trouble:
+    """The first outcomes come under a term that is over, because this process itself has raised the term."""
+    is_first = True
+
+    async def trouble(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            await locks_of(outbox).release()
+            lock_loop_of(outbox).wake()
+            await eventually(lambda: locks_of(outbox).holds(LockName("app", "dispatch", "relay")))
+            return 0
+        return await method(*args)
+
+    return trouble
+
+
+def is_in_order(states: list[str]) -> bool:
+    """True if no row is finished behind an unfinished row: a process may die here."""
+    finished = [state in ("SUCCEEDED", "DEAD") for state in states]
+    return finished == sorted(finished, reverse=True)
+
+
+@pytest.mark.parametrize("attempts", [[1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 2, 1, 0, 2, 0]])
+@pytest.mark.parametrize("way", ["succeeds", "dies", "emits", "breaks", "loses the answer", "takes the lock anew"])
+async def test_no_row_is_finished_before_the_rows_in_front_of_it(
+    make_outbox: MakeOutbox, look: Look, attempts: list[int], way: str
+) -> None:
+    outbox, again, handled = await make_outbox(), False, list[str]()
+    ways: dict[str, Trouble] = {
+        "breaks": breaks(1, error=RuntimeError("somebody's trigger says no")),
+        "loses the answer": breaks(1, before=False),
+        "takes the lock anew": refused_while_the_lock_is_taken_anew(outbox),
+    }
+
+    @outbox.handler(MoneyDeposited, name="relay", ordered=True, on_dead_key="continue", batch=Batch(size=50))
+    async def relay(envelopes: Envelopes) -> Any:
+        handled.extend(str(one.event_id) for one in envelopes)
+        if again and way == "emits":
+            envelopes[0].emit(Tip(1), model_id="1")
+        return [(envelopes[2], Unprocessable("never"))] if again and way == "dies" else None
+
+    await emit(outbox, keys=2, each=3)
+    await outbox.drain()
+    again = True
+    handled.clear()
+
+    seen = await rerun(outbox, look, attempts, ways.get(way))
+
+    assert all(map(is_in_order, seen)), seen
+    assert len(handled) == 6 or way == "takes the lock anew"
+    assert await look.states() == ({"SUCCEEDED": 5, "DEAD": 1} if way == "dies" else {"SUCCEEDED": 6})
+
+
+async def test_rows_behind_a_row_whose_events_are_refused_are_handled_again(
+    make_outbox: MakeOutbox, look: Look, clock: MovableClock
+) -> None:
+    outbox, calls = await make_outbox(clock=clock), list[list[int]]()
+
+    @outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=50))
+    async def relay(envelopes: Envelopes) -> None:
+        calls.append([int(one.event.amount) for one in envelopes])
+        if len(calls) == 1:
+            envelopes[1].emit(Tip(1), model_id="1")
+
+    async def refuses(method: Callable[..., Awaitable[Any]], bucket: Any, now: Any) -> Any:
+        raise InvalidEvent("Tip", "somebody's constraint says no")
+
+    watch(outbox, "notifications").trouble["settle_emitting"] = refuses
+    await emit(outbox, keys=1, each=4)
+    await outbox.drain()
+    assert is_in_order([row["state"] for row in await look.notifications()])
+    clock.advance("1h")
+    await outbox.drain()
+
+    assert calls[0] == [0, 1, 2, 3]
+    assert [number for call in calls[1:] for number in call] == [1, 2, 3]
+    assert [row["attempts"] for row in await look.notifications()] == [1, 2, 1, 1]
+
+
 async def test_a_blocked_row_between_two_rows_in_memory_is_not_overtaken(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
@@ -238,11 +347,12 @@ async def test_random_failures_and_restarts_keep_the_order_of_each_key(
         await emit(outbox, keys=9, each=6, start=6 * round_)
         async with outbox.running():
             await eventually(at_least(calls.calls, len(calls.calls) + 3))
-    for _ in range(200):
+
+    async def drained() -> bool:
         await outbox.drain()
-        if all(len(set(calls.done[f"k{key}"])) == 18 for key in range(9)):
-            break
-        await asyncio.sleep(0.01)
+        return all(len(set(calls.done[f"k{key}"])) == 18 for key in range(9))
+
+    await eventually(drained)
 
     assert calls.overlaps == 0
     for numbers in calls.done.values():

@@ -15,7 +15,7 @@ from tests.kit.app import Look, MoneyDeposited
 from tests.kit.marks import needs_many_writers
 from tests.kit.storage import NOW, Store, labels
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.one_of_family
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

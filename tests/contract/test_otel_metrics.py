@@ -107,6 +107,17 @@ async def test_counters_and_histograms_agree_with_the_statistics(provider: Any, 
     assert counts == {"send": 1, "settle": statistics.settles.number}
 
 
+async def test_types_of_senders_share_an_attribute_value(provider: Any, reader: InMemoryMetricReader) -> None:
+    async with await worked(OpenTelemetry(meter_provider=provider)) as outbox:
+        for number in range(3):
+            await outbox.inbox.receive(source="s", external_id=str(number), type=f"from-outside-{number}", payload={})
+        sent = Collected(reader).points("messaging.client.sent.messages")
+
+    assert {dict(attributes)["messaging.destination.name"]: point.value for attributes, point in sent.items()} == {
+        "MoneyDeposited": 2, "other": 3,
+    }  # fmt: skip
+
+
 async def test_a_batch_pays_for_one_duration_a_call(provider: Any, reader: InMemoryMetricReader) -> None:
     async with await worked(OpenTelemetry(meter_provider=provider)):
         durations = Collected(reader).points("messaging.process.duration")

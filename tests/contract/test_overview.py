@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from outboxio import EventEnvelope, Outbox, RetryPolicy, Unavailable, Unprocessable
+from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Unavailable, Unprocessable
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.model.lock_name import LockName
 from outboxio.operations.overview import collector, questions
@@ -29,7 +29,7 @@ from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, ru
 from tests.kit.proxy import proxy_to
 from tests.kit.spies import counters
 
-pytestmark = pytest.mark.with_tables
+pytestmark = [pytest.mark.with_tables, pytest.mark.above_statements]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -164,7 +164,6 @@ async def test_every_rule_has_a_test_here() -> None:
 # --- shards and processes ------------------------------------------------------------------------
 
 
-@pytest.mark.costly
 async def test_rule_shard_unreachable(server_url: str) -> None:
     async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
         assert await told(outbox) == WELL
@@ -193,7 +192,6 @@ async def test_rule_schema_behind(database_url: str, look: Look) -> None:
         await look.fetch("DELETE FROM {schema_versions} WHERE version = 7")
 
 
-@pytest.mark.costly
 async def test_rule_no_instance(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
     async with outbox.running():
@@ -212,7 +210,6 @@ async def _reports(outbox: Outbox) -> bool:
     return bool((await fresh_overview(outbox)).instances)
 
 
-@pytest.mark.costly
 async def test_rule_clock_off(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     outbox = await make_outbox()
     succeeds(outbox)
@@ -233,7 +230,6 @@ async def test_rule_clock_off(make_outbox: MakeOutbox, monkeypatch: pytest.Monke
 # --- locks and backlogs --------------------------------------------------------------------------
 
 
-@pytest.mark.costly
 async def test_rule_lock_without_holder(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
     await outbox.drain()  # gives the locks back
@@ -255,7 +251,6 @@ async def test_rule_lock_without_holder(outbox: Outbox, clock: MovableClock) -> 
         assert await told(outbox) == WELL
 
 
-@pytest.mark.costly
 async def test_rule_fanout_behind(outbox: Outbox, clock: MovableClock, look: Look) -> None:
     succeeds(outbox)
     await outbox.drain()
@@ -276,7 +271,6 @@ async def holds(look: Look, name: LockName, owner: str) -> None:
     await look.fetch(f"UPDATE {{leases}} SET owner = '{owner}', term = released_term + 1 WHERE name = '{name.lease}'")
 
 
-@pytest.mark.costly
 async def test_rule_handler_behind(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     outbox, tool = await make_outbox(clock=clock), await make_outbox(clock=clock)
     gate = asyncio.Event()
@@ -304,7 +298,6 @@ async def test_rule_handler_behind(make_outbox: MakeOutbox, clock: MovableClock,
         assert await told(outbox) == WELL
 
 
-@pytest.mark.costly
 async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="pdf", retry=RetryPolicy(base="1s", jitter=0))(
         Journal(lambda envelope: ConnectionError("pdf:8080"))
@@ -330,7 +323,6 @@ async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None
 # --- what needs a person -------------------------------------------------------------------------
 
 
-@pytest.mark.costly
 async def test_rule_new_dead(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="mail")(Journal(lambda envelope: Unprocessable("no")))
     await outbox.executor.execute(Emit((1, 2, 3)))
@@ -395,7 +387,6 @@ async def test_rule_handler_resting(outbox: Outbox, clock: MovableClock) -> None
         assert "handler_resting" not in await told(outbox)
 
 
-@pytest.mark.costly
 async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
     free = asyncio.Event()
 
@@ -436,7 +427,6 @@ async def _has_reported(outbox: Outbox, moment: datetime) -> bool:
     return any(one.instance == owner_of(outbox) for one in reports)
 
 
-@pytest.mark.costly
 async def test_rule_unroutable(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     former, present = await make_outbox(clock=clock), await make_outbox(clock=clock)
     former.handler(MoneyDeposited, name="old-name")(Journal(lambda envelope: ValueError()))
@@ -452,7 +442,52 @@ async def test_rule_unroutable(make_outbox: MakeOutbox, clock: MovableClock) -> 
     assert await told(present) == WELL
 
 
-@pytest.mark.costly
+class MadeFirst(Event, type_name="Made"):
+    number: int
+
+
+class MadeSecond(Event, type_name="Made", version=2):
+    number: int
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"delivery": "transactional"}, {"partitions": 2}], ids=str)
+async def test_events_of_a_version_that_no_process_has_are_a_finding(
+    make_outbox: MakeOutbox, clock: MovableClock, options: dict[str, Any]
+) -> None:
+    web, worker = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    if "partitions" in options and database_of(worker).partitions is None:
+        options = {}
+    journal = Journal()
+    worker.handler(MadeFirst, name="mail", **options)(journal)
+    async with web.transaction("Make") as tx:
+        for number in range(5):
+            tx.emit(MadeSecond(number), model_id=number)
+    async with worker.running():
+        await eventually(lambda: _is_told(worker))
+
+        said = await sentence(worker, "unroutable")
+        assert said.startswith("5 notifications of `mail` wait for version 2 of `Made`, and no process that runs")
+        [status] = await worker.admin.handlers()
+        assert (status.deferred, status.level, status.due) == (5, "degraded", 0)
+        assert (await web.admin.overview()).figures.unroutable == 5
+        health = await worker.health()
+        assert (health.status, health.unroutable) == ("degraded", 5)
+        assert any("version 2 of `Made`" in reason for reason in health.reasons)
+        assert (await worker.admin.counts())["unroutable"] == 5
+        assert not journal.envelopes
+    await worker.close()
+
+    newer = await make_outbox(clock=clock)
+    newer.handler(MadeSecond, name="mail", **options)(journal)
+    await newer.drain()
+    assert (await newer.admin.handlers())[0].deferred == 0
+    assert await told(newer) == ["no_instance"]
+
+
+async def _is_told(outbox: Outbox) -> bool:
+    return await told(outbox) == ["unroutable"] and (await outbox.admin.handlers())[0].deferred == 5
+
+
 async def test_rule_event_without_handler(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
     async with outbox.transaction("Open") as tx:
@@ -501,7 +536,6 @@ async def test_a_handler_since_now_ends_events_that_nobody_needs_without_a_run(
     assert await look.events() == []
 
 
-@pytest.mark.costly
 async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
     await outbox.drain()
@@ -516,7 +550,6 @@ async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
     assert await told(outbox) == WELL
 
 
-@pytest.mark.costly
 async def test_rule_partition_unowned(server_url: str, clock: MovableClock) -> None:
     look = Look(server_url)
     async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox:
@@ -538,7 +571,6 @@ async def test_rule_partition_unowned(server_url: str, clock: MovableClock) -> N
             assert await told(outbox) == WELL
 
 
-@pytest.mark.costly
 async def test_rule_operation_failed(outbox: Outbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch) -> None:
     succeeds(outbox)
     await outbox.drain()

@@ -30,7 +30,7 @@ from tests.kit.app import Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import clock_of, database_of, owner_of, run_of, shard_of
 from tests.kit.storage import NOW, Store
 
-pytestmark = pytest.mark.with_tables
+pytestmark = [pytest.mark.with_tables, pytest.mark.above_statements]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 

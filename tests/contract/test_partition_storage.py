@@ -37,7 +37,7 @@ from tests.kit.app import Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.server_acts import acts_on
 from tests.kit.storage import LONG_AGO, NOW, Store
 
-pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
+pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
 LATER = NOW + timedelta(minutes=5)
 KEYS = [f"key {number}" for number in range(40)]

@@ -85,6 +85,7 @@ def slots_of(outbox: Outbox) -> set[int]:
     return {partition for name, partition in dispatcher_of(outbox)._cursors.by_slot if name == "score"}
 
 
+@pytest.mark.real_time("keeps a load up for seconds, and measures waits")
 async def test_ordered_rows_keep_their_order_while_the_number_of_partitions_changes(make_outbox: MakeOutbox) -> None:
     keys, fleet, post = [f"key {number}" for number in range(60)], Fleet(lasts=0.003), 0
     amounts = dict.fromkeys(keys, 0)
@@ -155,6 +156,7 @@ async def test_a_backlog_is_moved_to_the_partitions_that_its_rows_belong_to(
     assert len(fleet.by_process) == 2
 
 
+@pytest.mark.real_time("waits until the process reads no more often than at rest")
 async def test_a_single_process_with_many_partitions_is_handed_fresh_rows(make_outbox: MakeOutbox) -> None:
     """So the idle latency is the same as with one partition."""
     outbox, journal = await make_outbox(settings=Settings(handling_poll_delay="1h", fanout_poll_delay="1h")), Journal()
@@ -179,6 +181,10 @@ async def test_a_single_process_with_many_partitions_is_handed_fresh_rows(make_o
     assert sum(found) < 25  # a loaded machine may find some rows before they are handed over
 
 
+async def all_are_settled(outbox: Outbox, number: int) -> bool:
+    return (await outbox.admin.counts())["SUCCEEDED"] == number
+
+
 async def test_a_halted_slot_gives_back_its_rows_and_another_process_runs_them(make_outbox: MakeOutbox) -> None:
     fleet, posted = Fleet(lasts=0.01), 0
     first, second = await processes(make_outbox, fleet, 2, partitions=2, concurrency=2)
@@ -197,5 +203,5 @@ async def test_a_halted_slot_gives_back_its_rows_and_another_process_runs_them(m
             [moved] = slots_of(second)
             await eventually(lambda: dispatcher_of(first).in_flight(Slot("score", moved)) == 0)
             await eventually(lambda: fleet.number >= posted)
-        await asyncio.sleep(0.1)
+        await eventually(lambda: all_are_settled(first, posted))
     assert fleet.number == posted, "no row ran twice"

@@ -55,7 +55,7 @@ LONG_AGO = NOW - timedelta(days=365)
 TYPES = 8
 BATCH = 1000
 
-#: How many of what lies beside: with ``OUTBOXIO_FULL_SIZE=1`` half a million rows.
+#: How many of what lies beside: with ``OUTBOXIO_TEST_FULL_SIZE=1`` half a million rows.
 PARTS = 1 if FULL else 10
 
 EVENTS = """

@@ -24,7 +24,7 @@ from tests.kit.spies import Gate, breaks, counters, deposits, watch
 from tests.kit.storage import NOW
 from tests.kit.wire import Wire, watched
 
-pytestmark = pytest.mark.above_statements
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 QUICK = Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms", purge_enabled=False)
 

@@ -13,6 +13,8 @@ from outboxio.storage.protocols import ClusterLock, LockGrant, StartedRun
 from tests.kit.app import Look
 from tests.kit.storage import NOW, Store
 
+pytestmark = pytest.mark.one_of_family
+
 FIRST, SECOND = LockName("app", "dispatch", "it's first"), LockName("app", "dispatch", "second")
 LATER = NOW + timedelta(seconds=1)
 

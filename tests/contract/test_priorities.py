@@ -61,6 +61,7 @@ async def test_a_lower_number_goes_first_where_slots_are_scarce(make_outbox: Mak
     assert order.all == ["fraud"] * 10 + ["receipt"] * 10 + ["audit"] * 10
 
 
+@pytest.mark.slow
 async def test_nobody_starves(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=1))
     order = Order()

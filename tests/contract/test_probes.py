@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 
 from outboxio import Outbox
+from outboxio.invocation.resting import rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_REST
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey, ProbeRepository
@@ -48,6 +49,37 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
         DueFigures("later", 0, 1, None), DueFigures("ledger", 3, 2, at(-5)), DueFigures("nobody", 0, 0, None),
     ]  # fmt: skip
     assert await probes.due("app", [], NOW, MANY) == []
+
+
+async def test_rows_of_newer_versions_are_counted_by_version(outbox: Outbox, look: Look) -> None:
+    resting = database_of(outbox).resting
+    second, third = rest_of(2), rest_of(3)
+    await insert(look, [
+        PENDING.but(next_retry_at=second), PENDING.but(next_retry_at=second, state="FAILED"),
+        PENDING.but(next_retry_at=third), PENDING.but(next_retry_at=second, event_type="Other"),
+        PENDING.but(handler_name="later", next_retry_at=third), PENDING.but(next_retry_at=at(3600)),
+        PENDING.but(next_retry_at=second, state="SUCCEEDED"), PENDING.but(next_retry_at=second, namespace="another"),
+        PENDING.but(handler_name="unasked", next_retry_at=second),
+    ])  # fmt: skip
+
+    found = await resting.deferred("app", [Slot("ledger"), Slot("later"), Slot("nobody")], MANY)
+
+    assert sorted((one.handler_name, one.event_type, one.version, one.number) for one in found) == [
+        ("later", PENDING.event_type, 3, 1), ("ledger", PENDING.event_type, 2, 2), ("ledger", PENDING.event_type, 3, 1),
+        ("ledger", "Other", 2, 1),
+    ]  # fmt: skip
+    bounded = await resting.deferred("app", [Slot("ledger")], 3)
+    assert sum(one.number for one in bounded) == 3
+    assert await resting.deferred("app", [], MANY) == []
+
+
+@needs_partitions
+async def test_rows_of_newer_versions_are_counted_in_every_partition(outbox: Outbox, look: Look) -> None:
+    await insert(look, [PENDING.but(next_retry_at=rest_of(2), partition_number=number) for number in (0, 1, 1, 40)])
+
+    found = await database_of(outbox).resting.deferred("app", [Slot("ledger", number) for number in range(41)], MANY)
+
+    assert sum(one.number for one in found) == 4
 
 
 async def test_no_number_is_greater_than_the_bound(probes: ProbeRepository, look: Look) -> None:

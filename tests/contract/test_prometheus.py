@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from outboxio import EventEnvelope, Outbox, Unprocessable
+from outboxio import Event, EventEnvelope, Outbox, Unprocessable
 from outboxio.integrations.prometheus import CONTENT_TYPE, OutboxCollector, metrics_text
 from outboxio.statistics.metrics import FIGURES, METRICS
 from outboxio.testing import memory_outbox
@@ -81,6 +81,32 @@ async def test_counters_and_histograms_say_what_the_statistics_say(outbox: Outbo
     assert found["messaging_process_duration_seconds_count"][dead] == 1
     assert found["outboxio_delivery_lag_seconds_count"][(("handler", "receipt"),)] == 1
     assert found["outboxio_actions_total"] == {(("action", "Emit"), ("outcome", "committed")): 1}
+
+
+class Order(Event, type_name="Order", aliases={"OldOrder"}): ...
+
+
+async def test_types_that_no_code_names_share_a_label_value(outbox: Outbox) -> None:
+    @outbox.handler(Order, name="orders")
+    async def orders(envelope: EventEnvelope[Order]) -> None: ...
+
+    @outbox.handler("ByName", name="mirror", raw=True)
+    async def mirror(envelope: EventEnvelope[bytes]) -> None: ...
+
+    class LateOrder(Order, type_name="LateOrder"): ...
+
+    named = ["Order", "OldOrder", "LateOrder", "ByName"]
+    given = [*named, *(f"from-outside-{number}" for number in range(500))]
+    await outbox.inbox.receive_many(
+        [{"source": type, "external_id": "1", "type": type, "payload": {}} for type in given]
+    )
+    await outbox.inbox.receive(source="s", external_id="2", type="from-outside-0", payload={})
+
+    expected = {**dict.fromkeys(named, 1), "other": 501}
+    found = values(outbox)["messaging_client_sent_messages_total"]
+    assert {dict(labels)["event_type"]: value for labels, value in found.items()} == expected
+    assert outbox.statistics["default"].sent == expected
+    assert b"from-outside" not in metrics_text(outbox)
 
 
 async def test_buckets_are_cumulative(outbox: Outbox) -> None:

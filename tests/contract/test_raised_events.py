@@ -72,6 +72,7 @@ async def test_events_are_written_in_the_order_in_which_all_objects_raised_them(
     assert (rows[4]["ordering_key"], rows[4]["topic"]) == ("k", "t")
 
 
+@pytest.mark.slow
 async def test_an_unchanged_object_that_only_raises_is_not_forgotten(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
@@ -127,6 +128,7 @@ async def test_a_flush_that_fails_drops_what_was_raised(outbox: Outbox, look: Lo
     assert await notes(look) == []
 
 
+@pytest.mark.slow
 async def test_events_of_an_object_in_no_session_stay_with_the_object(outbox: Outbox, look: Look, maker: Maker) -> None:
     order = Order(id=1)
     order.note("a")

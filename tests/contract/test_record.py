@@ -41,7 +41,7 @@ from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
 from tests.kit.probes import MakeOutbox, balances, statements_on, written
 
-pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
+pytestmark = pytest.mark.with_tables
 
 
 class HandlerInvoker:
@@ -488,8 +488,8 @@ async def test_a_session_over_a_driver_that_outboxio_does_not_use_is_refused_wit
     await engine.dispose()
 
 
-async def test_a_file_shard_refuses_a_connection_to_a_server(sqlite_url: str, postgres_url: str) -> None:
-    async with Outbox(sqlite_url, namespace="app") as outbox, asyncpg_connection(postgres_url) as caller:
+async def test_a_file_shard_refuses_a_connection_to_a_server(postgres_url: str) -> None:
+    async with Outbox("sqlite://", namespace="app") as outbox, asyncpg_connection(postgres_url) as caller:
         await outbox.migrate()
         await caller.begin()
         with pytest.raises(ConfigurationError, match=r"asyncpg\.connection\.Connection, but shard 'default' is a"):

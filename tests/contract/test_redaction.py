@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from outboxio import (
@@ -23,7 +24,10 @@ from outboxio import (
     Transaction,
     Unprocessable,
 )
+from outboxio.storage.protocols import InstanceReport
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
+from tests.kit.inside import database_of
+from tests.kit.rows import EPOCH
 
 pytestmark = pytest.mark.above_statements
 
@@ -160,6 +164,41 @@ async def test_an_operator_sees_documents_and_old_errors_redacted_and_handlers_s
     assert TOKEN in str(await before.admin.list())
     [envelope] = journal.envelopes
     assert (envelope.action_params, envelope.headers) == ({"token": TOKEN}, {"authorization": TOKEN})
+
+
+async def test_errors_that_jobs_and_operations_stored_before_are_shown_redacted(
+    make_outbox: MakeOutbox, look: Look
+) -> None:
+    before, outbox = await make_outbox(), await make_outbox(redact=hide_tokens)
+    now = EPOCH
+    text = now.isoformat(" ", "microseconds")
+    await look.fetch(f"""
+        INSERT INTO {look.table("jobs")} (namespace, job_name, schedule, state, next_date, due_date, term, attempts,
+          lease, lease_term, instance, finished_date, result, error, succeeded, failed, missed)
+        VALUES ('app', 'nightly', '', 'WAITING', '2031-01-01 00:00:00.000000', '2031-01-01 00:00:00.000000', 1, 1, '',
+          0, '', '{text}', 'FAILED', 'ValueError: {TOKEN}', 0, 1, 0)""")
+    await look.fetch(f"""
+        INSERT INTO {look.table("operations")} (id, namespace, kind, state, request, actor, origin, matched, done,
+          refused, worker, stop_ordered, created_date, updated_date, error)
+        VALUES ('{uuid4()}', 'app', 'purge', 'FAILED', '{{}}', 'ada', 'code', 0, 0, 0, 'me', FALSE, '{text}', '{text}',
+          'ValueError: {TOKEN}')""")
+    rest = {"since": now.isoformat(), "reason": TOKEN}
+    report = InstanceReport(
+        instance="me", version="1", started_date=now, last_seen_date=now, delay_seconds=30,
+        report=msgspec.Raw(msgspec.json.encode({"handlers": {"first": {"rest": rest}}})),
+    )  # fmt: skip
+    await database_of(before).reports.write_report("app", report)
+
+    async def shown(outbox: Outbox) -> str:
+        operations = await outbox.admin.operations()
+        found = [await outbox.admin.jobs(), operations, await outbox.admin.operation(operations[0].id)]
+        assert str(found).count("ValueError") == 3
+        overview = await outbox.admin.overview()
+        assert {"job_failing", "operation_failed", "handler_resting"} <= {one.rule for one in overview.findings}
+        return f"{found} {overview}"
+
+    assert TOKEN in await shown(before)
+    assert TOKEN not in await shown(outbox)
 
 
 async def test_an_action_that_is_run_again_does_not_tell_why_unredacted(

@@ -21,6 +21,8 @@ from tests.kit.inside import lock_loop_of, locks_of
 from tests.kit.marks import needs_many_writers
 from tests.kit.spies import Gate, counters
 
+pytestmark = pytest.mark.one_of_family
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 QUICK = Settings(fanout_poll_delay="30ms", handling_poll_delay="30ms")
@@ -148,6 +150,32 @@ async def test_the_rows_of_a_refused_batch_are_not_called_again(make_outbox: Mak
         await eventually(lambda: counters(outbox).succeeded == 3)
 
     assert calls == [[1, 2, 3]]
+
+
+@pytest.mark.slow
+async def test_rows_behind_a_refused_head_are_called_again_with_it(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox, goes_on = await make_outbox(settings=QUICK), asyncio.Event()
+    calls: list[list[int]] = []
+
+    @outbox.handler(MoneyDeposited, name="first", ordered=True, batch=Batch(size=3))
+    async def many(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
+        calls.append([int(envelope.event.amount) for envelope in envelopes])
+        await goes_on.wait()
+
+    async with outbox.running():
+        async with outbox.transaction("Deposits") as tx:
+            for amount in range(3):
+                tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key="ada")
+        await eventually(lambda: calls)
+        async with lost_to_another(outbox, look):
+            goes_on.set()
+            await refuses(outbox, 3)
+            await look.fetch("UPDATE {event_notifications} SET state = 'FAILED', attempts = 1 WHERE sequence = "
+                "(SELECT least FROM (SELECT min(sequence) AS least FROM {event_notifications}) AS found)")  # fmt: skip
+        await eventually(lambda: counters(outbox).succeeded == 3)
+
+    assert calls[0] == [0, 1, 2]
+    assert [amount for call in calls[1:] for amount in call] == [0, 1, 2]
 
 
 async def test_a_refused_run_that_may_run_only_once_is_no_interrupted_one(make_outbox: MakeOutbox, look: Look) -> None:

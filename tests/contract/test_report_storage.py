@@ -14,8 +14,6 @@ from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport, 
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 
-pytestmark = pytest.mark.every_version
-
 NOON = datetime(2030, 1, 1, 12)
 MINUTE = timedelta(minutes=1)
 

@@ -20,6 +20,8 @@ from tests.kit.app import Emit, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of, owner_of, run_of
 from tests.kit.spies import breaks, watch
 
+pytestmark = pytest.mark.above_statements
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 
@@ -92,6 +94,25 @@ async def test_each_process_has_a_report_of_its_own(make_outbox: MakeOutbox, clo
             roles = {report.instance: msgspec.json.decode(report.report)["roles"] for report in await reports_of(one)}
             assert roles == {owner_of(one): ["fanout"], owner_of(two): ["handling"]}
         assert [report.instance for report in await reports_of(one)] == [owner_of(one)]
+
+
+async def test_a_report_that_is_being_written_does_not_outlive_its_process(outbox: Outbox) -> None:
+    with_receipt(outbox)
+    watched, written, answer = watch(outbox, "reports"), asyncio.Event(), asyncio.Event()
+
+    async def answer_late(method: Callable[..., Awaitable[None]], *args: Any) -> None:
+        await method(*args)
+        written.set()
+        await answer.wait()
+
+    watched.trouble["write_report"] = answer_late
+    async with outbox.running():
+        await written.wait()
+        leaving = asyncio.create_task(run_of(outbox)._reporting.reporter.leave())
+        await asyncio.sleep(0)
+        answer.set()
+        await leaving
+        assert await reports_of(outbox) == []
 
 
 async def _number_of_reports(outbox: Outbox, number: int) -> bool:

@@ -26,7 +26,7 @@ class Ledger:
         await self._tx.execute(sql(self._tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)"), str(uuid4()), amount)
 
 
-@pytest.mark.costly
+@pytest.mark.above_statements
 @pytest.mark.parametrize("fails", [False, True])
 async def test_rows_that_contexts_write_commit_with_the_delivery_and_an_error_of_leaving_rolls_them_back(
     make_outbox: Callable[..., Awaitable[Outbox]], look: Look, fails: bool

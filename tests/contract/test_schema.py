@@ -28,7 +28,9 @@ CONTRACT = "0006_partitions_contract.sql"
 """Drops the part for which only the older version has a use. On SQLite a handler has a single partition."""
 NEIGHBOURS = "0009_neighbours.sql"
 """Defaults for writers of other tools, which have no tables of these names on SQLite."""
-NEWEST = {"postgres": 9, "mysql": 9, "mariadb": 9, "sqlite": 8}
+PRIMARY_KEYS = "0010_primary_keys.sql"
+"""A primary key for the table that has only a unique key on MySQL and MariaDB."""
+NEWEST = {"postgres": 9, "mysql": 10, "mariadb": 10, "sqlite": 8}
 
 IDS = ("id", "action_id", "event_id", "notification_id")
 
@@ -78,7 +80,9 @@ def columns_in(dialect: str) -> dict[str, str]:
 
 def files_in(dialect: str) -> list[str]:
     """The files that a database without tables gets."""
-    return FILES if dialect == "sqlite" else sorted([*FILES, CONTRACT, NEIGHBOURS])
+    if dialect == "sqlite":
+        return FILES
+    return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres")
 
 
 def versions_of(files: Iterable[str]) -> list[int]:

@@ -137,6 +137,7 @@ async def test_a_scoped_session_is_the_session_in_it(outbox: Outbox, look: Look,
     assert await notes(look) == ["scoped"]
 
 
+@pytest.mark.slow
 async def test_a_session_is_garbage_as_soon_as_the_application_forgets_it(outbox: Outbox, maker: Maker) -> None:
     session = maker()
     outbox.bind(session).emit(Noted("forgotten"))

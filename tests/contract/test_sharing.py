@@ -179,7 +179,7 @@ async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
         for _ in range(5):
             await post(fleet.members[next(iter(fleet.members))], *range(posted, posted + 40))
             posted += 40
-            await asyncio.sleep(0.05)
+            await eventually(lambda: posted - len(fleet.calls.amounts) <= 40)  # noqa: B023  # it is awaited here
         verb, process = step.split()
         await (fleet.join(process) if verb == "join" else fleet.leave(process))
     await eventually(lambda: fleet.calls.amounts == [*range(posted)])
@@ -203,6 +203,7 @@ async def _is_forgotten(rows: Look, owner: str) -> bool:
     return owner not in [row["instance"] for row in await rows.fetch("SELECT instance FROM eventlog.instances")]
 
 
+@pytest.mark.above_statements
 async def test_a_sick_process_gives_its_partitions_away_and_says_so_once(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,12 +214,19 @@ async def test_a_sick_process_gives_its_partitions_away_and_says_so_once(
     monkeypatch.setattr(type(sick), "is_sick", lambda run, now: run is sick)
 
     await eventually(lambda: (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8))
-    await asyncio.sleep(1.5)  # several views later the process is as sick as before
+    views = set[float]()
+
+    def several_views_later() -> bool:
+        views.add(sick.loops.share.began)
+        return len(views) > 3
+
+    await eventually(several_views_later)  # and the process is as sick as before
     told = [record for record in caplog.records if "gives its partitions to other processes" in record.message]
     assert len(told) == 1
     assert (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8)
 
 
+@pytest.mark.above_statements
 async def test_an_operator_changes_the_number_of_partitions_while_the_handler_runs(fleet: Fleet) -> None:
     for process in ("a", "b"):
         await fleet.join(process)
@@ -230,6 +238,7 @@ async def test_an_operator_changes_the_number_of_partitions_while_the_handler_ru
     await eventually(lambda: fleet.calls.amounts == [*range(100)])
 
 
+@pytest.mark.above_statements
 async def test_a_drain_takes_what_is_free_and_is_no_member(fleet: Fleet, server_url: str) -> None:
     await fleet.join("a")
     await fleet.until_shares_are(8)
@@ -241,6 +250,7 @@ async def test_a_drain_takes_what_is_free_and_is_no_member(fleet: Fleet, server_
     assert fleet.shares() == [8]
 
 
+@pytest.mark.above_statements
 async def test_all_handlers_are_spread_by_choice(server_url: str) -> None:
     settings = Settings(purge_enabled=False, balance="all")
     async with AsyncExitStack() as stack:

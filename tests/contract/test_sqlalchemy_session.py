@@ -42,7 +42,7 @@ from tests.kit.probes import doing
 
 pytestmark = pytest.mark.with_tables
 
-ACTIONS = 1_000 if os.environ.get("OUTBOXIO_FULL_SIZE") else 100
+ACTIONS = 1_000 if os.environ.get("OUTBOXIO_TEST_FULL_SIZE") else 100
 CALLERS = 16
 
 
@@ -129,6 +129,16 @@ async def test_objects_and_events_are_one_transaction(outbox: Outbox, engine: As
     assert (row["model_id"], row["model_type"], row["action_name"]) == ("1", "Account", "Pay")
     assert await balance(engine) == 7
     await comes_to_rest(engine)
+
+
+async def test_an_action_may_end_with_open_savepoints(outbox: Outbox, look: Look) -> None:
+    async with outbox.transaction("Pay") as tx:
+        await tx.session.begin_nested()
+        tx.session.add(Entry(region="north", number=1))
+        await tx.session.begin_nested()
+        tx.emit(Paid(1))
+    assert await look.value("SELECT count(*) FROM entries") == 1
+    assert len(await look.events()) == 1
 
 
 async def test_an_action_that_fails_leaves_neither(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
@@ -329,6 +339,50 @@ async def test_the_session_is_made_by_the_applications_sessionmaker(engine: Asyn
         _ = tx.session
 
 
+async def test_classes_bound_to_the_engine_join_the_transaction_of_the_action(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
+    async def fail(tx: Transaction) -> None:
+        tx.session.add(Account(id=2, balance=0))
+        tx.session.add(Entry(region="eu", number=1))
+        await tx.session.flush()
+        assert await tx.fetchval("SELECT count(*) FROM entries") == 1
+        raise RuntimeError
+
+    maker = async_sessionmaker(engine, binds={Account: engine.execution_options(), Entry: engine})
+    async with Outbox(maker, namespace="app") as bound:
+        with pytest.raises(RuntimeError):
+            await bound.executor.execute(doing(fail))
+    assert await look.value("SELECT count(*) FROM accounts WHERE id = 2") == 0
+
+
+async def test_statements_after_begin_nested_are_inside_the_savepoint(outbox: Outbox, look: Look) -> None:
+    """SQLAlchemy itself sends SAVEPOINT before its own next statement."""
+    async with outbox.transaction("Pay") as tx:
+        savepoint = await tx.session.begin_nested()
+        await tx.execute("UPDATE accounts SET balance = 7 WHERE id = 1")
+        tx.emit(Paid(7))
+        await savepoint.rollback()
+        tx.emit(Paid(1))
+    assert await look.value("SELECT balance FROM accounts WHERE id = 1") == 0
+    assert ["1" in row["payload"] for row in await look.events()] == [True]
+
+
+async def test_a_listener_of_the_commit_cannot_add_events(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+    """Raised events too: the events of the action are written by then."""
+    async with AsyncSession(engine) as session:
+        account = await session.get_one(Account, 1)
+
+    async def work(tx: Transaction) -> None:
+        loaded = await tx.session.get_one(Account, account.id)
+        event.listen(tx.session.sync_session, "before_commit", lambda _: loaded.raise_event(Paid(2)))
+        tx.emit(Paid(1))
+
+    with pytest.raises(TransactionClosed):
+        await outbox.executor.execute(doing(work))
+    assert await look.events() == []
+
+
 async def test_an_object_without_a_key_and_an_object_that_is_not_mapped_are_refused(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Refused") as tx:
         with pytest.raises(InvalidEvent, match=r"no primary key yet: await tx\.session\.flush\(\)"):
@@ -518,7 +572,7 @@ async def test_loops_may_have_a_url_of_their_own(server_url: str, look: Look) ->
 
 WRONG: dict[str, Callable[[], Any]] = {
     "in memory": lambda: create_async_engine("sqlite+aiosqlite://"),
-    "without an engine": lambda: async_sessionmaker(),
+    "without a default engine": lambda: async_sessionmaker(),
 }
 
 

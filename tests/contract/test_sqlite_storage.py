@@ -49,9 +49,12 @@ from outboxio.storage.sqlite.connection import BUSY_TIMEOUT, fetch_value
 from outboxio.storage.sqlite.database import SqliteDatabase
 from outboxio.storage.sqlite.inserts import INSERT_NOTIFICATIONS, MARK_DELIVERED
 from outboxio.storage.sqlite.session import CLAIM, FINISH, SqliteSession
+from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.ids import uuid7
 from tests.contract.test_schema import SHARED
+from tests.kit.app import eventually, turns
+from tests.kit.virtual_time import timers
 
 NOW = datetime(2026, 1, 31, 9, 5)  # no microseconds, but the text must have six decimals
 SINCE = NOW - timedelta(days=7)
@@ -101,18 +104,24 @@ async def transaction(database: SqliteDatabase) -> AsyncIterator[SqliteSession]:
         yield session
 
 
+def watched_looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The looks at whether the file is free: the list grows with each look."""
+    looks: list[str] = []
+
+    def look(connection: sqlite3.Connection, sql: str, parameters: Any) -> Any:
+        looks.append(sql)
+        return fetch_value(connection, sql, parameters)
+
+    monkeypatch.setattr("outboxio.storage.sqlite.connection.fetch_value", look)
+    return looks
+
+
+@pytest.mark.real_time("measures how long a writer waits for the file")
 async def test_a_writer_waits_for_the_busy_timeout_and_tries_often(
     in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite alone would try ten times a second, and processes that try more often would always be first."""
-    looks = 0
-
-    def look(connection: sqlite3.Connection, sql: str, parameters: Any) -> Any:
-        nonlocal looks
-        looks += 1
-        return fetch_value(connection, sql, parameters)
-
-    monkeypatch.setattr("outboxio.storage.sqlite.connection.fetch_value", look)
+    looks = watched_looks(monkeypatch)
     monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.5)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -120,10 +129,11 @@ async def test_a_writer_waits_for_the_busy_timeout_and_tries_often(
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             await emit(in_file, event())
         assert time.monotonic() - begun >= 0.5
-    assert looks >= 20  # some hundreds on an idle machine
+    assert len(looks) >= 20  # some hundreds on an idle machine
     await emit(in_file, event())
 
 
+@pytest.mark.real_time("measures how long a writer waits for the file")
 async def test_an_application_may_choose_its_own_patience(in_file: SqliteDatabase, path: Path) -> None:
     async with transaction(in_file) as session:
         await session.execute("PRAGMA busy_timeout = 0", ())
@@ -219,6 +229,7 @@ def postgres_tables() -> Iterator[tuple[str, list[tuple[str, bool]]]]:
             yield table, [(name, "NOT NULL" in rest or "PRIMARY KEY" in rest) for name, rest in lines]
 
 
+@pytest.mark.slow
 async def test_instances_that_start_together_migrate_once(path: Path) -> None:
     script = """
         import asyncio, sys
@@ -512,29 +523,32 @@ async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_
     database: SqliteDatabase,
 ) -> None:
     await _with_deferred_references(database)
-    turn_taken = asyncio.Event()
+    turn_taken, at_work, given_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def fails() -> None:
         async with transaction(database) as session:
             await session.execute("INSERT INTO children (parent) VALUES (1)", ())
             turn_taken.set()
-            await asyncio.sleep(0.05)  # until the second task waits
+            await turns()  # until the second task waits
             with pytest.raises(sqlite3.IntegrityError):
                 await session.commit(action(), [event()])
-            await asyncio.sleep(0.05)  # the second task is at work
+            await at_work.wait()
             assert not session.in_transaction()
             await session.rollback()
             session.discard()
+        given_back.set()
 
     async def follows() -> None:
         await turn_taken.wait()
         async with transaction(database) as session:
             await session.insert_events(action(), [event()])
-            await asyncio.sleep(0.1)
+            at_work.set()
+            await given_back.wait()
             assert session.in_transaction()
             await session.commit()
 
-    await asyncio.gather(fails(), follows())
+    async with asyncio.timeout(20):
+        await asyncio.gather(fails(), follows())
 
     assert await database.events.count_undelivered("ns") == 1
 
@@ -601,10 +615,13 @@ async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDa
             assert await in_file.notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
 
 
-async def test_a_writer_waits_for_one_in_another_process(in_file: SqliteDatabase, path: Path) -> None:
+async def test_a_writer_waits_for_one_in_another_process(
+    in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = watched_looks(monkeypatch)
     with writing_elsewhere(path) as other:
         writer = asyncio.create_task(emit(in_file, event()))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: len(looks) >= 3)
         assert not writer.done()
         other.execute("COMMIT")
         await writer
@@ -620,6 +637,14 @@ async def test_a_database_that_stays_busy_is_a_transient_failure(path: Path, mon
         await emit(database, event())
 
 
+async def test_a_database_that_is_closed_leaves_no_timer(path: Path) -> None:
+    before = timers()
+    async with migrated(path) as database:
+        await asyncio.gather(emit(database, event()), emit(database, event()))
+        assert timers() > before, "a timer refuses tasks that wait too long for the writer"
+    assert timers() == before
+
+
 @contextmanager
 def writing_elsewhere(path: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -633,6 +658,7 @@ def writing_elsewhere(path: Path) -> Iterator[sqlite3.Connection]:
 SLOW = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300000) SELECT max(i) FROM n"
 
 
+@pytest.mark.real_time("a statement must be under way in its thread")
 async def test_a_cancelled_statement_runs_to_its_end_and_the_rollback_comes_after_it(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.insert_events(action(), [event()])
@@ -668,11 +694,12 @@ async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: 
     assert await database.events.count_undelivered("ns") == 2
 
 
-async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteDatabase) -> None:
+@pytest.mark.parametrize("number", [1, 2, 4, 8, 16, 32])
+async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteDatabase, number: int) -> None:
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(200)))
     round_ = asyncio.create_task(database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000)))
-    await asyncio.sleep(0.002)
+    await turns(number)
     round_.cancel()
     await asyncio.gather(round_, return_exceptions=True)
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000))
@@ -939,6 +966,36 @@ async def test_the_ids_of_a_round_are_versioned_and_in_the_order_of_its_rows(dat
     assert {(each.version, each.variant, str(each)[:15]) for each in ids} == {
         (7, "specified in RFC 4122", str(ids[0])[:15])
     }
+
+
+async def test_ids_differ_whatever_the_random_numbers(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "random_bits", lambda: (1 << 64) - 1)
+    for name in ("greet", "listen"):
+        await subscribe(
+            database,
+            Subscription(handler_name=name, event_type="Greeted"),
+            Subscription(handler_name=name, topic="hall"),
+        )
+    await emit(database, *(event(topic="hall") for _ in range(50)))
+    assert (await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).notifications == 100
+    await subscribe(
+        database,
+        Subscription(handler_name="later", event_type="Greeted"),
+        Subscription(handler_name="later", topic="hall"),
+    )
+    assert await database.events.backfill("ns", "later", [], SINCE, NOW) == 50
+
+
+async def test_migrations_are_recorded_by_the_clock_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "time_ns", lambda: 1_700_000_000_123_456_000)
+    async with migrated(path):
+        pass
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT DISTINCT applied_date FROM eventlog_schema_versions").fetchall() == [
+            ("2023-11-14 22:13:20.123456",)
+        ]
 
 
 async def test_an_event_taken_through_a_topic_reaches_the_handlers_of_its_type(database: SqliteDatabase) -> None:

@@ -72,6 +72,7 @@ def raising(error: BaseException) -> Callable[[Any], Any]:
 # --- runs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_time("measures the duration of a run")
 async def test_a_run_that_succeeds_counts_with_its_duration(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None:
@@ -248,6 +249,7 @@ async def test_a_transactional_batch_counts_each_row(outbox: Outbox) -> None:
     assert outcomes(of(outbox)) == {"succeeded": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, 10])
 async def test_a_row_that_outlived_its_retention_counts_as_expired_without_a_run(
     outbox: Outbox, clock: MovableClock, batch: int | None

@@ -13,13 +13,14 @@ from tests.contract.test_poison import die, insert_notifications, suspect
 from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.probes import MakeOutbox
 
-pytestmark = pytest.mark.costly
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 Envelope = EventEnvelope[MoneyDeposited]
 NAMES = ("books", "ledger", "mail")
 EVENTS, SUSPECTS = 150, 6  # of each
 
 
+@pytest.mark.real_time("runs last long enough for others to begin beside them")
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
 async def test_suspects_of_several_handlers_run_one_after_the_other_while_all_rows_fail_and_are_due_again(
     make_outbox: MakeOutbox, look: Look, delivery: str

@@ -27,6 +27,8 @@ from tests.kit.app import Journal, Look, MoneyDeposited, WalletOpened
 from tests.kit.probes import balances, written
 from tests.kit.sources import ROOT
 
+pytestmark = pytest.mark.one_of_family
+
 ADD_WALLET = "INSERT INTO wallets (id, balance) VALUES ('w', 7)"
 
 

@@ -39,6 +39,8 @@ from tests.kit.app import Look, eventually
 from tests.kit.orders import Paid, PayOrder, Placed, PlaceOrder, Shipped
 from tests.kit.traces import Traces, attributes, header_of, id_of, links_of, parent_of, trace_of
 
+pytestmark = pytest.mark.slow
+
 REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 REMOTE_TRACE, REMOTE_SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
 UNSAMPLED = REMOTE[:-1] + "0"

@@ -17,6 +17,8 @@ from tests.kit.app import Look
 from tests.kit.orders import Paid, Placed, PlaceOrder, Shipped
 from tests.kit.traces import Traces, attributes, header_of, id_of, links_of, parent_of, trace_of
 
+pytestmark = pytest.mark.one_of_family
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 

@@ -16,7 +16,7 @@ import pytest
 from outboxio import Batch, EventEnvelope, InvalidRetryAfter, Outbox, Received, RetryPolicy, Settings, Unavailable
 from tests.kit.app import Emit, Look, MoneyDeposited, eventually
 
-pytestmark = pytest.mark.above_statements
+pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
@@ -133,6 +133,7 @@ async def test_rests_double_until_the_service_is_back(make_outbox: MakeOutbox) -
         assert pause >= least - 0.01
 
 
+@pytest.mark.real_time("runs last long enough for others to begin beside them")
 async def test_a_single_run_tries_the_service_and_then_all_go_on(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=8))
     now = tries = most_tries = most = calls = 0

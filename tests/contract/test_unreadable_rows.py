@@ -16,6 +16,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.probes import open_transactions
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.one_of_family
+
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 _ZERO = "'0000-00-00 00:00:00'"

@@ -16,8 +16,6 @@ from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.probes import MakeOutbox, written
 
-pytestmark = pytest.mark.every_version
-
 MICROSECOND = timedelta(microseconds=1)
 
 #: A name as long as a column takes it, of characters with four bytes each.

@@ -216,6 +216,7 @@ async def test_a_handler_without_a_transaction_may_give_orders_about_its_own_row
     assert [operation.done for operation in told.answers] == [1]
 
 
+@pytest.mark.above_statements(False)
 async def test_orders_about_other_rows_wait_for_nobody(make_outbox: MakeOutbox, look: Look) -> None:
     """Unless there is a single writer, whose turn this transaction has: then the orders are refused, also in a separate
     task.

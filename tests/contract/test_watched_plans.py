@@ -24,7 +24,7 @@ from tests.kit.questions import Questions
 from tests.kit.size import FULL
 from tests.kit.watched import Filling
 
-pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
+pytestmark = [pytest.mark.every_version, pytest.mark.with_tables, pytest.mark.slow]
 
 #: Each bound is reached in the small tables already.
 SMALL, LARGE = 12_500, 400_000 if FULL else 40_000

@@ -1,6 +1,6 @@
 """The promises of delivery, order, batches, hooks and the inbox with many events, crashes and several processes.
 
-``OUTBOXIO_FULL_SIZE=1`` runs them at the size that they are stated for, which takes minutes for each database; the
+``OUTBOXIO_TEST_FULL_SIZE=1`` runs them at the size that they are stated for, which takes minutes for each database; the
 figures are printed with ``-s``. The suite runs them small.
 """
 
@@ -35,6 +35,8 @@ from tests.kit.app import WALLETS, Emit, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.processes import Worker
 from tests.kit.size import FULL
 from tests.kit.sql import sql
+
+pytestmark = pytest.mark.one_of_family
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 StartProgram = Callable[..., Awaitable[Worker]]
@@ -76,6 +78,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.real_time("measures a rate")
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_transactional_effect_is_there_exactly_once(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram, mode: str
@@ -124,6 +127,7 @@ async def _until_finished(
     return crashes
 
 
+@pytest.mark.real_time("measures a rate")
 async def test_what_a_transaction_costs(make_outbox: MakeOutbox, look: Look, start_program: StartProgram) -> None:
     """No rule about time: the same effect, by both kinds of delivery."""
     number = size(1000, 40)
@@ -222,6 +226,8 @@ async def test_order_holds_while_processes_die_and_handlers_fail(
           "fail), none went backwards; the poison parked its own key")  # fmt: skip
 
 
+@pytest.mark.real_time("measures how long a backlog takes")
+@pytest.mark.above_statements
 async def test_a_poison_does_not_slow_other_keys_down(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram
 ) -> None:
@@ -257,6 +263,7 @@ async def test_a_poison_does_not_slow_other_keys_down(
     print(f"\n{look.dialect}: {rate[False]:.0f} ordered events/s without, {rate[True]:.0f} with a parked key")
 
 
+@pytest.mark.real_time("measures how long a backlog takes")
 async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: MakeOutbox, look: Look) -> None:
     """No rule about time: plans are pinned elsewhere. The free keys are done, and the rows behind a blocked key stay as
     they are.
@@ -300,6 +307,7 @@ async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: Mak
 # --- batches ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_one_poisoned_event_in_many_batches(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     number, batch, attempts = size(10_000, 400), size(500, 50), 3
     outbox = await make_outbox(clock=clock)
@@ -326,6 +334,7 @@ async def test_one_poisoned_event_in_many_batches(make_outbox: MakeOutbox, clock
 # --- hooks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.above_statements
 async def test_every_verdict_is_told_once_and_a_stubborn_hook_is_seen(make_outbox: MakeOutbox, look: Look) -> None:
     number, attempts = size(100, 30), 3
     outbox = await make_outbox(settings=Settings(handling_max_backoff_cap="30ms", handling_poll_delay="50ms"))

@@ -18,7 +18,7 @@ import pytest
 
 from outboxio import EventEnvelope, Outbox, Settings
 from outboxio.model.lock_name import LockName
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, hang, opened
 from tests.kit.inside import locks_of
 from tests.kit.leaks import Leaks
 from tests.kit.processes import ROOT, Worker
@@ -96,6 +96,7 @@ async def test_short_blocks_in_a_row_repeat_nothing(
     assert holder.of("lost") == []
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(server_url: str) -> None:
     settings = Settings(lock_heartbeat=HEARTBEAT)
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
@@ -108,6 +109,7 @@ async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_session_that_ended_while_the_loop_was_blocked_is_not_believed_in(server_url: str, rows: Look) -> None:
     acts = acts_on(server_url)
     settings = Settings(lock_heartbeat=HEARTBEAT)
@@ -127,7 +129,6 @@ def end_lock_session(acts: ServerActs, session: int) -> None:
     asyncio.run(acts.end([session]))
 
 
-@pytest.mark.costly
 async def test_a_process_whose_loop_never_comes_back_is_replaced(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
@@ -185,6 +186,7 @@ async def test_over_a_given_pool_short_blocks_in_a_row_repeat_nothing(
 # --- further handlers in the same process --------------------------------------------------------
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_handler_that_had_to_wait_for_one_that_blocks_is_not_too_late_for_that(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
@@ -209,12 +211,13 @@ async def test_a_handler_that_had_to_wait_for_one_that_blocks_is_not_too_late_fo
     assert len(waits) == 1
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_while_a_loop_is_blocked_again_and_again_time_limits_still_hold(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
 
     @outbox.handler(MoneyDeposited, name="slow", timeout="700ms")
     async def slow(envelope: EventEnvelope[MoneyDeposited]) -> None:
-        await asyncio.sleep(3600)
+        await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
@@ -231,6 +234,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_the_log_names_the_handler_that_blocks_and_its_line(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,6 +264,7 @@ async def test_the_log_names_the_handler_that_blocks_and_its_line(
     assert "asyncio.to_thread" in line
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 @pytest.mark.parametrize("source", ["url", "given-pool"])
 async def test_a_blocked_loop_shows_nothing_of_the_driver_s_insides(
     server_url: str, source: str, caplog: pytest.LogCaptureFixture
@@ -362,7 +367,6 @@ EXITS_INSIDE = """
 """
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("body", [ABANDONS_ITS_LOOP, EXITS_INSIDE], ids=["abandons-its-loop", "exits-inside"])
 async def test_the_thread_keeps_no_interpreter_from_exiting(server_url: str, body: str) -> None:
     code, said, complaints = await asyncio.to_thread(run, server_url, body)
@@ -380,7 +384,6 @@ CLOSES_ITS_LOOP = """
 """
 
 
-@pytest.mark.costly
 async def test_the_thread_ends_with_the_session_of_a_loop_that_was_closed(server_url: str) -> None:
     code, said, complaints = await asyncio.to_thread(run, server_url, CLOSES_ITS_LOOP)
     assert (code, said) == (0, ["entered", "0"]), complaints
@@ -393,7 +396,6 @@ STOPS_ITS_LOOP = """
 """
 
 
-@pytest.mark.costly
 async def test_a_loop_that_nobody_runs_any_more_keeps_no_lock(server_url: str, start_worker: StartWorker) -> None:
     process = await asyncio.create_subprocess_exec(
         *script(server_url, STOPS_ITS_LOOP), cwd=ROOT, stdout=asyncio.subprocess.PIPE
@@ -435,7 +437,6 @@ FORKS = """
 """
 
 
-@pytest.mark.costly
 async def test_a_forked_child_has_a_thread_of_its_own_and_leaves_the_parent_s_alone(server_url: str) -> None:
     """The child has copies of the parent's sockets, and of all objects that may close the sockets."""
     code, said, complaints = await asyncio.to_thread(run, server_url, FORKS)

@@ -19,7 +19,7 @@ from tests.kit.storage import Store
 
 pytestmark = pytest.mark.above_statements
 
-FULL = bool(os.environ.get("OUTBOXIO_FULL_SIZE"))
+FULL = bool(os.environ.get("OUTBOXIO_TEST_FULL_SIZE"))
 ROWS, PIECE = (50_000, 1000) if FULL else (3_000, 50)
 LONGEST = 300 if FULL else 60  # seconds
 

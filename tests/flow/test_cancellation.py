@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang, turns
 from tests.kit.leaks import Leaks
 from tests.kit.probes import Cancelling
 
@@ -28,6 +28,7 @@ async def no_attempt_was_burnt(look: Look) -> None:
     assert rows <= {("PENDING", 0), ("SUCCEEDED", 1)}
 
 
+@pytest.mark.real_time("cancels at many points in time")
 async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,7 +45,7 @@ async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
     async def stay() -> None:
         async with outbox.running():
             await outbox.executor.execute(Emit(tuple(range(6))))
-            await asyncio.sleep(60)
+            await hang()
 
     for moment in range(24):
         started.clear()
@@ -87,7 +88,7 @@ async def test_leaving_cancelled_comes_to_its_end_all_the_same(
     await eventually(lambda: started.envelopes[0].stopping.is_set())
     for _ in range(3):
         task.cancel()
-        await asyncio.sleep(0.01)
+        await turns()
     assert not task.done()
     let_go.set()
     with pytest.raises(asyncio.CancelledError):
@@ -104,7 +105,7 @@ async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox,
             await outbox.executor.execute(Emit((1, 2)))
             await journal.calls(2)
             limit.reschedule(asyncio.get_running_loop().time())
-            await asyncio.sleep(60)
+            await hang()
     await leaks.nothing_is_left(POOL)
     assert await look.states() == {"SUCCEEDED": 2}
 
@@ -116,7 +117,7 @@ async def test_a_handler_s_inner_task_that_is_cancelled_is_an_ordinary_failure(
 
     @outbox.handler(MoneyDeposited, name="first")
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
-        inner = asyncio.create_task(asyncio.sleep(60))
+        inner = asyncio.create_task(hang())
         asyncio.get_running_loop().call_soon(inner.cancel)
         await inner
 
@@ -137,7 +138,7 @@ async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
-        await asyncio.sleep(60)
+        await hang()
 
     await outbox.executor.execute(Emit((1,)))
     assert (await outbox.drain(timeout=10)).failed == 1
@@ -146,6 +147,7 @@ async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
     await leaks.nothing_is_left(POOL)
 
 
+@pytest.mark.real_time("cancels at many points in time")
 async def test_drain_cancelled_at_any_moment_leaves_nothing_behind(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:
@@ -179,7 +181,7 @@ async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_a
     @outbox.handler(MoneyDeposited, name="first")
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
         await started(envelope)
-        await asyncio.sleep(60)
+        await hang()
 
     await outbox.executor.execute(Emit((1, 2)))
     with pytest.raises(DrainTimeout):

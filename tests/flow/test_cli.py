@@ -1,4 +1,4 @@
-"""The ``outboxio`` command as people and scripts run it: in a process of its own, on every database."""
+"""The ``outboxio`` command as people and scripts run it. Workers and the demo have a process of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from uuid import UUID
 
 import pytest
@@ -20,7 +22,10 @@ from outboxio.cli import main
 from outboxio.storage.schema import sql_files
 from tests.kit.app import Look, eventually
 from tests.kit.marks import needs_partitions
+from tests.kit.process_state import restored
 from tests.kit.server_acts import with_password
+
+pytestmark = pytest.mark.above_statements
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +90,10 @@ class Answer:
         return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
+#: Commands that need a process of their own: they handle signals, or show all classes of events of the process.
+APART = ("worker", "demo", "describe")
+
+
 class Command:
     """Runs ``outboxio`` in the directory of an application."""
 
@@ -94,18 +103,41 @@ class Command:
         (directory / "shop.py").write_text(SHOP)
 
     async def __call__(self, *arguments: str, **environ: str) -> Answer:
+        """The answer of a command that ends by itself."""
+        if arguments[0] not in APART:
+            return await asyncio.to_thread(self._in_this_process, arguments, self._environ(environ))
         async with self.started(*arguments, **environ) as process:
             out, err = await process.communicate()
         return Answer(process.returncode, out.decode(), err.decode())
 
+    def _in_this_process(self, arguments: Sequence[str], environ: Mapping[str, str]) -> Answer:
+        out, err, modules = StringIO(), StringIO(), set(sys.modules)
+        with (
+            restored(),
+            chdir(self.directory),
+            mock.patch.dict(os.environ, environ, clear=True),
+            mock.patch.object(sys, "argv", ["outboxio", *arguments]),
+            redirect_stdout(out),
+            redirect_stderr(err),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main()
+        for name in set(sys.modules) - modules:
+            if getattr(sys.modules[name], "__file__", "").startswith(str(self.directory)):
+                del sys.modules[name]  # of the application of this test
+        return Answer(ended.value.code or 0, out.getvalue(), err.getvalue())
+
+    def _environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("OUTBOXIO_")}
+        return {**inherited, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": self.database, **environ}
+
     @asynccontextmanager
     async def started(self, *arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
         """The command under way; the command does not outlive the block."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("OUTBOXIO_")}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "outboxio.cli", *arguments),
             cwd=self.directory,
-            env={**inherited, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": self.database, **environ},
+            env=self._environ(environ),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -601,6 +633,53 @@ async def test_a_setting_that_the_application_refuses_is_refused_by_name(local: 
 
     assert answer.code == 2
     assert "setting concurrency = 0: expected a whole number, 1 or more" in answer.err
+
+
+CONFIGURED = """
+from outboxio import Outbox, Settings
+outbox = Outbox("sqlite:///app.db", namespace="app", settings=Settings(concurrency=3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("OUTBOXIO_CONCURENCY", "5", "did you mean OUTBOXIO_CONCURRENCY?"),
+        ("OUTBOXIO_CONCURRENCY", "lots", "OUTBOXIO_CONCURRENCY = 'lots': expected a whole number"),
+    ],
+)
+async def test_a_worker_refuses_bad_variables_even_beside_settings(
+    local: Command, variable: str, value: str, told: str
+) -> None:
+    (local.directory / "configured.py").write_text(CONFIGURED)
+
+    for target in ("shop:outbox", "configured:outbox"):
+        answer = await local("worker", target, "--validate", **{variable: value})
+
+        assert answer.code == 2, answer
+        assert told in answer.err
+
+
+async def test_a_worker_refuses_unknown_keys_of_pyproject(local: Command) -> None:
+    (local.directory / "pyproject.toml").write_text("[tool.outboxio]\nconcurency = 7\n")
+
+    answer = await local("worker", "shop:outbox", "--validate")
+
+    assert answer.code == 2
+    assert "did you mean concurrency?" in answer.err
+
+
+async def test_a_worker_warns_of_settings_that_the_code_ignores(local: Command) -> None:
+    (local.directory / "configured.py").write_text(CONFIGURED)
+    (local.directory / "pyproject.toml").write_text("[tool.outboxio]\nmax_hops = 7\nconcurrency = 3\n")
+    assert (await local("migrate", "configured:outbox")).code == 0
+
+    answer = await local("worker", "configured:outbox", "--validate", OUTBOXIO_KEEP_DEAD="1d")
+
+    assert answer.code == 0, answer
+    assert "setting keep_dead of the environment or pyproject.toml is ignored" in answer.err
+    assert "setting max_hops" in answer.err
+    assert "setting concurrency" not in answer.err
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from outboxio import EventEnvelope, Outbox, RetryPolicy
 from outboxio.cli.answer import say_error
 from outboxio.cli.app import app
 from outboxio.support.text import visible
@@ -48,7 +51,7 @@ modules = itertools.count()
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Run:
     """Runs a command for an application in which all names contain the given text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -112,5 +115,48 @@ def test_an_error_is_one_line_that_a_terminal_only_shows(capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"error: there is no {visible(text)}\n"
 
 
+HOSTILE = "a\x9b31m\u202e\u2066\u2028\x7f\U000e0041b"
+"""Characters that JSON takes as they are: C1, of writing from right to left, a line separator, DEL, a tag."""
+
+
+async def fill(url: str) -> str:
+    """A dead notification with :data:`HOSTILE` in each value from outside; the id."""
+    outbox = Outbox(url, namespace="shop")
+    await outbox.migrate()
+
+    @outbox.handler(HOSTILE, name=HOSTILE, raw=True, ordered=True, retry=RetryPolicy(max_attempts=1))
+    async def fail(envelope: EventEnvelope[bytes]) -> None:
+        raise ValueError(HOSTILE)
+
+    await outbox.inbox.receive(
+        source=HOSTILE, external_id=HOSTILE, type=HOSTILE, payload={HOSTILE: HOSTILE}, ordering_key=HOSTILE,
+        correlation_id=HOSTILE, headers={HOSTILE: HOSTILE},
+    )  # fmt: skip
+    await outbox.drain()
+    await outbox.admin.pause(HOSTILE, reason=HOSTILE)
+    [dead] = await outbox.admin.list("DEAD")
+    await outbox.close()
+    return str(dead.id)
+
+
+def test_no_value_from_outside_is_obeyed_by_a_terminal_in_any_output(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "dead.ndjson"
+    id = asyncio.run(fill(url))
+    where = ["--database", url, "--namespace", "shop"]
+    for command in (
+        ["events"], ["list"], ["dead"], ["show", id, "--payload"], ["show", id, "--tree"], ["tail"], ["export"],
+        ["export", "--output", str(file)], ["keys"], ["paused"], ["operations"], ["status"], ["doctor"], ["handlers"],
+        ["retry", "--handler", f"{HOSTILE}x", "--yes"], ["retry", "--handler", f"{HOSTILE}x", "--yes", "--verbose"],
+    ):  # fmt: skip
+        for form in ([], ["--json"]):
+            result = CliRunner().invoke(app, [*command, *where, *form])
+            assert not obeyed_by_a_terminal(result.output), (command, form)
+            if form and command[0] in ("events", "list", "show", "paused"):
+                assert HOSTILE in json.dumps(json.loads(result.stdout), ensure_ascii=False)
+            if file.exists():
+                assert not obeyed_by_a_terminal(file.read_text("utf-8"))
+                file.unlink()
+
+
 def obeyed_by_a_terminal(output: str) -> list[str]:
-    return [line for line in output.splitlines() if not line.isprintable()]
+    return [line for line in output.split("\n") if not line.isprintable()]

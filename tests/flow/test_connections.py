@@ -36,6 +36,8 @@ from tests.kit.server_acts import ServerActs, acts_on, lock_session
 from tests.kit.spies import counters, nothing_is_handed_over
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.one_of_family
+
 #: Polling cannot have found the rows.
 NO_POLLS = {"fanout_poll_delay": "60s", "handling_poll_delay": "60s"}
 
@@ -147,6 +149,7 @@ SELECT 1 FROM {events} e WHERE e.event_type IS NOT NULL
 # --- lost connections ----------------------------------------------------------------------------
 
 
+@pytest.mark.real_time("keeps a load up while connections are cut")
 @pytest.mark.parametrize("source", ["url", "given-pool"])
 async def test_whichever_connection_is_lost_everything_is_handled(
     server_url: str, rows: Look, acts: ServerActs, pool: Any, source: str
@@ -179,6 +182,7 @@ def repeated(journal: Journal) -> list[int]:
     return [amount for amount, times in Counter(journal.amounts).items() if times > 1]
 
 
+@pytest.mark.real_time("keeps a load up while connections are cut")
 async def test_all_connections_lost_at_once_are_survived(server_url: str, rows: Look, acts: ServerActs) -> None:
     journal = Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
@@ -192,6 +196,7 @@ async def test_all_connections_lost_at_once_are_survived(server_url: str, rows: 
         assert await all_handled(rows)
 
 
+@pytest.mark.real_time("keeps a load up while connections are cut")
 async def test_a_restart_of_the_server_is_survived_without_anybody_s_help(server_url: str) -> None:
     journal = Journal()
     with private_server(like=server_url) as server:
@@ -283,6 +288,7 @@ async def _has_events(rows: Look, number: int) -> bool:
     return len(await rows.events()) == number
 
 
+@pytest.mark.real_time("counts the attempts of a second")
 async def test_a_database_that_is_gone_is_asked_ever_more_rarely(server_url: str, acts: ServerActs) -> None:
     async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
@@ -320,6 +326,7 @@ async def test_a_lost_listen_connection_listens_again(postgres_url: str) -> None
             await journal.calls(3)
 
 
+@pytest.mark.real_time("measures the time until a connection is replaced")
 @pytest.mark.parametrize("moment", ["idle", "in-the-middle-of-a-statement"])
 async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, moment: str) -> None:
     journal, acts = Journal(), acts_on(postgres_url)

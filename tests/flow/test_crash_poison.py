@@ -110,7 +110,6 @@ async def test_a_row_that_ends_its_process_is_dead_and_the_others_lose_no_attemp
     assert supervisor.numbers("buried") == [POISON], "its hook hears of it as of any other"
 
 
-@pytest.mark.costly
 async def test_fewer_crashes_are_waited_for_if_the_setting_says_so(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
@@ -133,7 +132,6 @@ async def test_what_others_write_in_their_transactions_happens_exactly_once(
     assert effects == [number for number in range(EVENTS) if number != POISON]
 
 
-@pytest.mark.costly  # the order behind a dead row has tests on each dialect: tests/contract/test_ordered.py
 @pytest.mark.parametrize("on_dead_key", ["park", "continue"])
 async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor, on_dead_key: str
@@ -152,7 +150,6 @@ async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
         assert done == [n for n in range(key, EVENTS, KEYS) if n != POISON and not (parks and n in behind)]
 
 
-@pytest.mark.costly
 async def test_of_a_batch_that_ends_its_process_only_the_row_that_does_is_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
@@ -163,7 +160,6 @@ async def test_of_a_batch_that_ends_its_process_only_the_row_that_does_is_dead(
     assert set(supervisor.numbers("done")) == set(range(EVENTS)) - {POISON}
 
 
-@pytest.mark.costly
 async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
     """Their rows run in the same process, so they are suspects as well; but never two suspects at once."""
     names = ("mail", "slow", "search")
@@ -176,7 +172,6 @@ async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look:
     await require_verdict(recorded, look, "mail")
 
 
-@pytest.mark.costly
 async def test_two_rows_that_end_their_process_are_both_found(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
@@ -186,7 +181,6 @@ async def test_two_rows_that_end_their_process_are_both_found(
     assert set(await attempts(look, "SUCCEEDED")) == {1}
 
 
-@pytest.mark.costly
 async def test_a_hook_that_ends_its_process_is_given_up_and_its_row_is_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
@@ -199,7 +193,6 @@ async def test_a_hook_that_ends_its_process_is_given_up_and_its_row_is_dead(
     assert (dead.attempts, supervisor.crashes) == (1, CRASHES)
 
 
-@pytest.mark.costly
 async def test_killing_healthy_processes_makes_nothing_dead(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
@@ -232,7 +225,6 @@ async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_
     assert [worker.of("asked") for worker in supervisor.workers] == [[], []]
 
 
-@pytest.mark.costly
 async def test_an_operator_may_retry_what_ended_its_process_when_that_is_mended(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:

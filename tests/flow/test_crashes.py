@@ -14,6 +14,8 @@ from outboxio import Outbox
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.kit.processes import Worker
 
+pytestmark = pytest.mark.one_of_family
+
 StartWorker = Callable[..., Awaitable[Worker]]
 
 PAYLOAD = {"wallet_id": "00000000-0000-0000-0000-000000000007", "amount": "12"}

@@ -69,7 +69,9 @@ async def test_a_bare_database_is_served_on_this_machine_until_a_signal_comes(ur
     assert code == 0
 
 
-async def test_the_address_is_told_when_it_takes_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_is_told_when_it_takes_connections(
+    url: str, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
     reached: list[int] = []
 
     def tell(namespace: str, host: str, port: int, *, as_json: bool) -> None:

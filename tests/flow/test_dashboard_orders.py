@@ -189,13 +189,15 @@ async def test_a_bulk_retry_of_5000_shows_its_progress_to_the_end(
             answer = await at.confirmed("retry", {"handler": "mail"}, reason="the mail server is back")
             location = answer.headers["location"]
             shares: list[float] = []
-            async with asyncio.timeout(120):
-                while True:
-                    found = (await at.client.get(f"{location}&format=json")).json()
-                    shares.append(found["share"])
-                    if found["operation"]["state"] != "RUNNING":
-                        break
-                    await asyncio.sleep(0.02)
+
+            async def is_done() -> bool:
+                nonlocal found
+                found = (await at.client.get(f"{location}&format=json")).json()
+                shares.append(found["share"])
+                return bool(found["operation"]["state"] != "RUNNING")
+
+            found: Any = None
+            await eventually(is_done, timeout=120)
         assert shares == sorted(shares)
         assert shares[-1] == 1.0
         assert (found["operation"]["done"], found["operation"]["matched"]) == (5_000, 5_000)

@@ -106,6 +106,7 @@ async def look(database_url: str) -> Look:
     return look
 
 
+@pytest.mark.above_statements
 async def test_every_use_in_a_child_of_the_process_that_opened_the_outbox_is_refused_by_name(
     database_url: str, look: Look
 ) -> None:
@@ -143,6 +144,7 @@ async def test_every_use_in_a_child_of_the_process_that_opened_the_outbox_is_ref
     assert len(await look.events()) == 6
 
 
+@pytest.mark.above_statements
 async def test_an_outbox_that_only_its_event_loop_has_left_is_refused_too(database_url: str, look: Look) -> None:
     """Its connections are still open, because the outbox was not closed."""
     assert await outcome(database_url, FORKING + """
@@ -157,6 +159,7 @@ async def test_an_outbox_that_only_its_event_loop_has_left_is_refused_too(databa
     assert len(await look.events()) == 1
 
 
+@pytest.mark.above_statements
 async def test_a_child_of_a_child_is_refused_what_the_child_has_opened(database_url: str, look: Look) -> None:
     assert await outcome(database_url, FORKING + """
     asyncio.run(outbox.migrate())
@@ -172,6 +175,7 @@ async def test_a_child_of_a_child_is_refused_what_the_child_has_opened(database_
     assert len(await look.events()) == 1
 
 
+@pytest.mark.above_statements
 async def test_an_outbox_that_no_parent_has_open_works_in_each_child_under_a_name_of_its_own(
     database_url: str, look: Look
 ) -> None:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="gunicorn needs fork"),
-    pytest.mark.costly,
     pytest.mark.with_tables,
+    pytest.mark.above_statements,
 ]
 
 
@@ -94,5 +94,5 @@ async def test_workers_of_an_application_that_uses_the_outbox_while_it_is_import
     async with gunicorn("uvicorn.workers.UvicornWorker", database_url, tmp_path / "g", OPEN="1") as process:
         async with asyncio.timeout(90):
             said, _ = await process.communicate()
-    assert process.returncode == 3, said.decode()
+    assert process.returncode != 0, said.decode()  # 3, or 1 if gunicorn reaps both workers at once
     assert b"WrongProcess: the outbox of namespace 'app' was opened in process %d" % process.pid in said

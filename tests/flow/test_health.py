@@ -152,7 +152,7 @@ async def local(tmp_path: Path) -> AsyncIterator[tuple[Place, Outbox]]:
 # --- the database ------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
+@pytest.mark.above_statements
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
 async def test_a_database_that_is_down_ends_readiness_and_not_life_until_it_is_back(
     server_url: str, tmp_path: Path, how: str
@@ -285,7 +285,7 @@ async def _holds(worker: Worker, number: int) -> bool:
     return len((await worker.health())["shards"]["default"]["locks_held"]) == number
 
 
-@pytest.mark.costly
+@pytest.mark.above_statements
 async def test_a_worker_that_leaves_is_not_ready_at_once_and_lives_until_its_last_handler_has_ended(
     server_url: str, tmp_path: Path
 ) -> None:

@@ -36,7 +36,6 @@ async def test_a_frozen_process_loses_its_lock_and_learns_of_the_loss(
         await worker.until("lost", timeout=60)
 
 
-@pytest.mark.costly
 async def test_no_two_holders_that_were_not_told_of_a_loss_overlap_while_sessions_are_cut(server_url: str) -> None:
     report = await contend(server_url, seconds=2)
     assert report["held"] > 0

@@ -36,6 +36,8 @@ from tests.kit.proxy import proxy_to
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.spies import nothing_is_handed_over
 
+pytestmark = pytest.mark.one_of_family
+
 ERROR = '{"type": "ValueError", "message": "no"}'
 
 
@@ -280,6 +282,7 @@ async def kill_and_restart(server: PrivatePostgres | PrivateMysql) -> None:
     await asyncio.to_thread(server.start)
 
 
+@pytest.mark.real_time("keeps a load up while a server is killed")
 async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_committed(server_url: str) -> None:
     journal, committed, enough = Journal(), [], asyncio.Event()
     with private_server(like=server_url) as server:

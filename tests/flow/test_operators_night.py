@@ -102,7 +102,7 @@ def worker(shell: Shell) -> Iterator[None]:
         process.wait(30)
 
 
-@pytest.mark.costly
+@pytest.mark.above_statements
 def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: Shell) -> None:
     with worker(shell):
         subprocess.run([sys.executable, "app.py"], cwd=shell.directory, env=shell.environ, check=True, timeout=60)

@@ -75,6 +75,7 @@ async def a_pair(start_worker: StartWorker, url: str) -> tuple[Worker, Worker]:
     return first, second
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_nothing(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
@@ -97,6 +98,7 @@ async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_noth
     assert await rows.value("SELECT count(*) FROM {instances}") == 2
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_partitions_of_a_killed_process_are_owned_at_once_and_only_its_rows_in_flight_repeat(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
@@ -137,6 +139,7 @@ async def test_handlers_with_one_partition_are_spread_where_the_application_asks
     )
 
 
+@pytest.mark.real_time("keeps a load up while processes come and go")
 async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_processes_come_and_go(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:

@@ -1,6 +1,6 @@
 """The promises of take-overs, rolling deploys, shutdowns and outages, repeated under load.
 
-``OUTBOXIO_FULL_SIZE=1`` runs the tests as often, and as long, as the promises state; the figures are printed with
+``OUTBOXIO_TEST_FULL_SIZE=1`` runs the tests as often, and as long, as the promises state; the figures are printed with
 ``-s``. The suite runs them small.
 """
 
@@ -92,6 +92,7 @@ async def all_succeeded(look: Look, number: int) -> bool:
 RECEIPT = {"name": "receipt", "sleep": 0.02}
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_whenever_a_holder_is_killed_its_standby_takes_over(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
@@ -113,6 +114,7 @@ async def test_whenever_a_holder_is_killed_its_standby_takes_over(
     assert {amount for worker in workers for amount in worker.amounts} == set(range(load.number))
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_heartbeat(
     server_url: str, start_worker: StartWorker
 ) -> None:
@@ -226,6 +228,7 @@ async def nothing_is_left(look: Look) -> bool:
 SHUTDOWN_TIMEOUT = 0.3
 
 
+@pytest.mark.real_time("measures how long a shutdown lasts")
 async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_no_attempt(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
@@ -290,6 +293,7 @@ async def interruptible(url: str) -> AsyncIterator[Interruptible]:
             yield Interruptible(proxy.url, proxy.stop, proxy.start)
 
 
+@pytest.mark.real_time("shows that no run starts while the database is down")
 async def test_an_application_outlives_its_database(server_url: str, start_program: StartWorker) -> None:
     async with interruptible(server_url) as database:
         look = Look(database.url)

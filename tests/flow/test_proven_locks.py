@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from outboxio import EventEnvelope, Outbox, Settings
 from outboxio.model.lock_name import LockName
 from outboxio.storage.mysql.connection import fetch
@@ -16,6 +18,7 @@ from tests.kit.server_acts import lock_session
 HEARTBEAT = 0.05
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_run_that_waited_behind_a_blocked_event_loop_starts_only_under_proven_locks(database_url: str) -> None:
     held: list[bool] = []
     async with opened(Outbox(database_url, namespace="app", settings=Settings(lock_heartbeat=HEARTBEAT))) as outbox:

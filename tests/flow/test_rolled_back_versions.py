@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from outboxio import Outbox
 from tests.flow.versions_worker import EVENTS
 from tests.kit.app import Look, eventually
 from tests.kit.processes import Worker
+
+pytestmark = pytest.mark.above_statements
 
 StartProgram = Callable[..., Awaitable[Worker]]
 PROGRAM = "tests.flow.versions_worker"
@@ -16,10 +20,8 @@ PROGRAM = "tests.flow.versions_worker"
 async def test_a_rolled_back_deployment_loses_no_event_of_the_newer_version(
     database_url: str, start_program: StartProgram, look: Look
 ) -> None:
-    async def deploy(version: int, first: int, *, writes_first: bool = False) -> Worker:
-        worker = await start_program(
-            PROGRAM, database=database_url, version=version, first=first, writes_first=writes_first
-        )
+    async def deploy(version: int, first: int, *, handles: bool = True) -> Worker:
+        worker = await start_program(PROGRAM, database=database_url, version=version, first=first, handles=handles)
         await worker.until("running")
         return worker
 
@@ -28,8 +30,8 @@ async def test_a_rolled_back_deployment_loses_no_event_of_the_newer_version(
     await newer.until("plain", EVENTS)
     await newer.leave()
 
-    crashed = await start_program(PROGRAM, database=database_url, version=2, first=4, writes_first=True)
-    await eventually(lambda: has_events(look, 2 * EVENTS))
+    crashed = await deploy(2, 4, handles=False)
+    await crashed.until("written")
     crashed.kill()
 
     older = await deploy(1, 8)
@@ -55,10 +57,6 @@ async def test_a_rolled_back_deployment_loses_no_event_of_the_newer_version(
     assert {report["attempt"] for report in back.of("ordered")} == {1}
     assert (await outbox.admin.counts())["unroutable"] == 0
     await outbox.close()
-
-
-async def has_events(look: Look, number: int) -> bool:
-    return len(await look.events()) == number
 
 
 async def is_settled(look: Look, events: int) -> bool:

@@ -55,6 +55,7 @@ async def test_the_story_ends_with_the_right_money_in_each_account(
     assert "Each order is paid and confirmed, or cancelled without cost." in said
 
 
+@pytest.mark.above_statements
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 async def test_a_crash_at_any_step_leaves_each_order_confirmed_and_paid_or_cancelled_and_refunded(
     database_url: str, tmp_path: Path

@@ -127,6 +127,7 @@ def test_every_command_is_tried() -> None:
     assert set(CALLS) == commands() - ask_no_database - serves
 
 
+@pytest.mark.above_statements
 async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
     async with with_password(server_url, SECRET) as url:
         for command, arguments in [(command, call) for command, calls in CALLS.items() for call in calls]:

@@ -27,6 +27,8 @@ from tests.kit.probes import doing
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.server_acts import acts_on
 
+pytestmark = pytest.mark.one_of_family
+
 ALL_LINKS = b"\0"  # what every connection has sent
 BOUND = 20.0  # seconds: less than half of any limit in minutes, and more than a busy machine needs
 ALONE = Settings(notify=False)
@@ -73,6 +75,7 @@ def at_once(outbox: Outbox, number: int) -> Any:
 # --- actions ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_time("a statement sleeps in the server")
 async def test_actions_fail_in_seconds_on_connections_that_fell_silent_and_the_next_ones_work(
     server_url: str, rows: Look
 ) -> None:
@@ -157,6 +160,7 @@ async def test_a_server_that_answers_nobody_is_found_out_as_well(server_url: str
         await outbox.executor.execute(Emit((3,)))
 
 
+@pytest.mark.real_time("a statement sleeps in the server")
 @pytest.mark.usefixtures("hurried")
 async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None:
     async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
@@ -167,6 +171,7 @@ async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None
         assert len(asked) >= 2
 
 
+@pytest.mark.real_time("an action is idle for longer than an answer may take")
 @pytest.mark.usefixtures("hurried")
 async def test_an_action_that_does_something_else_for_long_is_let_go_on(server_url: str, rows: Look) -> None:
     """The action's session is idle, rightly."""
@@ -185,6 +190,7 @@ async def test_an_action_that_does_something_else_for_long_is_let_go_on(server_u
         assert len(await rows.events()) == 2
 
 
+@pytest.mark.real_time("a statement sleeps in the server")
 @pytest.mark.usefixtures("hurried")
 async def test_a_statement_through_a_proxy_that_shares_sessions_is_let_go_on(postgres_url: str) -> None:
     """The proxy's answer about a session is about a different client's session."""
@@ -234,6 +240,7 @@ async def test_a_given_pool_s_connections_have_a_limit_for_what_outboxio_sends(
         assert "3" in [row["model_id"] for row in await rows.events()]
 
 
+@pytest.mark.real_time("a statement sleeps in the server")
 async def test_a_statement_of_an_action_may_be_given_a_limit(server_url: str, rows: Look) -> None:
     settings = Settings(notify=False, action_statement_timeout="300ms")
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
@@ -271,6 +278,7 @@ def socket_of(connection: Any) -> Any:
     return transport.get_extra_info("socket")
 
 
+@pytest.mark.real_time("a statement sleeps in the server")
 async def test_what_a_driver_waits_for_is_seen(server_url: str) -> None:
     """The same token for as long as an answer is awaited, and a new token for the next statement."""
     async with (

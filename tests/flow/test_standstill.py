@@ -12,7 +12,7 @@ import pytest
 
 from outboxio.loops import standstill
 from outboxio.loops.standstill import LoopWatch, Running, stood_still_since, watched
-from tests.kit.app import eventually
+from tests.kit.app import eventually, hang
 
 TICK = 0.02
 THRESHOLD = 0.2
@@ -36,7 +36,7 @@ class Handlers:
         async def handle() -> None:
             if block is not None:
                 block()
-            await asyncio.sleep(3600)
+            await hang()
 
         self.tasks[name] = asyncio.create_task(handle())
         return self.tasks[name]
@@ -59,6 +59,7 @@ async def answered() -> None:
     await eventually(lambda: watch._answered_at > since and watch._question.is_answered)
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_standstill_names_the_handler_that_was_on_and_its_line(caplog: pytest.LogCaptureFixture) -> None:
     handlers = Handlers()
     with watched(handlers.running, handlers.heard.append):
@@ -75,6 +76,7 @@ async def test_a_standstill_names_the_handler_that_was_on_and_its_line(caplog: p
     assert BLOCKS - 2 * TICK < seconds < 10 * BLOCKS
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_what_blocks_outside_of_a_handler_is_shown_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with watched(lambda: [], lambda seconds: None):
         await answered()
@@ -84,6 +86,7 @@ async def test_what_blocks_outside_of_a_handler_is_shown_where_it_is(caplog: pyt
     assert f"; running: no handler ({__file__}:" in record.getMessage()
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_where_nobody_can_tell_all_that_run_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """A handler's own helper task blocks, for example."""
     handlers = Handlers()
@@ -98,6 +101,7 @@ async def test_where_nobody_can_tell_all_that_run_are_named(caplog: pytest.LogCa
     assert "; running: first, second (" in record.getMessage()
 
 
+@pytest.mark.real_time("shows that a loop that waits is not reported")
 async def test_a_loop_that_waits_does_not_stand_still(caplog: pytest.LogCaptureFixture) -> None:
     handlers = Handlers()
     with watched(handlers.running, handlers.heard.append):
@@ -125,6 +129,7 @@ async def test_of_the_same_handlers_there_is_one_line_in_a_while(
     assert "stood still for 2.0 s, and 2 more times since the last such line; running: blocks (here);" in second
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_process_that_stood_still_as_a_whole_is_not_blamed_on_its_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -139,6 +144,7 @@ async def test_a_process_that_stood_still_as_a_whole_is_not_blamed_on_its_loop(
     assert record.getMessage().startswith("this process stood still for 0.")
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 def test_a_loop_that_nobody_runs_does_not_stand_still(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.new_event_loop()
 
@@ -170,13 +176,12 @@ def test_a_loop_that_was_closed_is_said_goodbye_to_in_the_thread() -> None:
     watch = loop.run_until_complete(enter())
     loop.close()
     assert said.wait(5)
-    until = time.monotonic() + 5
-    while watch.thread.is_alive and time.monotonic() < until:
-        time.sleep(0.01)
+    watch.thread._thread.join(5)
     assert watch.has_ended
     assert not watch.thread.is_alive
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_whoever_asks_hears_of_standstills_that_have_ended_since() -> None:
     with watched(lambda: [], lambda seconds: None):
         await answered()
@@ -188,6 +193,7 @@ async def test_whoever_asks_hears_of_standstills_that_have_ended_since() -> None
         assert stood_still_since(time.monotonic()) == 0
 
 
+@pytest.mark.real_time("a thread asks the event loop")
 async def test_several_watch_one_loop_and_the_last_one_ends_it() -> None:
     first, second = LoopWatch.enlist(), LoopWatch.enlist()
     assert first is second

@@ -1,6 +1,6 @@
 """A storm: producers at MySQL's own isolation level, workers that take over from each other, a single server.
 
-``OUTBOXIO_STORM_SECONDS`` makes the storm longer than the suite has time for; its figures are printed with ``-s``.
+``OUTBOXIO_TEST_STORM_SECONDS`` makes the storm longer than the suite has time for; its figures are printed with ``-s``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.kit.processes import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 
-SECONDS = float(os.environ.get("OUTBOXIO_STORM_SECONDS", "5"))
+SECONDS = float(os.environ.get("OUTBOXIO_TEST_STORM_SECONDS", "3"))
 WORKERS, PRODUCERS, TASKS = 6, 3, 4
 SHARED_WALLETS = 4
 BETWEEN_HANDOVERS = 1.5  # seconds
@@ -147,6 +147,7 @@ async def produce(producers: Sequence[Producer], until: float) -> list[str]:
     return repeated
 
 
+@pytest.mark.real_time("keeps a load up for seconds")
 async def test_in_a_storm_nothing_is_lost_or_doubled_and_no_producer_is_disturbed(
     mysql_url: str, look: Look, start_worker: StartWorker
 ) -> None:

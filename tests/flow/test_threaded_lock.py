@@ -16,7 +16,7 @@ from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.proof import Proof
 from outboxio.storage.connections.threaded_lock import ThreadedLock
 from outboxio.storage.protocols import LockGrant
-from tests.kit.app import eventually
+from tests.kit.app import eventually, hang
 
 NOON = datetime(2026, 1, 1, 12)
 NAME = LockName("app", "dispatch", "mail")
@@ -46,7 +46,7 @@ class Inner:
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         await self._called("acquire")
         if self.waits is not None:
-            await asyncio.sleep(3600)
+            await hang()
         return dict.fromkeys(names, LockGrant(1, 0))
 
     async def try_probe(self, name: LockName) -> bool:
@@ -104,6 +104,7 @@ async def test_everything_is_done_in_the_thread(lock: ThreadedLock, inner: Inner
     assert inner.threads == {"outboxio"}
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_the_thread_beats_while_the_application_s_loop_is_blocked(lock: ThreadedLock) -> None:
     first = await begin(lock)
     blocked_at = time.monotonic()
@@ -113,6 +114,7 @@ async def test_the_thread_beats_while_the_application_s_loop_is_blocked(lock: Th
     assert lock.proof.sent_at > blocked_at
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_loop_that_stands_still_for_too_long_is_beaten_for_no_more(
     lock: ThreadedLock, inner: Inner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +191,7 @@ async def test_an_acquisition_that_is_cancelled_ends_the_session(lock: ThreadedL
     assert not lock.is_open
 
 
+@pytest.mark.real_time("a thread has to begin to wait")
 async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(lock: ThreadedLock, inner: Inner) -> None:
     await begin(lock)
     inner.waits = asyncio.Event()

@@ -7,11 +7,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outboxio import Outbox
 from tests.flow.trace_worker import FAILS_ONCE
 from tests.kit.orders import PlaceOrder
 from tests.kit.processes import Worker
 from tests.kit.traces import Traces, id_of, trace_of
+
+pytestmark = pytest.mark.above_statements
 
 StartProgram = Callable[..., Awaitable[Worker]]
 

@@ -59,6 +59,7 @@ async def a_pair(start_worker: StartWorker, url: str, *handlers: dict[str, Any],
     return [holder, standby]
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_a_killed_holder_is_replaced_at_once(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
@@ -98,6 +99,7 @@ async def test_a_holder_that_leaves_hands_over_at_once_and_repeats_nothing(
     assert len(holder.of("done")) == len(holder.amounts), "a handler was cut short"
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
@@ -237,6 +239,7 @@ async def fanned_out(outbox: Outbox) -> bool:
     return (await outbox.admin.counts())["undelivered"] == 0
 
 
+@pytest.mark.real_time("a wake-up comes between two looks that are 0.25 s apart")
 async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_without_a_poll(postgres_url: str) -> None:
     """Both processes have measured the database's clock, one of them in haste."""
     ahead = lambda: utc_now() + timedelta(milliseconds=100)  # noqa: E731
@@ -258,6 +261,7 @@ async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_with
             await journal.calls(5)
 
 
+@pytest.mark.real_time("counts the wake-ups of a second")
 async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres_producer: Outbox) -> None:
     producer = postgres_producer
     heard: list[float] = []
@@ -300,6 +304,7 @@ async def test_no_wake_up_is_sent_inside_a_business_transaction(postgres_url: st
     assert [" ".join(statement.split()[:3]) for statement in inside] == ["INSERT INTO eventlog.events"]
 
 
+@pytest.mark.real_time("measures how long a take-over lasts")
 async def test_two_processes_share_one_sqlite_file(sqlite_url: str, start_worker: StartWorker) -> None:
     rows = Look(sqlite_url)
     async with opened(Outbox(sqlite_url, namespace="app")) as producer:

@@ -59,12 +59,10 @@ async def main(told: dict[str, Any]) -> None:
     outbox, version = Outbox(told["database"], namespace="app"), told["version"]
     add_handlers(outbox, version)
     await outbox.migrate()
-    if told["writes_first"]:
-        await write(outbox, version, told["first"])
-    async with outbox.running():
+    async with outbox.running(handling=told["handles"]):
         report("running")
-        if not told["writes_first"]:
-            await write(outbox, version, told["first"])
+        await write(outbox, version, told["first"])
+        report("written")
         await leave.wait()
     await outbox.close()
     report("left")

@@ -24,6 +24,10 @@ def project(folder: Path, url: str, *, template: str = "async", configure: str =
     """A project for the database. ``configure``: further arguments of ``context.configure``, as text."""
     config = Config(folder / "alembic.ini", stdout=io.StringIO(), output_buffer=io.StringIO())
     command.init(config, str(folder / "migrations"), template=template)
+    ini = folder / "alembic.ini"
+    ini.write_text(
+        ini.read_text().replace("prepend_sys_path = .", "")
+    )  # the import path of the test run stays as it is
     scheme = mysql.scheme_of(url)
     driver = (ASYNC_DRIVERS if template == "async" else SYNC_DRIVERS)[scheme]
     given = f"{scheme}+{driver}:{url.split(':', 1)[1]}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
@@ -190,14 +189,27 @@ class Journal:
         return len(self.envelopes)
 
 
+async def hang() -> Never:
+    """Wait until the calling task is cancelled."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable: nobody sets the event")
+
+
+async def turns(number: int = 5) -> None:
+    """Give the other tasks of the event loop so many turns: none of them waits for a thread or a server meanwhile."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
 async def eventually(holds: Callable[[], Any], timeout: float = 60) -> None:
     """Wait until a condition holds, where no event announces it. ``holds`` may be async."""
-    deadline = time.monotonic() + timeout
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
     while True:
         result = holds()
         if result if not asyncio.iscoroutine(result) else await result:
             return
-        assert time.monotonic() < deadline, f"never happened: {holds}"
+        assert loop.time() < deadline, f"never happened: {holds}"
         await asyncio.sleep(0.01)
 
 

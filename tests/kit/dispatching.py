@@ -307,7 +307,7 @@ class Parts:
     async def close(self) -> None:
         self.state.is_stopping = True
         self.workers.send_home()
-        tasks = self.workers.tasks | self.hooks.tasks
+        tasks = self.workers.tasks.keys() | self.hooks.tasks.keys()
         for task in tasks:
             task.cancel()
         if tasks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outboxio import Outbox, Overview
+from outboxio import Outbox, Overview, Transaction
 from outboxio.dispatch.settler import Settler
 from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.lock_name import LockName
@@ -46,6 +46,11 @@ def owner_of(outbox: Outbox, shard: str = "default") -> str:
 def telemetry_of_process() -> list[Telemetry]:
     """The telemetry of all outboxes of the process, such as Sentry's."""
     return list(choice._of_process)
+
+
+def session_of(tx: Transaction) -> Any:
+    """The session in which a transaction is open (``storage.protocols.Session``)."""
+    return tx._session
 
 
 def is_running(outbox: Outbox, shard: str = "default") -> bool:

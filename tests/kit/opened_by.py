@@ -62,4 +62,6 @@ def _has_engine(url: str) -> bool:
 def use() -> None:
     """Open outboxes by engines from now on, if the environment says so."""
     if BY_ENGINE:
+        import sqlalchemy  # noqa: F401  # when imported, it sets the level of its logger, which no test may do
+
         outboxio.outbox.open_database = open_by_engine  # type: ignore[assignment]

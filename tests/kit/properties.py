@@ -1,8 +1,8 @@
 """The shared parts of property tests: the number of examples, and the values that break code most often.
 
 Every run tries the same examples, so a failure comes back by running the test again.
-``OUTBOXIO_PROPERTY_EXAMPLES=2000`` tries so many examples per property, new examples each time; a failure then prints a
-``@reproduce_failure`` line that repeats the failure.
+``OUTBOXIO_TEST_PROPERTY_EXAMPLES=2000`` tries so many examples per property, new examples each time; a failure then
+prints a ``@reproduce_failure`` line that repeats the failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = os.environ.get("OUTBOXIO_PROPERTY_EXAMPLES", "")
+EXAMPLES = os.environ.get("OUTBOXIO_TEST_PROPERTY_EXAMPLES", "")
 
 #: A test's share of the requested examples, where each example takes long.
 SLOW = int(EXAMPLES or 60) // 4

@@ -64,7 +64,7 @@ class Site:
             async with open_shop(self._database) as self.outbox, self.outbox.running():
                 app = FastAPI()
                 app.mount(MOUNT, Dashboard(self.outbox, **self._options))
-                config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", root_path=self._root_path)
+                config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", root_path=self._root_path)
                 server = uvicorn.Server(config)
                 serving = asyncio.create_task(server.serve())
                 while not server.started:  # noqa: ASYNC110  # uvicorn has no event for this

@@ -67,15 +67,18 @@ def nothing_is_handed_over(outbox: Outbox, shard: str = "default") -> None:
         dispatcher._in_flight.handoff.hand = lambda rows: None
 
 
-def breaks(times: int, *, before: bool = True) -> Trouble:
-    """The connection breaks so often: before the database gets the statement, or before it can answer."""
+def breaks(times: int, *, before: bool = True, error: Exception | None = None) -> Trouble:
+    """The connection breaks so often: before the database gets the statement, or before it can answer.
+
+    ``error`` is raised in place of the error of a connection.
+    """
     left = times
 
     async def trouble(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         nonlocal left
         left -= 1
         if left >= 0 and before:
-            raise ConnectionResetError("the connection broke")
+            raise error or ConnectionResetError("the connection broke")
         result = await method(*args)
         if left >= 0:
             raise ConnectionResetError("the connection broke before the answer came")

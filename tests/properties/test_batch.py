@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, cast
 from uuid import UUID
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,6 +102,7 @@ class Called:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_each_row_of_a_batch_is_judged_once_and_only_the_bad_ones_fail(size: int, data: st.DataObject) -> None:
     some = st.sets(st.integers(0, size - 1), max_size=5)

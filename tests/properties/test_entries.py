@@ -18,6 +18,8 @@ from outboxio.storage.schema import sql_files
 from outboxio.testing import MovableClock, memory_outbox
 from tests.kit.properties import SLOW, any_text, json_objects
 
+pytestmark = pytest.mark.slow
+
 START = dt.datetime(2030, 1, 1, 12)
 
 

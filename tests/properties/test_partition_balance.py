@@ -13,6 +13,8 @@ from outboxio.sharing import balance, partition_share
 from outboxio.sharing.partition_share import PartitionShare
 from tests.kit.partitions import Conditions, World, anything, crashes, deploy, joins
 
+pytestmark = pytest.mark.slow
+
 MOST_MOVES = {joins: 1.15, deploy: 1.15, crashes: 1.25}
 """By scenario, of the least possible, in all runs together. After a crash a single process takes all orphans at once,
 and then gives the surplus away."""

@@ -101,6 +101,7 @@ class Service:
             rows.append(row(number, one.handler_name, NOON + timedelta(seconds=self.rounds)))
 
 
+@pytest.mark.slow
 @given(
     suspects=st.lists(st.integers(0, 12), min_size=1, max_size=4), healthy=st.integers(0, 40), seed=st.integers(0, 999)
 )

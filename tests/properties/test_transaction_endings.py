@@ -22,8 +22,8 @@ PIECES = (
 @everywhere
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_long_string_is_looked_through_once(ending_in: Callable[[str], str | None], piece: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for before in ("", "SELECT 1; ", "CREATE FUNCTION f() BEGIN ATOMIC; ", "SELECT '"):
         ending_in(before + piece * 5_000 + "SELECT 1; COMMITTED")
         ending_in(before + piece * 5_000 + "; COMMIT")
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

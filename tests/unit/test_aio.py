@@ -11,7 +11,7 @@ import outboxio
 from outboxio.support.aio import Signal, TimeLimit, heeding_cancellation, over, to_the_end
 from tests.kit.app import eventually
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 LONG = 3600.0
 

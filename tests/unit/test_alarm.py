@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from outboxio.support.aio import Alarm
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Rings:

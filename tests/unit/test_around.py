@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -14,7 +13,7 @@ import pytest
 
 from outboxio import Batch, ConfigurationError, EventEnvelope, HandlerFailed, Outbox, RetryPolicy
 from outboxio.testing import drain, memory_outbox
-from tests.kit.app import Emit, MoneyDeposited
+from tests.kit.app import Emit, MoneyDeposited, hang
 
 Envelope = EventEnvelope[MoneyDeposited]
 
@@ -86,7 +85,7 @@ async def test_the_context_sees_the_error_of_the_run_and_cannot_swallow_it() -> 
 async def test_the_timeout_of_a_run_includes_the_context() -> None:
     @asynccontextmanager
     async def slow(envelope: EventEnvelope[Any]) -> AsyncIterator[None]:
-        await asyncio.sleep(30)
+        await hang()
         yield
 
     async with memory_outbox(around=slow) as outbox:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from outboxio.loops.background import Background
+from tests.kit.app import eventually, hang
 
 
 @pytest.fixture
@@ -41,32 +42,37 @@ async def test_errors_come_back(thread: Background) -> None:
 
 
 async def test_a_cancellation_is_handed_on_and_its_end_is_waited_for(thread: Background) -> None:
-    begun, ended = threading.Event(), threading.Event()
+    begun, cancelled, may_end, ended = (threading.Event() for _ in range(4))
 
     async def waits() -> None:
         begun.set()
         try:
-            await asyncio.sleep(3600)
+            await hang()
         finally:
-            await asyncio.sleep(0.05)
+            cancelled.set()
+            await asyncio.to_thread(may_end.wait, 5)
             ended.set()
 
     task = asyncio.create_task(thread.run(waits))
     await asyncio.to_thread(begun.wait, 5)
     task.cancel()
+    await eventually(cancelled.is_set)
+    assert not task.done()
+    may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set(), "it went on after the caller had been told that it was cancelled"
 
 
 async def test_whoever_waits_hears_of_the_end_of_the_thread() -> None:
-    background = Background.enlist()
+    background, begun = Background.enlist(), threading.Event()
 
     async def for_ever() -> None:
-        await asyncio.sleep(3600)
+        begun.set()
+        await hang()
 
     task = asyncio.create_task(background.run(for_ever))
-    await asyncio.sleep(0.01)
+    await eventually(begun.is_set)
     background.leave()
     with pytest.raises(ConnectionResetError):
         await task

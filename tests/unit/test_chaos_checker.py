@@ -561,3 +561,12 @@ def test_what_a_process_gave_back_may_come_back_later(story: Story) -> None:
         story.tell(10 + number, "a", "lost", lock="app/dispatch/shared/2")
         story.tell(10.5 + number, "b" if number % 2 else "a", "taken", lock="app/dispatch/shared/2", term=number + 2)
     assert story.wrong() == set()
+
+
+def test_a_run_counts_the_attempts_that_failed_before(story: Story) -> None:
+    story.run("e", "plain", 1, None, attempt=1)
+    story.tell(2, "a", "finish", run=1, how="failed: ValueError('no')")
+    story.settle(3, "e", handler="plain", state="FAILED")
+    story.run("e", "plain", 4, 5, attempt=1)
+
+    assert any("was attempt 1, after 1 attempts had failed" in violation.what for violation in story.violations())

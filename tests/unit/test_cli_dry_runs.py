@@ -15,6 +15,8 @@ from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
 from outboxio.cli.app import app
 from tests.unit.test_cli_help import COMMANDS
 
+pytestmark = [pytest.mark.usefixtures("in_process"), pytest.mark.slow]
+
 APP = """
 from outboxio import Event, Outbox
 

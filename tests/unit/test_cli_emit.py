@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 from outboxio.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 APP = """
 from dataclasses import dataclass
 from datetime import date

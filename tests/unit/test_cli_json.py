@@ -22,6 +22,8 @@ from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Transact
 from outboxio.cli.app import app
 from tests.kit.sources import ROOT
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 GOLDEN = ROOT / "tests" / "golden" / "json.txt"
 
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -104,6 +106,7 @@ def kind_of(text: str) -> str:
     return "moment"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_json_of_every_command_has_the_reviewed_shape(tmp_path: Path) -> None:
     url, told = f"sqlite:///{tmp_path / 'golden.db'}", list[str]()

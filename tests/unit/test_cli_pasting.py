@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
 from outboxio.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 APP = """
 from outboxio import Outbox
 outbox = Outbox({url!r}, namespace="paste")

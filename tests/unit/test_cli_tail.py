@@ -36,6 +36,7 @@ async def filled(outbox: Outbox) -> None:
     await outbox.drain()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_look_reads_on_until_all_changes_are_there_and_no_change_comes_twice(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'tail.db'}", namespace="tail") as outbox:

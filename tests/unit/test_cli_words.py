@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from outboxio import Outbox
 from outboxio.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 HUGE = "9" * 5000
 DASHED = "0198c0de-0000-7000-8000-00000000000x"
 

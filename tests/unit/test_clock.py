@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from datetime import datetime, timedelta
 
 import pytest
 
-from outboxio.support import clock as clocks
+from outboxio.support import machine
 from outboxio.support.clock import FOLLOWED_AFTER, FRESH, SETTLED_AFTER, SLIGHT, ShardClock, steady_now, utc_now
 
 SECOND = timedelta(seconds=1)
@@ -35,8 +34,8 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
-    monkeypatch.setattr(time, "time_ns", lambda: host.wall_ns)
-    monkeypatch.setattr(clocks, "_steady_ns", lambda: host.steady_ns)
+    monkeypatch.setattr(machine, "time_ns", lambda: host.wall_ns)
+    monkeypatch.setattr(machine, "steady_ns", lambda: host.steady_ns)
     return host
 
 

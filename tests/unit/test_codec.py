@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from outboxio import Event, InvalidEvent
-from outboxio.support.codec import decode_object, encode_object
+from outboxio.support.codec import decode_names, decode_object, encode_object
 
 
 class Anything(Event):
@@ -207,6 +207,12 @@ def test_a_document_is_an_object_or_the_text_of_one() -> None:
     assert decode_object(b"null") == {}
     assert decode_object(b'{"a": 1}') == decode_object(b'"{\\"a\\": 1}"') == {"a": 1}
     assert decode_object(msgspec.Raw(b'{"a": 1}')) == {"a": 1}
+
+
+def test_a_malformed_list_of_names_is_empty() -> None:
+    assert decode_names('["a", "b"]') == decode_names('"[\\"a\\", \\"b\\"]"') == ("a", "b")
+    for malformed in ("5", "{}", "[1]", "null", '"x"', '"5"', "nonsense", ""):
+        assert decode_names(malformed) == ()
     for document in (b"[]", b"1", b"{", b'"[]"', b'""'):
         with pytest.raises(msgspec.DecodeError):
             decode_object(document)

@@ -15,6 +15,8 @@ from outboxio.settings import Settings
 from tests.kit.app import eventually
 from tests.kit.dispatching import LONG_AGO, NOON, Gate, Whole, row_of
 
+pytestmark = pytest.mark.virtual_time
+
 FIRST, SECOND, THIRD = Slot("h", 0), Slot("h", 1), Slot("h", 2)
 QUICK = Settings(lock_heartbeat="0.5s")
 

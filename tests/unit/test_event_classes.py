@@ -346,6 +346,15 @@ class WithInitVar:
     number: int
     other: InitVar[int] = 1
 
+    def __post_init__(self, other: int) -> None:
+        self.number += other
+
+
+@pydantic_dataclass
+class PydanticWithInitVar:
+    number: int
+    other: InitVar[int]
+
 
 @dataclass
 class WithForeign:
@@ -384,7 +393,8 @@ class Known(Event):
     ("cls", "text"),
     [
         (Holder, "field 'parts' is of type Foreign"),
-        (WithInitVar, "InitVar"),
+        (WithInitVar, "field 'other' is an InitVar, whose value is not stored, and `__post_init__` would need it"),
+        (PydanticWithInitVar, "field 'other' is an InitVar, whose value is not stored, and the class cannot be made"),
         (WithForeign, r"field 'parts\[...\]' is of type .*Foreign"),
         (Private, "field '_number' is private"),
         (Root, "RootModel"),

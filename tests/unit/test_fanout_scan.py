@@ -8,8 +8,7 @@ import pytest
 
 from outboxio.fanout.scan import Bounds, Closed, FanoutScan
 from outboxio.storage.protocols import FanoutResult
-from outboxio.support.scan_position import FEW, FEW_LATE, SWEEP_IN_BACKLOG, SWEEP_NEARBY
-from outboxio.support.sweep_pace import SHARE_OF_TIME
+from outboxio.support.scan_position import FEW, FEW_LATE, SHARE_OF_TIME, SWEEP_IN_BACKLOG, SWEEP_NEARBY
 
 ROUND = 0.011  # seconds, or a little less
 ROUNDED = 1e-9

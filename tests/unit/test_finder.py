@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import pytest
+
 from outboxio.dispatch.finder import Finder
 from outboxio.handlers.batch import Batch
 from outboxio.model.notification import BEGINNING
@@ -14,6 +16,8 @@ from outboxio.runs.ordering import AdmissionGate
 from outboxio.settings import Settings
 from outboxio.storage.protocols import PartitionCount
 from tests.kit.dispatching import LONG_AGO, NOON, Parts, queue_of, row_of
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Found:

@@ -15,7 +15,7 @@ from outboxio.loops import flood as flood_module
 from outboxio.loops.flood import PERIOD, Flood, end_floods
 from outboxio.support.log import log_of, shared_fields
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 NAME = "outboxio.test_flood"
 
@@ -53,7 +53,7 @@ def written() -> Iterator[Written]:
 
 
 @pytest.fixture
-async def flood(virtual_time: None) -> AsyncIterator[Flood]:
+async def flood() -> AsyncIterator[Flood]:
     flood = Flood(log_of(NAME))
     yield flood
     flood.end()

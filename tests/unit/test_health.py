@@ -20,7 +20,7 @@ from outboxio.loops import standstill
 from outboxio.operations.overview.facts import Facts, ShardFacts
 from outboxio.operations.overview.summary import overview_of
 from outboxio.testing import memory_outbox
-from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.app import Emit, MoneyDeposited, eventually, hang
 from tests.kit.inside import database_of, run_of
 
 Envelope = EventEnvelope[MoneyDeposited]
@@ -127,6 +127,7 @@ async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(mon
         assert asked.number == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -141,7 +142,7 @@ async def test_health_without_the_figures_of_the_tables_is_never_ok(
 ) -> None:
     async def overview() -> Any:
         if fault == "late":
-            await asyncio.sleep(60)
+            await hang()
         if fault == "raises":
             raise RuntimeError("no right: postgresql://shop:secret@db/shop")
         return overview_of(Facts(namespace="app", shards=[ShardFacts(name="default", now=NOON, error="refused")]))
@@ -222,6 +223,8 @@ async def test_a_shard_that_has_ended_by_an_error_ends_life(monkeypatch: pytest.
     assert "has ended" in health.reasons[0]
 
 
+@pytest.mark.slow
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_standstill_is_told_when_it_is_over_and_is_no_death() -> None:
     async with memory_outbox() as outbox, outbox.running():
         await eventually(lambda: outbox._guard.loop in standstill._watches)
@@ -252,6 +255,7 @@ async def test_a_second_event_loop_reads_the_health_through_the_event_loop_of_th
     assert (answers[0].status, answers[0].ready) == ("ok", True)
 
 
+@pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "LONG_STANDSTILL", 0.5)
     monkeypatch.setattr(reader, "LONG_STANDSTILL", 0.5)

@@ -20,7 +20,9 @@ from starlette.routing import Mount
 from outboxio import ConfigurationError, Outbox, health_app, serve_health
 from outboxio.health import listener
 from outboxio.testing import memory_outbox
-from tests.kit.app import eventually
+from tests.kit.app import eventually, turns
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def client_of(app: Any) -> httpx.AsyncClient:
@@ -171,7 +173,7 @@ async def sent(port: int, *pieces: bytes, ends: bool = False) -> bytes:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.01)
+            await turns()  # the listener has the same event loop, and reads what has arrived
         if ends:
             writer.write_eof()
         async with asyncio.timeout(10):
@@ -293,7 +295,7 @@ async def test_the_end_of_the_block_ends_open_connections_and_frees_the_port() -
     async with memory_outbox() as outbox:
         async with serve_health(outbox, 0) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.sleep(0.05)
+            await turns()  # the listener has the same event loop, and accepts the connection
         async with asyncio.timeout(5):
             assert await reader.read() == b""
         writer.transport.abort()

@@ -11,7 +11,7 @@ from outboxio.model.notification import DYING
 from tests.kit.app import eventually
 from tests.kit.dispatching import Parts, queue_of, row_of
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 
 async def hook(envelope: object, error: object) -> None: ...
@@ -40,7 +40,7 @@ async def test_no_hook_starts_without_a_proof_of_the_locks() -> None:
     parts = Parts(queue_of(on_dead=hook))
     parts.state.proven_until = float("-inf")
     parts.take(row_of(1, state=DYING))
-    assert (parts.hooks.tasks, parts.scheduler.hooks_came) == (set(), True)
+    assert (parts.hooks.tasks, parts.scheduler.hooks_came) == ({}, True)
     parts.state.proven_until = float("inf")
     parts.workers.call_hooks()
     await parts.quiet()

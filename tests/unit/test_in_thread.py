@@ -94,6 +94,7 @@ async def test_a_cancelled_call_ends_when_its_function_ends(gate: threading.Even
     assert await call == "all done"
 
 
+@pytest.mark.real_time("a function polls in a thread")
 async def test_a_function_can_ask_whether_its_run_is_cancelled() -> None:
     started = threading.Event()
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.kit.log_messages import PAGE, RUN, messages, table
+
+pytestmark = pytest.mark.slow
 
 _FIELD = re.compile(r"`outboxio_(\w+)`")
 

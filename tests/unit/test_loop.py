@@ -8,8 +8,9 @@ import pytest
 
 from outboxio.loops import loop as loop_module
 from outboxio.loops.loop import FOR_EVER, NOTHING, SHARE_OF_SILENCE, Loop, PollSchedule, RoundResult
+from tests.kit.virtual_time import timers
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 
 class Service:
@@ -362,6 +363,28 @@ async def test_a_wake_up_for_another_clock_is_repeated_once_after_the_last_of_se
         await asyncio.sleep(0.1)
         assert service.done == before + 2
         loop.stop()
+
+
+async def test_a_loop_that_has_ended_leaves_no_timer() -> None:
+    service = Service()
+    loop = idle_loop(service)
+    await driving(loop, lambda: service.rounds(1))
+    before = timers()
+    loop = idle_loop(service)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run())
+        await asyncio.sleep(0)
+        loop.wake(again_after=LONG)
+        loop.stop()
+        loop.wake(again_after=LONG)
+    assert timers() == before
+
+
+async def test_a_loop_that_was_never_begun_leaves_no_timer_when_stopped() -> None:
+    before, loop = timers(), idle_loop(Service())
+    loop.wake(again_after=LONG)
+    loop.stop()
+    assert timers() == before
 
 
 # --- the schedule, without time --------------------------------------------------------------------

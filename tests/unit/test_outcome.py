@@ -260,17 +260,14 @@ def test_expired_before_and_after_a_run_are_two_kinds() -> None:
     assert len(in_buckets([before, after])) == 2
 
 
+ACTION = ActionRecord(
+    namespace="app", action_id=UUID(int=1), action_name="A", action_params="{}", started_date=NOW, completion_date=NOW
+)
+
+
 def test_what_emits_is_kept_apart() -> None:
-    action = ActionRecord(
-        namespace="app",
-        action_id=UUID(int=1),
-        action_name="A",
-        action_params="{}",
-        started_date=NOW,
-        completion_date=NOW,
-    )
     emits = success(notification(1), LEASE)
-    emits.emitted = (action, [EventRecord(id=UUID(int=9))])
+    emits.emitted = (ACTION, [EventRecord(id=UUID(int=9))])
     quiet, loud = sorted(in_buckets([emits, success(notification(2), LEASE)]), key=lambda bucket: len(bucket.emitted))
     assert (quiet.ids, quiet.emitted) == ([UUID(int=2)], [])
     assert (loud.ids, loud.emitted) == ([UUID(int=1)], [emits.emitted])
@@ -289,7 +286,41 @@ def test_outcomes_of_a_former_term_share_no_bucket_with_those_of_the_newest() ->
 
     buckets = in_buckets(outcomes)
 
-    assert [bucket.leases for bucket in buckets] == [[newest], [former]]
+    assert sorted(lease.term for bucket in buckets for lease in bucket.leases) == [1, 3]
+
+
+def in_line(key: str, *attempts: int) -> list[Outcome]:
+    """The rows of an ordering key, in order, that succeeded after so many attempts."""
+    outcomes = [success(notification(attempts=number), LEASE) for number in attempts]
+    for outcome in outcomes:
+        outcome.place = (1, key)
+    return outcomes
+
+
+def test_heads_at_any_attempt_need_no_more_buckets_than_without_an_order() -> None:
+    outcomes = [*in_line("a", 0, 0), *in_line("b", 1, 0, 0), *in_line("c", 3, 0), *in_line("d", 2, 0)]
+    buckets = in_buckets(outcomes)
+    assert (len(buckets), buckets[-1].attempts, len(buckets[-1].outcomes)) == (4, 1, 6)
+
+
+def test_rows_of_a_key_that_emit_share_a_bucket_with_rows_that_do_not() -> None:
+    outcomes = in_line("a", *[0] * 6)
+    for outcome in outcomes[::2]:
+        outcome.emitted = (ACTION, [])
+    assert [len(bucket.emitted) for bucket in in_buckets(outcomes)] == [3]
+
+
+def test_rows_of_a_key_are_written_in_order() -> None:
+    chance = random.Random(7)
+    for _ in range(200):
+        lines = [in_line(str(key), *(chance.randrange(3) for _ in range(6))) for key in range(4)]
+        for line in lines[:2]:
+            line[-1].state, line[-1].error = State.FAILED, "{}"
+        outcomes = [outcome for row in zip(*lines, strict=True) for outcome in row]
+        buckets = in_buckets([*outcomes, success(notification(), LEASE)])
+        for line in lines:
+            written = [o for bucket in buckets for half in bucket.halves() for o in half.outcomes if o in line]
+            assert [id(outcome) for outcome in written if outcome.place == line[0].place] == list(map(id, line))
 
 
 def test_nothing_is_lost_in_buckets_nor_in_their_halves() -> None:

@@ -26,7 +26,7 @@ from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.operations.overview.summary import overview_of
 from outboxio.operations.overview.values import MOST, Overview
 from outboxio.operations.overview.wording import counted, listed, spoken
-from outboxio.storage.protocols import HandlerMinute, Holder, InstanceReport, ParkedKey, Waiting
+from outboxio.storage.protocols import DeferredFigures, HandlerMinute, Holder, InstanceReport, ParkedKey, Waiting
 
 NOW = datetime(2030, 1, 1, 12, 30, 15)
 WORKER = "host-a:7:c0ffee"
@@ -233,6 +233,31 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_what_is_no_fault_is_not_told(name: str) -> None:
     assert told(HEALTHY[name]) == []
+
+
+def test_notifications_of_newer_versions_are_a_finding_of_their_handler() -> None:
+    waits = [DeferredFigures("ledger", "Made", 2, 5)]
+    [finding] = overview(shard(handler(deferred=waits))).findings
+
+    assert (finding.rule, finding.handler, finding.level) == ("unroutable", "ledger", "degraded")
+    assert finding.sentence == (
+        "5 notifications of `ledger` wait for version 2 of `Made`, and no process that runs the handler has it: deploy "
+        "the newer code to the processes that run handlers."
+    )
+    assert finding.remedy == "outboxio list --handler ledger --type Made"
+
+
+def test_newer_versions_are_named_with_their_counts() -> None:
+    waits = [DeferredFigures("ledger", "Made", version, version) for version in (2, 3, 4, 5)]
+    former = [DeferredFigures("former-name", "Made", 5, 9_999)]
+    found = overview(shard(handler(deferred=[*waits, *former])))
+
+    assert found.verdict == [
+        "10,000+ notifications of `ledger` wait for version 5 of `Made` (10,000+), version 4 of `Made` (4), version 3 "
+        "of `Made` (3) and 1 more, and no process that runs the handler has them: deploy the newer code to the "
+        "processes that run handlers."
+    ]
+    assert (found.handlers[0].deferred, found.figures.unroutable) == (MOST, MOST)
 
 
 def test_a_handler_without_a_holder_is_not_told_to_be_behind_as_well() -> None:

@@ -7,7 +7,7 @@ import pytest
 from outboxio.storage.connections.pool import LONGEST_IDLE, LONGEST_LIFE
 from tests.kit.pools import Wire, Wires, in_line
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 
 async def test_the_connection_used_last_is_used_first() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
@@ -190,6 +192,90 @@ async def test_handler(outbox_for_tests, outbox_drain):
     assert text.count("- outbox events -") == 3
     assert "OrderPaid(order_id=9)" in text
     assert "an order has a number" in text
+
+
+SIMULATED = """
+import asyncio
+import pytest
+from application import Mailer, OrderPaid, PayOrder, handlers
+from outboxio import Outbox
+
+async def pay(world, mailer):
+    def make_outbox(database):
+        outbox = Outbox(database, namespace="shop", resources={Mailer: mailer})
+        outbox.include(handlers)
+
+        @outbox.handler(OrderPaid, name="charge")
+        async def charge(envelope):
+            mailer.sent.append("charge")
+            await asyncio.sleep(0.01)  # killed here
+
+        return outbox
+
+    process = await world.process(make_outbox)
+    await process.outbox.execute(PayOrder(7))
+    await world.settle()
+
+@pytest.fixture
+def limit():
+    return 2
+
+@pytest.mark.simulate(seeds=30)
+async def test_twice(world, limit):
+    mailer = Mailer()
+    await pay(world, mailer)
+    assert mailer.sent.count("charge") < limit, "charged too often"
+
+class TestInClass:
+    @pytest.mark.parametrize("number", [1, 2])
+    @pytest.mark.simulate(seeds=[3], faults=False)
+    async def test_once(self, number, world):
+        mailer = Mailer()
+        await pay(world, mailer)
+        assert sorted(mailer.sent, key=str) == [7, "charge"]
+        assert world.seed == 3
+
+@pytest.mark.simulate
+def test_not_async(world): ...
+
+def test_without_mark(world): ...
+"""
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_the_mark_simulate_runs_a_test_as_a_scenario(project: pytest.Pytester, mode: str) -> None:
+    project.makepyfile(test_simulated=SIMULATED)
+
+    told = run(project, "--strict-markers", f"--asyncio-mode={mode}")
+
+    told.assert_outcomes(passed=2, failed=2, errors=1)
+    told.stdout.fnmatch_lines(
+        [
+            '>*assert mailer.sent.count("charge") < limit*',
+            "E*AssertionError: charged too often",
+            "-* simulation -*",
+            "With seed *, by virtual seconds:",
+            "*process-1 * is killed at *test_simulated.py:14 in charge",
+            "*process-1 * starts again",
+            "Repeat it: pytest test_simulated.py::test_twice --simulation-seed *",
+        ]
+    )
+    assert "has ended otherwise" not in told.stdout.str()
+    assert "a test with @pytest.mark.simulate must be `async def test_...(world)`" in told.stdout.str()
+    assert "the fixture `world` is for tests with @pytest.mark.simulate" in told.stdout.str()
+
+
+def test_a_seed_of_the_command_line_replaces_all_seeds(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_seed="import pytest\n"
+        "@pytest.mark.simulate(seeds=5)\n"
+        "async def test_seed(world):\n    assert world.seed != 17, 'this seed'\n"
+    )
+
+    run(project).assert_outcomes(passed=1)
+    told = run(project, "--simulation-seed", "17")
+    told.assert_outcomes(failed=1)
+    told.stdout.fnmatch_lines(["*this seed*", "With seed 17, *"])
 
 
 def test_a_run_without_the_fixtures_imports_nothing_of_outboxio(project: pytest.Pytester) -> None:

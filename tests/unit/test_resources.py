@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -18,7 +17,7 @@ from outboxio.handlers.registration import Registration
 from outboxio.handlers.resources import is_factory
 from outboxio.handlers.wiring import Wiring
 from outboxio.testing import drain, memory_outbox
-from tests.kit.app import Emit, MoneyDeposited
+from tests.kit.app import Emit, MoneyDeposited, hang
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]  # there is no such module, which is the point
@@ -378,7 +377,7 @@ async def test_a_timeout_closes_the_resources_and_counts_as_a_failure() -> None:
 
         @outbox.handler(MoneyDeposited, name="first", timeout="50ms")
         async def first(envelope: Envelope, session: Session) -> None:
-            await asyncio.sleep(30)
+            await hang()
 
         await outbox.executor.execute(Emit((1,)))
         with pytest.raises(TimeoutError, match="ran longer than its timeout"):

@@ -18,6 +18,8 @@ from outboxio.runs.run import HookRun, Run
 from outboxio.settings import Settings
 from tests.kit.dispatching import Locks, queue_of, row_of
 
+pytestmark = pytest.mark.virtual_time
+
 
 def ready(state: DispatchState, queue: HandlerQueue, number: int) -> None:
     for sequence in range(number):

@@ -35,7 +35,7 @@ def test_anything_else_may_leave_something(sql: str) -> None:
 
 
 def test_a_long_statement_is_looked_through_once() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert not may_leave_something("SELECT '" + "a" * 1_000_000 + "'")
     assert may_leave_something("SELECT '" + "a" * 1_000_000 + ";'")
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

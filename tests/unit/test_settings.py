@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from outboxio import Outbox
 from outboxio.errors import OutboxError, SettingsError
 from outboxio.settings import Settings
+from outboxio.sync import Producer
+from outboxio.testing import memory_outbox
 
 LEAFS = Settings.__struct_fields__
 
@@ -374,6 +378,42 @@ def test_variables_of_others_are_left_alone() -> None:
     assert settings == Settings()
 
 
+def test_the_variables_of_a_kubernetes_service_are_not_settings() -> None:
+    of_service = {
+        "OUTBOXIO_SERVICE_HOST": "10.0.0.1", "OUTBOXIO_SERVICE_PORT": "80", "OUTBOXIO_SERVICE_PORT_HTTP": "80",
+        "OUTBOXIO_PORT": "tcp://10.0.0.1:80", "OUTBOXIO_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "OUTBOXIO_DASHBOARD_PORT_80_TCP_ADDR": "10.0.0.1",
+    }  # fmt: skip
+
+    assert load(**of_service) == Settings()
+    assert refused(OUTBOXIO_REPORT="1").key == "OUTBOXIO_REPORT"
+
+
+def test_a_misspelled_variable_of_the_command_line_is_refused() -> None:
+    assert "did you mean OUTBOXIO_NAMESPACE?" in refused(OUTBOXIO_NAMESPAC="shop").expected
+
+
+@pytest.mark.parametrize("make", [lambda: Outbox("sqlite://", namespace="app"), lambda: Producer("app")])
+def test_without_settings_the_environment_is_read(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOXIO_CONCURRENCY", "lots")
+    with pytest.raises(SettingsError, match=r"OUTBOXIO_CONCURRENCY = 'lots': expected a whole number"):
+        make()
+
+    monkeypatch.delenv("OUTBOXIO_CONCURRENCY")
+    monkeypatch.setenv("OUTBOXIO_CONCURENCY", "7")
+    with pytest.raises(SettingsError, match=r"OUTBOXIO_CONCURENCY.*did you mean OUTBOXIO_CONCURRENCY\?"):
+        make()
+
+
+async def test_an_outbox_applies_the_environment_unless_it_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOXIO_CONCURRENCY", "7")
+
+    assert Outbox("sqlite://", namespace="app").settings == Settings(concurrency=7)
+    assert Outbox("sqlite://", namespace="app", settings=Settings()).settings == Settings()
+    async with memory_outbox() as outbox:
+        assert outbox.settings.concurrency == Settings().concurrency
+
+
 # --- load: files ---------------------------------------------------------------------------------
 
 
@@ -383,7 +423,7 @@ def test_variables_of_others_are_left_alone() -> None:
         '[outboxio]\nkeep-dead = "1d"\nhandling.enabled = false\n[other]\nx = 1',
         '[tool.outboxio]\nkeepDead = "1d"\n[tool.outboxio.handling]\nenabled = false\n[tool.ruff]\nx = 1',
         'keep_dead = 86_400\n[handling]\nenabled = "no"',
-        '[outboxio]\nkeep_dead = "P1D"\nhandling_enabled = false\n[tool.outboxio]\nunknown = 1',
+        '[outboxio]\nkeep_dead = "P1D"\nhandling_enabled = false\n[tool.outboxio]\ntarget = "app:outbox"',
     ],
 )
 def test_a_toml_file_has_its_settings_in_a_table_of_ours_or_at_the_top(toml: Path, text: str) -> None:
@@ -391,6 +431,33 @@ def test_a_toml_file_has_its_settings_in_a_table_of_ours_or_at_the_top(toml: Pat
 
     expected = Settings(keep_dead="1d", handling_enabled=False)
     assert load(toml) == load(str(toml)) == expected
+
+
+@pytest.mark.parametrize("second", ["concurrency = 5", "unknown = 1", "handling.enabled = true"])
+def test_two_tables_of_settings_in_one_file_are_refused(toml: Path, second: str) -> None:
+    toml.write_text(f"[outboxio]\nconcurrency = 4\n[tool.outboxio]\n{second}\n")
+
+    error = refused(toml)
+    assert error.key == "tool.outboxio"
+    assert "one table of settings" in error.expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'database_url = "postgresql://app:hunter2@db/app"',
+        '[outboxio.database]\npassword = "hunter2"',
+        'concurrency.password = "hunter2"',
+        '[[outboxio.secrets]]\nvalue = "hunter2"',
+        'outboxio = "hunter2"',
+        'tool.outboxio = "hunter2"',
+    ],
+)
+def test_the_value_of_an_unknown_key_is_not_repeated_because_it_may_be_a_secret(toml: Path, text: str) -> None:
+    toml.write_text(text)
+
+    error = refused(toml)
+    assert "hunter2" not in f"{error} {error.value}"
 
 
 def test_a_mapping_may_have_the_same_tables() -> None:

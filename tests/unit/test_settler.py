@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import timedelta
 
+import msgspec
 import pytest
 
 from outboxio.errors import ShutdownError
@@ -12,6 +14,7 @@ from outboxio.model.notification import State
 from outboxio.model.outcome import Bucket
 from outboxio.settings import Settings
 from tests.kit.dispatching import Gone, Parts, Refused, queue_of
+from tests.kit.virtual_time import timers
 
 
 @pytest.fixture
@@ -161,3 +164,25 @@ async def test_a_refusal_names_the_slots(parts: Parts, caplog: pytest.LogCapture
     parts.table.trouble = lambda bucket: 0
     await parts.settler.settle_once()
     assert "has taken over 'h', 'h', partition 3," in caplog.text
+
+
+async def test_retries_that_are_due_soon_are_found_each_in_time_with_a_single_timer(parts: Parts) -> None:
+    before, soon = timers(), [parts.now + timedelta(seconds=seconds) for seconds in (0.03, 0.01, 0.02)]
+    for number, due in enumerate(soon, 1):
+        outcome = parts.outcome(parts.in_flight_run(number), State.FAILED, '"no"')
+        parts.settler.add(msgspec.structs.replace(outcome, next_retry_at=due))
+        await parts.settler.settle_once()
+    assert timers() == before + 1
+    for _ in soon:
+        assert await parts.signals.find.wait(5)
+    assert timers() == before
+
+
+async def test_a_settler_that_has_ended_leaves_no_timer_of_a_retry(parts: Parts) -> None:
+    before = timers()
+    outcome = parts.outcome(parts.in_flight_run(1), State.FAILED, '"no"')
+    parts.settler.add(msgspec.structs.replace(outcome, next_retry_at=parts.now + timedelta(seconds=0.5)))
+    await parts.settler.settle_once()
+    assert timers() == before + 1
+    parts.settler.stop_timer()
+    assert timers() == before

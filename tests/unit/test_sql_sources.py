@@ -88,6 +88,7 @@ HARMLESS = {
         "Walk._rows": "constants in a constant",
         "Walk.reading": "constants in a constant, and placeholders",
         "_key_of": "constants in a constant",
+        "_last_of": "constants in a constant",
         "arguments_of": "no statement: names of arguments",
     },
     "mysql/pieces.py": {"change": PLACEHOLDERS},
@@ -166,7 +167,9 @@ HARMLESS = {
         "applying": SESSION,
         "quoted": "what escapes: names of locks and of this process",
         "LoopConnection.restore": SESSION,
+        "LoopConnection._refused": TEXT,
     },
+    "postgres/encoding.py": {"encoding_called": "no statement: the name of a codec"},
     "postgres/database.py": {
         "PostgresDatabase.notify": "a channel that is a digest, and a payload that was quoted",
         "PostgresDatabase._explain": TEXT,
@@ -180,14 +183,13 @@ HARMLESS = {
     },
     "postgres/search.py": {
         "Walk.reading": "constants in a constant",
-        "PostgresSearch.read": "constants in a constant",
+        "_last_key": "constants in a constant",
         "PostgresSearch.read_events": "constants in a constant",
         "_change": "constants in a constant",
         "matching": "constants, in a row, and numbers of parameters",
     },
     "sqlite/search.py": {
         "Walk.reading": "constants in a constant",
-        "SqliteSearch.read": "constants in a constant",
         "SqliteSearch.read_events": "constants in a constant",
         "_change": "constants in a constant",
         "matching": "constants, in a row",
@@ -205,6 +207,8 @@ HARMLESS = {
     "ddl.py": {
         "Part.words": TEXT,
         "_parts_in": FOR_PEOPLE,
+        "_parts_added": "texts of our files",
+        "with_primary_key": "texts of our files",
         "_index": FOR_PEOPLE,
         "_column_again": FOR_PEOPLE,
         "_compact": FOR_PEOPLE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outboxio.support.sweep_pace import LONGEST_PAUSE, SHARE_OF_TIME, UNNOTICED, Pace
+from outboxio.support.scan_position import LONGEST_PAUSE, SHARE_OF_TIME, UNNOTICED, Pace
 
 USUAL = 0.001  # seconds
 

@@ -13,7 +13,7 @@ import pytest
 from outboxio import Batch, DrainTimeout, EventEnvelope, HandlerFailed, RetryAfter, RetryPolicy
 from outboxio.invocation.failures import listening
 from outboxio.testing import MovableClock, drain, memory_outbox
-from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.app import Emit, MoneyDeposited, eventually, hang
 
 Deposited = EventEnvelope[MoneyDeposited]
 
@@ -103,7 +103,7 @@ async def test_whatever_ends_a_run_is_raised() -> None:
 
         @outbox.handler(MoneyDeposited, name="slow", timeout="10ms")
         async def slow(envelope: Deposited) -> None:
-            await asyncio.sleep(60)
+            await hang()
 
         @outbox.handler(MoneyDeposited, name="later")
         async def later(envelope: Deposited) -> None:
@@ -172,6 +172,7 @@ async def test_an_event_that_cannot_be_decoded_is_raised() -> None:
             await drain(outbox)
 
 
+@pytest.mark.slow
 async def test_a_timeout_is_caused_by_what_failed_until_then() -> None:
     async with memory_outbox() as outbox:
 

@@ -9,6 +9,8 @@ import pytest
 
 from outboxio.runs.transaction_shares import Claim, Shares
 
+pytestmark = pytest.mark.virtual_time
+
 
 def taken_alone(shares: Shares, claim: Claim) -> int:
     """The transactions that a claim gets while no other claim wants any."""
@@ -30,6 +32,18 @@ def test_handlers_leave_one_to_hooks(total: int, expected: int) -> None:
     handler, hook = shares.of_handler(), shares.of_hook(is_expected=True)
     assert taken_alone(shares, handler) == expected
     assert shares.take(hook)
+
+
+@pytest.mark.parametrize(("total", "handlers", "jobs"), [(1, 1, 1), (2, 1, 1), (3, 2, 2), (10, 9, 5)])
+def test_handlers_leave_one_to_jobs_and_jobs_leave_their_shares(total: int, handlers: int, jobs: int) -> None:
+    shares = Shares(total, handlers=1)
+    handler, job = shares.of_handler(), shares.of_jobs()
+    assert taken_alone(shares, handler) == handlers
+    assert shares.take(job) == (total > 1)
+    shares = Shares(total, handlers=1)
+    handler, job = shares.of_handler(), shares.of_jobs()
+    assert taken_alone(shares, job) == jobs
+    assert shares.take(handler) == (total > 1)
 
 
 @pytest.mark.parametrize(("total", "expected"), [(1, 1), (2, 1), (3, 1), (10, 5)])

@@ -11,13 +11,9 @@ from outboxio import DatabaseUnavailable, PoolExhausted
 from outboxio.storage.sqlite.turn import Turn
 from outboxio.support.aio import Waiters
 from tests.kit.pools import Wires, in_line
+from tests.kit.virtual_time import timers
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
-
-
-def timers() -> int:
-    scheduled: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]  # its own
-    return len([timer for timer in scheduled if not timer.cancelled()])
+pytestmark = pytest.mark.virtual_time
 
 
 # --- a pool ----------------------------------------------------------------------------------------
@@ -191,3 +187,27 @@ async def test_who_is_refused_and_cancelled_at_once_leaves_no_error_behind() -> 
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not waiters.serve("nobody is in line")
+
+
+async def test_a_pool_that_is_closed_leaves_no_timer() -> None:
+    wires = Wires(1, timeout=30.0)
+    connection = await wires.pool.acquire()
+    waiting, before = await in_line(wires.pool), timers()
+    wires.pool.release(connection)
+    wires.pool.release(await waiting)
+    await wires.pool.close()
+    assert timers() == before - 1
+
+
+async def test_the_timer_stays_for_tasks_that_wait_for_the_writer() -> None:
+    turn, before = Turn("main", "app.db", 30.0), timers()
+    await turn.take()
+    served, cancelled = asyncio.create_task(turn.take()), asyncio.create_task(turn.take())
+    await asyncio.sleep(0)
+    turn.stop_timer()
+    assert timers() == before + 1
+    turn.pass_on()
+    cancelled.cancel()
+    await asyncio.wait((served, cancelled))
+    turn.stop_timer()
+    assert timers() == before

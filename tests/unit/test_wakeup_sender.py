@@ -8,7 +8,7 @@ import pytest
 
 from outboxio.runtime.wakeups import PAUSE, WakeupSender
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 
 class Sent:

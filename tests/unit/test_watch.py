@@ -11,7 +11,7 @@ from outboxio.storage.connections import watch as watch_module
 from outboxio.storage.connections.watch import ServerSession, Sessions, Watch
 from tests.kit.app import eventually
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 SERVER, ANOTHER = "one server", "another server"
 LONG = 60.0

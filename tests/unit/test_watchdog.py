@@ -12,7 +12,7 @@ from outboxio.settings import Settings
 from tests.kit.app import eventually
 from tests.kit.dispatching import Parts, queue_of, row_of
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = pytest.mark.virtual_time
 
 SOON: dict[str, Any] = {"timeout": "50ms"}
 

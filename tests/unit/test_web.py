@@ -15,6 +15,7 @@ import pytest
 from fastapi import BackgroundTasks, FastAPI, Request
 from litestar import Litestar, get
 from litestar.di import NamedDependency
+from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -35,6 +36,8 @@ from outboxio.integrations.starlette import add_exception_handlers, get_outbox
 from outboxio.model.emitter import current_origin
 from outboxio.testing import memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -111,6 +114,35 @@ def test_the_outbox_runs_from_the_start_of_the_application_to_its_end_more_than_
 async def test_an_application_without_state_starts_on_a_server_without_state() -> None:
     async with memory_outbox() as outbox, started(Starlette(lifespan=outbox.lifespan)):
         pass
+
+
+async def test_a_failed_start_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_async_engine("mysql+aiomysql://127.0.0.1:1/shop")
+    outbox = Outbox(engine, namespace="shop")
+    received, sent = asyncio.Queue[Any](), asyncio.Queue[Any]()
+    await received.put({"type": "lifespan.startup"})
+
+    with pytest.raises(DatabaseUnavailable) as caught:
+        await FastAPI(lifespan=outbox.lifespan)({"type": "lifespan", "state": {}}, received.get, sent.put)
+
+    [entry] = [record for record in caplog.records if record.name.startswith("outboxio")]
+    assert entry.levelname == "CRITICAL"
+    assert entry.getMessage() == f"the application cannot start: {caught.value}"
+    assert entry.exc_info is None
+    answer = await sent.get()
+    assert answer["type"] == "lifespan.startup.failed"
+    assert "aiomysql/connection.py" not in answer["message"]  # the framework's traceback has none of the driver's lines
+    assert len(answer["message"].splitlines()) < 25
+
+
+async def test_an_error_of_the_running_application_keeps_its_cause() -> None:
+    async with memory_outbox() as outbox:
+        cause = OSError("the driver's")
+        with pytest.raises(DatabaseUnavailable) as caught:
+            async with outbox.lifespan(FastAPI()):
+                raise DatabaseUnavailable("default", "there", "gone") from cause
+
+    assert caught.value.__cause__ is cause
 
 
 async def test_handlers_end_before_the_objects_of_the_applications_own_lifespan_close() -> None:

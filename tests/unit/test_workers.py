@@ -14,6 +14,8 @@ from outboxio.settings import Settings
 from outboxio.support.clock import as_micros
 from tests.kit.dispatching import NOON, Parts, queue_of, row_of
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def test_handlers_that_never_wait_are_run_by_few_workers() -> None:
     ran = list[int]()
@@ -149,7 +151,7 @@ async def test_workers_that_rest_are_sent_home() -> None:
     parts.state.is_stopping = True
     parts.workers.send_home()
     await asyncio.wait([worker], timeout=10)
-    assert (worker.done(), worker.cancelled(), parts.workers.tasks) == (True, False, set())
+    assert (worker.done(), worker.cancelled(), parts.workers.tasks) == (True, False, {})
     await parts.close()
 
 
@@ -165,5 +167,5 @@ async def test_hooks_are_called_beside_the_workers() -> None:
     parts.take(row_of(1, state=DYING), row_of(2))
     await parts.quiet()
     assert sorted(told) == [1, 2]
-    assert (parts.hooks.tasks, parts.state.hooks) == (set(), 0)
+    assert (parts.hooks.tasks, parts.state.hooks) == ({}, 0)
     await parts.close()

@@ -101,7 +101,7 @@ def _table(described: Sequence[HandlerDescription]) -> Table:
         name = line((one.name, "bold"), *((f"\nalso {', '.join(one.aliases)}", "dim") for _ in one.aliases[:1]))
         wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.event_types)
         options = "\n".join(f"{option}={value}" for option, value in one.options.items())
-        table.add_row(Text.assemble(name), line(wants), Text(options))
+        table.add_row(Text.assemble(name), line(wants), line(options))
     return table
 
 

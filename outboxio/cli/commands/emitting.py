@@ -12,6 +12,7 @@ from outboxio.cli.inside import types_of
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox
 from outboxio.payloads.classes import decoder_of
+from outboxio.payloads.fields import field_names
 from outboxio.support.text import briefly
 
 
@@ -49,7 +50,5 @@ def _event(cls: type, event_type: str, payload: str) -> Any:
 
 def _fields(cls: Any) -> str:
     """The names of the fields of a class."""
-    for mark in ("__struct_encode_fields__", "__pydantic_fields__", "__dataclass_fields__"):
-        if names := getattr(cls, mark, None):
-            return ", ".join(names)
-    return ", ".join(field.name for field in getattr(cls, "__attrs_attrs__", ())) or "none"
+    names = getattr(cls, "__struct_encode_fields__", None) or field_names(cls)
+    return ", ".join(names) or "none"

@@ -159,13 +159,16 @@ def _handlers(found: Sequence[HandlerStatus]) -> Rows:
         Column("runs", right=True, spare=3),
     )
     bars = Column("last 20 min", spare=4)
-    made = Rows(Column(""), "handler", due, oldest, later, dead, ok, bars, fail, p95, runs, "held by")
+    # A column that is nearly always empty: for rows of an event version that only newer code can read.
+    deferred = [Column("deferred", right=True)] if any(one.deferred for one in found) else []
+    made = Rows(Column(""), "handler", due, oldest, later, *deferred, dead, ok, bars, fail, p95, runs, "held by")
     for one in found:
         holders = sorted({holder for each in one.holders.values() for holder in each})
         held = Text("paused", "yellow") if one.paused_since is not None else line(_held(holders))
         made.add(
             line(_MARKS[one.level]), line((one.handler_name, "bold")), f"{one.due:,}",
-            "" if one.oldest_due is None else span(one.oldest_due), f"{one.waiting:,}", f"{one.dead_hour:,}",
+            "" if one.oldest_due is None else span(one.oldest_due), f"{one.waiting:,}",
+            *(f"{one.deferred:,}" for _ in deferred), f"{one.dead_hour:,}",
             f"{one.per_minute:,.0f}", sparkline(one.minutes[-20:]),
             "" if one.fail_share is None else f"{one.fail_share:.0%}",
             "" if one.duration_p95 is None else span(one.duration_p95),

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, line, say, say_aside, say_json
+from outboxio.cli.answer import Exit, json_of, line, say, say_aside, say_json
 from outboxio.cli.choice import Choice, words_of
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
@@ -114,7 +114,7 @@ async def export(outbox: Outbox, choice: Choice, file: Path | None, *, as_json: 
         return Exit.FINE
     with _opened(file) as written:
         async for record in admin_of(outbox).export(filter):
-            written.write(msgspec.json.encode(record) + b"\n")
+            written.write(f"{json_of(record)}\n".encode())
             number += 1
     say_aside(line(("ok", "green"), f"  wrote {number:,} notifications into {file}"))
     return Exit.FINE

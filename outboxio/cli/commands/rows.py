@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from outboxio.cli.answer import line
+
 _GAP = 2
 _LEAST_FOLDED = 30  # columns of the terminal that a column which folds has at least
 
@@ -43,7 +45,7 @@ class Rows:
 
     def add(self, *cells: Text | str, below: Text | None = None) -> None:
         """Add a row. ``below``: a text of any length under the row, or ``None``."""
-        made = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        made = [cell if isinstance(cell, Text) else line(cell) for cell in cells]
         self._rows.append(_Row(made, below if below is not None and below.plain else None))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

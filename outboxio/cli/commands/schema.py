@@ -195,8 +195,8 @@ def _tell(finding: Finding) -> None:
 def _remedy(finding: Finding) -> Table:
     """The missing parts, and the remedies."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("  missing", Text(", ".join(finding.missing)))
+    table.add_row("  missing", line(", ".join(finding.missing)))
     for what, text in finding.remedies:
-        table.add_row(what, Text(text))
+        table.add_row(what, line(text))
     table.add_row("  files in", Text(str(sql_folder(finding.dialect))))
     return table

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from outboxio.cli.answer import Exit, line, say, say_error, say_json
+from outboxio.cli.answer import Exit, json_of, line, say, say_error, say_json
 from outboxio.cli.inside import admin_of, event_of
-from outboxio.cli.shown import ago, counted, document, moment, state_of
+from outboxio.cli.shown import ago, counted, moment, state_of
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
 from outboxio.outbox import Outbox
@@ -64,8 +64,8 @@ def _tell_event(event: StoredEvent, *, payload: bool) -> None:
             facts.add_row(Text(name, "dim"), line(str(value)))
     say(facts)
     if payload:
-        say("", line(("payload", "dim")), Text(document(event.payload)))
-        say(line(("parameters of the action", "dim")), Text(document(event.action_params)))
+        say("", line(("payload", "dim")), Text(json_of(event.payload, indent=2)))
+        say(line(("parameters of the action", "dim")), Text(json_of(event.action_params, indent=2)))
 
 
 def _tell_notification(record: NotificationRecord) -> None:

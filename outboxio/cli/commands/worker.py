@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict, astuple
@@ -46,6 +47,16 @@ def take_on(outbox: Outbox, duties: Duties) -> None:
     """Restrict the outbox to the handlers that the duties name."""
     if duties.only:
         run_only(outbox, duties.only)
+
+
+def warn_of_ignored(outbox: Outbox, given: Mapping[str, Any], tell: Teller) -> None:
+    """Warn of settings in the environment or ``pyproject.toml`` that the application's code does not apply."""
+    for name, value in given.items():
+        if getattr(outbox.settings, name) != value:
+            tell.warn(
+                "setting %s of the environment or pyproject.toml is ignored: an outbox without settings= reads the "
+                'environment, and one with settings=Settings.load("pyproject.toml") reads both', name,
+            )  # fmt: skip
 
 
 async def validate(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:

@@ -13,9 +13,10 @@ from outboxio.cli.commands import worker as worker_command
 from outboxio.cli.commands.completion import Shell, print_script
 from outboxio.cli.commands.demo import demo as tell_demo
 from outboxio.cli.lines.numbers import whole
-from outboxio.cli.logs import LogFormat, set_up
+from outboxio.cli.logs import LogFormat, Teller, set_up
 from outboxio.cli.options import Common, Options, Target, command
-from outboxio.cli.target import TargetError, named, opened
+from outboxio.cli.target import TargetError, configured, named, opened
+from outboxio.support.log import type_name
 
 PANEL = "Running"
 
@@ -155,6 +156,15 @@ def worker(
     A second signal ends the process at once; interrupted handlers run again later.
     """
 
+    tellers = list[Teller]()
+
+    def set_up_log() -> Teller:
+        tellers.append(set_up(log.log_level, log.log_format, leave_alone=not log.log_setup))
+        return tellers[0]
+
+    def report(text: str, error: Exception) -> None:
+        (tellers[0] if tellers else set_up_log()).fail("%s", text, error_type=type_name(error))
+
     async def work() -> Exit:
         duties = does.duties
         _refuse_what_is_nothing(does, pages)
@@ -163,9 +173,11 @@ def worker(
             raise TargetError(f"{found.words[0]!r} names no outbox: expected module:outbox, as in app.main:outbox")
         if found.url is not None:
             raise TargetError("a worker needs the handlers of your code: name an outbox (module:outbox), no database")
+        given = configured()
         async with opened(found) as outbox:
             # After the import, because the application may set up logging when imported.
-            tell = set_up(log.log_level, log.log_format, leave_alone=not log.log_setup)
+            tell = set_up_log()
+            worker_command.warn_of_ignored(outbox, given, tell)
             worker_command.take_on(outbox, duties)
             if does.validate:
                 return await worker_command.validate(outbox, duties, tell)
@@ -173,7 +185,7 @@ def worker(
                 return await worker_command.drain(outbox, duties, does.timeout, tell)
             return await worker_command.work(outbox, duties, tell, pages.address)
 
-    answer(work, verbose=log.verbose)
+    answer(work, verbose=log.verbose, report=report)
 
 
 def dashboard(served: ServedAt, common: Common, target: Target = None) -> None:

@@ -23,7 +23,14 @@ from outboxio.dashboard.confirming import (
     wrong_text,
 )
 from outboxio.dashboard.fields import Fields
-from outboxio.dashboard.filters import WORDS, filter_of, in_words, query_of, refuse_unknown_words
+from outboxio.dashboard.filters import (
+    WORDS,
+    filter_of,
+    in_words,
+    query_of,
+    refuse_hidden_words,
+    refuse_unknown_words,
+)
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation
@@ -120,6 +127,7 @@ def _order(kind: Kind, asked: Asked) -> Callable[..., Awaitable[Operation]]:
 async def _chosen(kind: Kind, asked: Asked, form: Fields) -> tuple[tuple[UUID, ...] | Filter, str | None]:
     """The ids of the form, or else its filter, and the shard."""
     refuse_unknown_words(form, [*WORDS, *_FORM])
+    refuse_hidden_words(form, asked.access)
     shard = form.get("shard")
     if shard is not None and shard not in asked.shards:
         raise Refused(400, f"There is no shard {shard[:40]!r}.", f"The shards are: {', '.join(asked.shards)}.")

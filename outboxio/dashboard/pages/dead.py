@@ -48,7 +48,7 @@ class GroupRow(Struct, frozen=True, kw_only=True):
     event_id: UUID
     """The event of the newest dead letter."""
     filter: Words
-    """Selects all dead letters of the group."""
+    """Selects all dead letters of the group; without the right to read payloads, all dead letters of the handler."""
 
 
 class Grouped(Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ def _by_class(groups: Iterable[Group]) -> list[GroupRow]:
             newest,
             number=sum(group.number for group in members),
             first_seen=min(group.first_seen for group in members),
-            filter=replace(newest.filter, error=f"{kind}: *"),
+            filter=replace(newest.filter, error=None),
         )
         made.append(_row(whole, kind, None))
     return sorted(made, key=lambda row: -row.number)

@@ -13,6 +13,7 @@ from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS, in_time
 from outboxio.dashboard.pages.dead import GroupRow, group_rows
 from outboxio.dashboard.pages.handlers import findings_of, links_of, overview_for
+from outboxio.dashboard.pages.operations import without_errors
 from outboxio.dashboard.registered import Registered, registered
 from outboxio.dashboard.showing.charts import Bar
 from outboxio.dashboard.view import Refused, View
@@ -88,7 +89,7 @@ async def handler(asked: Asked) -> View:
         registered=registered(asked.outbox, name),
         span=span,
         history=history,
-        groups=group_rows((groups or ())[:GROUPS], tells=asked.access.may("payloads")),
+        groups=group_rows(groups or (), tells=asked.access.may("payloads"))[:GROUPS],
         grouped=None if groups is None else groups.looked_at,
         keys=list(await admin.keys(name, limit=KEYS)),
         partitions=await _partitions(asked, name),
@@ -115,7 +116,8 @@ async def _partitions(asked: Asked, name: str) -> list[HandlerPartitions]:
 async def _operations(asked: Asked, name: str) -> list[Operation]:
     """The newest orders about a handler, among the newest 100 orders."""
     found = [one for one in await asked.admin.operations(LOOKED_AT) if _handler_in(one.request) == name]
-    return found[:OPERATIONS]
+    tells = asked.access.may("payloads")
+    return [one if tells else without_errors(one) for one in found[:OPERATIONS]]
 
 
 def _handler_in(request: Mapping[str, object]) -> object:

@@ -25,7 +25,7 @@ async def pause(asked: Asked, form: Fields) -> Done | View:
 async def unpause(asked: Asked, form: Fields) -> Done | View:
     """End the pause of a handler, at once."""
     name = given(form, "handler")
-    return await carried_out("unpause", asked, asked.admin.unpause(name, reason=reason_of(form)))
+    return await carried_out("unpause", asked, form, lambda reason: asked.admin.unpause(name, reason=reason))
 
 
 async def resume(asked: Asked, form: Fields) -> Done | View:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.confirming import reason_of
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.ordering import after, carried_out, confirmation_of, given
 from outboxio.dashboard.view import Done, View
@@ -22,7 +21,7 @@ async def pause(asked: Asked, form: Fields) -> Done | View:
 async def unpause(asked: Asked, form: Fields) -> Done | View:
     """End the pause of a job, at once."""
     name = given(form, "job")
-    return await carried_out("unpause_job", asked, asked.admin.unpause_job(name, reason=reason_of(form)))
+    return await carried_out("unpause_job", asked, form, lambda reason: asked.admin.unpause_job(name, reason=reason))
 
 
 async def run_now(asked: Asked, form: Fields) -> Done | View:

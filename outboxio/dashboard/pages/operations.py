@@ -125,11 +125,11 @@ def row_of(operation: Operation, *, tells: bool) -> OperationRow:
     """An order in words. ``tells``: False hides texts that may come from payloads."""
     filter, request = filter_in(operation), operation.request
     handler: Any = filter.handler if filter is not None else request.get("handler")
-    shown = operation if tells else _without_errors(operation)
+    shown = operation if tells else without_errors(operation)
     return OperationRow(operation=shown, said=said(operation, tells=tells), handler=handler)
 
 
-def _without_errors(operation: Operation) -> Operation:
+def without_errors(operation: Operation) -> Operation:
     """The operation without texts that may come from payloads."""
     request = {name: _hidden(value) for name, value in operation.request.items()}
     return replace(operation, request=request, error=None if operation.error is None else HIDDEN)

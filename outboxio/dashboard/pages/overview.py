@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from outboxio.errors import OutboxError
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.group import Group
 from outboxio.operations.overview.values import Finding, HandlerStatus, KeyStatus, Overview
+from outboxio.support.clock import utc_now
 
 FOLDED_FROM = 4
 """Handlers in order, from this number on, are folded below the handlers with a finding."""
@@ -122,6 +123,11 @@ def without_messages(found: Overview) -> Overview:
 
 
 def _without_message(finding: Finding) -> Finding:
+    if finding.rule == "operation_failed":
+        return replace(finding, sentence="An order has failed.")
+    if finding.rule == "handler_resting":
+        name, verb, rest = finding.sentence.partition("` has rested for ")
+        return replace(finding, sentence=f"{name}{verb}{rest.partition(': ')[0]}.")
     if finding.rule == "handler_failing":
         name = f"`{finding.handler}`"
     elif finding.rule == "job_failing":
@@ -144,7 +150,7 @@ def _only_types(needs: Needs) -> Needs:
 
 async def _needs(asked: Asked) -> Needs:
     """The overview is shown without these facts, if the database does not answer."""
-    since = datetime.now(UTC).replace(tzinfo=None) - _DAY
+    since = utc_now() - _DAY
     try:
         async with asyncio.timeout(PATIENCE):
             groups, keys = await asyncio.gather(

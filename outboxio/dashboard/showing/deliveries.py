@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.support.clock import naive_utc
+from outboxio.support.clock import naive_utc, utc_now
 from outboxio.support.codec import is_list, is_object
 
 _LATE = timedelta(minutes=1)
@@ -70,7 +70,7 @@ def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> D
         state=record.state,
         attempts=record.attempts,
         due=due,
-        is_overdue=due is not None and due < datetime.now(UTC).replace(tzinfo=None) - _LATE,
+        is_overdue=due is not None and due < utc_now() - _LATE,
         created_date=record.created_date,
         updated_date=record.updated_date,
         ordering_key=record.ordering_key,

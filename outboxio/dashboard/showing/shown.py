@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from markupsafe import Markup, escape
 
 from outboxio.operations.overview.values import MOST
 from outboxio.operations.overview.wording import counted, spoken
+from outboxio.support.clock import utc_now
 
 NOTHING = "\N{EN DASH}"
 """Stands for a value that does not exist."""
@@ -97,7 +98,7 @@ def ago(value: datetime | None, now: datetime | None = None) -> str:
     """How long ago a moment is: ``14 min ago``, ``in 30 s``. ``now``: naive UTC, by default of this machine."""
     if value is None:
         return NOTHING
-    seconds = ((now or datetime.now(UTC).replace(tzinfo=None)) - value).total_seconds()
+    seconds = ((now or utc_now()) - value).total_seconds()
     if abs(seconds) < 1:
         return "now"
     told = f"{abs(seconds):.0f} s" if abs(seconds) < 10 else spoken(abs(seconds))

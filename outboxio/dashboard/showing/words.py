@@ -66,6 +66,7 @@ TERMS: Mapping[str, str] = {
     "due": "Notifications that a handler should handle now.",
     "oldest due": "How long the first due notification has waited. A healthy handler keeps this short.",
     "due later": "Notifications that are delayed, scheduled, or before their retry.",
+    "deferred": "Notifications of an event version that no process that runs the handler has: deploy the newer code.",
     "blocked": "Notifications behind an unfinished notification with the same ordering key.",
     "dead letters": "DEAD and EXPIRED notifications: nothing happens to them until somebody retries or skips them.",
     "parked key": "An ordering key whose first unfinished notification stands behind a dead letter. "
@@ -83,7 +84,7 @@ TERMS: Mapping[str, str] = {
     "loop lag": "How late the event loop of the process is. Above 0.1 s, a handler blocks the process.",
     "stuck": "Runs that ignore their cancellation after the handler's timeout.",
     "paused": "Nobody runs the handler until somebody unpauses it. Its notifications wait.",
-    "unroutable": "Notifications for a handler that no process has any more.",
+    "unroutable": "Notifications for a handler, or for a version of their event, that no process has.",
     "shard": "One of several databases of the outbox.",
     "clock offset": "How far the clock of a machine is ahead of the clock of the database.",
     "operation": "An order of an operator, with its progress: who ordered what, and why.",

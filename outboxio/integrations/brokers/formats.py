@@ -42,17 +42,18 @@ Encode = Callable[[Message], Wire]
 Escape = Callable[[str], str]
 
 
-def wire_format(name: str, *, prefix: str, escape: Escape = str) -> Encode:
+def wire_format(name: str, *, prefix: str, escape: Escape = str, fit: Escape = str) -> Encode:
     """The layout of a name; :class:`ConfigurationError` for an unknown name.
 
-    ``prefix`` goes before the attributes of CloudEvents in binary mode. ``escape`` makes a value fit for a header.
+    ``prefix`` goes before the attributes of CloudEvents in binary mode. ``escape`` makes a value fit for a header,
+    and ``fit`` for a part of a destination.
     """
     if name == "cloudevents":
         return _binary(prefix, escape)
     if name == "structured":
         return _structured
     if name == "debezium":
-        return _debezium(escape)
+        return _debezium(escape, fit)
     known = ", ".join(map(repr, FORMATS))
     raise ConfigurationError(f"format is {briefly(name)}; expected one of {known}")
 
@@ -113,7 +114,7 @@ def _structured(message: Message) -> Wire:
     return Wire({}, msgspec.json.encode(document), CLOUDEVENTS_JSON)
 
 
-def _debezium(escape: Escape) -> Encode:
+def _debezium(escape: Escape, fit: Escape) -> Encode:
     def encode(message: Message) -> Wire:
         if message.model_type is None:
             raise Unprocessable(
@@ -124,6 +125,6 @@ def _debezium(escape: Escape) -> Encode:
         for header, attribute in (("correlation_id", "correlationid"), ("causation_id", "causationid")):
             if attribute in message.attributes:
                 headers[header] = escape(message.attributes[attribute])
-        return Wire(headers, message.data, JSON, f"outbox.event.{message.model_type}")
+        return Wire(headers, message.data, JSON, f"outbox.event.{fit(message.model_type)}")
 
     return encode

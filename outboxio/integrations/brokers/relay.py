@@ -86,8 +86,10 @@ class Relay(EventHandler[Any]):
     relay: ClassVar[bool] = True
     raw: ClassVar[bool] = True
 
-    def __init__(self, *, prefix: str, escape: Escape = str, **options: Unpack[RelayOptions]) -> None:
-        """``prefix`` and ``escape``: as for :func:`~outboxio.integrations.brokers.formats.wire_format`."""
+    def __init__(
+        self, *, prefix: str, escape: Escape = str, fit: Escape = str, **options: Unpack[RelayOptions]
+    ) -> None:
+        """``prefix``, ``escape`` and ``fit``: as for :func:`~outboxio.integrations.brokers.formats.wire_format`."""
         self._refuse_unknown(options)
         self.__dict__.update(_handler_options(options))  # class variables, which a relay has for each object
         self.publish_timeout = _seconds(options, "publish_timeout", PUBLISH_TIMEOUT)
@@ -97,7 +99,7 @@ class Relay(EventHandler[Any]):
                 f"{self.publish_timeout} s: the call would end before the broker's answer; give a longer timeout"
             )
         self.is_connected = False
-        self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape)
+        self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape, fit=fit)
         self._connecting = asyncio.Lock()
         self._failures = 0
 

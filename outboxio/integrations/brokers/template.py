@@ -22,8 +22,9 @@ class Template:
     """The destination of each message: a text with fields in braces.
 
     The fields are ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``. ``fit`` makes the
-    value of a field fit for the broker's names. Raises :class:`ConfigurationError`, which names ``option``, for a text
-    that is empty, has an unknown field, a conversion or a format, or braces that do not close.
+    value of a field fit for the broker's names, and ``fit_whole`` does so for a destination with such values. Raises
+    :class:`ConfigurationError`, which names ``option``, for a text that is empty, has an unknown field, a conversion or
+    a format, or braces that do not close.
 
     Example::
 
@@ -31,10 +32,13 @@ class Template:
         subject(message)  # "wallets.MoneyDeposited"
     """
 
-    def __init__(self, text: str, *, option: str, fit: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, text: str, *, option: str, fit: Callable[[str], str] = str, fit_whole: Callable[[str], str] = str
+    ) -> None:
         self.text = text
         self._option = option
         self._fit = fit
+        self._fit_whole = fit_whole
         self._parts = self._checked(text)
         self._constant = "".join(literal for literal, _ in self._parts) if self.is_constant else None
         self._by_type: dict[str, str] | None = {} if self.fields == {"event_type"} else None
@@ -79,7 +83,7 @@ class Template:
                         f"{self.text!r} needs: emit the event with {_REMEDY.get(field, field)}=, or change the template"
                     )
                 filled.append(self._fit(value))
-        return "".join(filled)
+        return self._fit_whole("".join(filled))
 
     def _checked(self, text: str) -> list[tuple[str, str | None]]:
         if not isinstance(text, str) or not text:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed

@@ -38,9 +38,22 @@ GONE: tuple[type[Exception], ...] = (
 """Errors of the connection and of the producer, not of a message: the relay opens a new producer."""
 
 
+ALL_REPLICAS = -1  # acks="all", as aiokafka keeps it
+
+
 def is_started(producer: Any) -> bool:
     """True if ``producer.start()`` has ended without an error."""
     return producer._sender.sender_task is not None
+
+
+def unfit(producer: Any) -> str | None:
+    """The reason why the answers of a producer do not mean that Kafka has stored a message; ``None`` if they do."""
+    acks, transactions = producer._sender._acks, producer._txn_manager
+    if transactions is not None and transactions.transactional_id is not None:
+        return "it has transactional_id=, and your transaction decides whether a message is stored; leave it out"
+    if acks != ALL_REPLICAS:
+        return f"it has acks={acks}, and a message that is acknowledged could be lost; give it acks='all'"
+    return None
 
 
 async def end(producer: Any) -> None:

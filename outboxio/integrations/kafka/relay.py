@@ -18,6 +18,7 @@ from outboxio.integrations.kafka.client import (
     ProducerClosed,
     end,
     is_started,
+    unfit,
 )
 from outboxio.integrations.kafka.connection import CONNECT_TIMEOUT, Access, Servers
 from outboxio.integrations.kafka.piles import LARGEST_BATCH, Pile, partitioned
@@ -41,7 +42,8 @@ _OWN = {
 class KafkaRelay(Relay):
     """Sends events to topics of Kafka.
 
-    ``servers``: ``"host:port"``, one or several, or a started ``AIOKafkaProducer``, which the relay does not stop.
+    ``servers``: ``"host:port"``, one or several, or a started ``AIOKafkaProducer`` with ``acks="all"``, which the relay
+    does not stop.
     ``topics``: a template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and
     ``{key}``, or a function of the message, such as ``by_model_type("outbox.{}")``. ``enable_idempotence``: ``False``
     for a broker that has no idempotent producers. ``connect``: further keywords of ``AIOKafkaProducer``, such as
@@ -82,6 +84,8 @@ class KafkaRelay(Relay):
         super().__init__(prefix="ce_", **options)
         if is_given and connect:
             raise ConfigurationError(f"relay {self.name!r} has connect= beside a producer: give addresses")
+        if is_given and (reason := unfit(servers)) is not None:
+            raise ConfigurationError(f"relay {self.name!r} cannot use this producer: {reason}")
         self._topics = topics_of(topics)
         self._idempotent = enable_idempotence
         self._access = None if is_given else Access(servers, connect or {}, Producer, own=_OWN)

@@ -13,6 +13,7 @@ from outboxio.support.text import briefly
 Topics = str | Callable[[Message], str]
 """The topic of each message: a template, or a function of the message."""
 
+_INTERNAL = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata"})
 _VALID = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 
 
@@ -47,6 +48,11 @@ def valid(topic: str, message: Message) -> str:
         raise Unprocessable(
             f"event {message.id} of type {message.type!r} has the topic {briefly(topic)}; Kafka takes 1 to 249 "
             "letters, digits, dots, hyphens and underscores: change topics= of the relay, or the model type"
+        )
+    if topic in _INTERNAL:
+        raise Unprocessable(
+            f"event {message.id} of type {message.type!r} has the topic {topic!r}, which belongs to Kafka itself: "
+            "change topics= of the relay"
         )
     return topic
 

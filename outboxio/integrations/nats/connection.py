@@ -26,14 +26,25 @@ Servers = str | Sequence[str] | Client
 
 
 class NoStream(OutboxError):
-    """No stream of JetStream takes a subject. The message is sent again after the retry policy's wait."""
+    """No stream of JetStream takes a subject. The message is sent again after the retry policy's wait.
 
-    def __init__(self, subject: str) -> None:
+    ``named`` is the stream that a reply has named, although the server has no such stream for the subject.
+    """
+
+    def __init__(self, subject: str, named: str | None = None) -> None:
         self.subject = subject
-        super().__init__(
-            f"no stream takes the subject {subject!r}: add a stream for it, as in "
-            f"`nats stream add --subjects '{subject.split('.')[0]}.>'`, or change subject= of the relay"
-        )
+        self.named = named
+        if named is None:
+            fix = (
+                f"add a stream for it, as in `nats stream add --subjects '{subject.split('.')[0]}.>'`, or change "
+                "subject= of the relay"
+            )
+        else:
+            fix = (
+                f"a reply names the stream {named!r}, which the server does not have for this subject; if the stream "
+                f"is in another account or domain, or the server maps the subject, give the relay stream={named!r}"
+            )
+        super().__init__(f"no stream takes the subject {subject!r}: {fix}")
 
 
 class NotPermitted(OutboxError):
@@ -141,9 +152,10 @@ class Connection:
 
     async def _failed(self, error: Exception) -> None:
         refused = _FORBIDDEN.search(str(error))
-        if refused is not None:
+        if refused is None:
+            self._last_error = error
+        else:  # the connection stays open
             self._forbidden.add(refused[1].lower())
-        self._last_error = error
 
 
 _FORBIDDEN = re.compile(r'Permissions Violation for Publish to "([^"]+)"', re.IGNORECASE)

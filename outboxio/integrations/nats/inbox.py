@@ -8,21 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import nats.js.errors
-from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.integrations.brokers.inbox import BrokerInbox
 from outboxio.integrations.brokers.incoming import Fallback, Incoming, incoming_of
 from outboxio.integrations.nats.connection import Connection, Servers
-from outboxio.integrations.nats.pull import Puller
+from outboxio.integrations.nats.pull import Delivery, Puller
 from outboxio.support.text import briefly
 
 if TYPE_CHECKING:
     from outboxio.outbox import Outbox
-
-_STREAM_SEQUENCE, _CONSUMER_SEQUENCE = 5, 6  # in $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>...
-_WITH_DOMAIN = 2  # two more parts in front
 
 
 class InboxOptions(TypedDict, total=False):
@@ -111,8 +107,7 @@ class NatsInbox(BrokerInbox):
     async def fetch(self, most: int) -> Sequence[Incoming]:
         if self._puller is None:
             raise ConnectionError(self._connection.reason())
-        messages = await self._puller.fetch(most)
-        return [self._incoming(message) for message in messages]
+        return [self._incoming(delivery) for delivery in await self._puller.fetch(most)]
 
     async def acknowledge(self, messages: Sequence[Incoming]) -> None:
         for message in messages:
@@ -121,13 +116,13 @@ class NatsInbox(BrokerInbox):
     async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
         await message.raw.term()
 
-    def _incoming(self, message: Msg) -> Incoming:
-        parts = message.reply.split(".")
-        more = 0 if len(parts) == _PARTS else _WITH_DOMAIN
-        sequence = parts[_STREAM_SEQUENCE + more]
+    def _incoming(self, delivery: Delivery) -> Incoming:
+        message = delivery.message
         if self._ordered:
-            self._require_next(int(parts[_CONSUMER_SEQUENCE + more]))
-        fallback = Fallback(id=f"{self.stream}/{sequence}", source=self.source or f"nats:{self.stream}", type=self.type)
+            self._require_next(delivery.number)
+        fallback = Fallback(
+            id=f"{self.stream}/{delivery.sequence}", source=self.source or f"nats:{self.stream}", type=self.type
+        )
         return incoming_of(message.headers, message.data, fallback=fallback, escaped=True, raw=message)
 
     def _require_next(self, number: int) -> None:
@@ -167,6 +162,3 @@ class NatsInbox(BrokerInbox):
     def _lost(self) -> None:
         if self._puller is not None:
             self._puller.lost()
-
-
-_PARTS = 9  # of a reply subject without a domain

@@ -1,5 +1,8 @@
 """Publishes messages together, and gathers the acknowledgements of JetStream: one future for all messages of a call.
 
+Anyone who receives a message may reply to it, for example a service of core NATS that listens on the same subject. So
+only a reply in the form of JetStream counts, and every other reply is ignored.
+
 The ``publish_async`` of nats-py 2.16 makes a future for each message, and an error that JetStream answers with never
 reaches the future: it is raised where the answer is read.
 """
@@ -9,7 +12,8 @@ from __future__ import annotations
 # nats-py leaves some parameters without types.
 # pyright: reportUnknownMemberType=false
 import asyncio
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Sequence
 
 import msgspec
 import nats.errors
@@ -20,20 +24,27 @@ from nats.aio.subscription import Subscription
 
 
 class Refusal(Struct, frozen=True):
-    """The answer of JetStream to a message that it does not store: ``code`` as in HTTP, and a number of its own."""
+    """The error of JetStream for a message that it does not store: ``code`` as in HTTP, and a number of its own."""
 
-    code: int = 0
+    code: int
     err_code: int = 0
     description: str = ""
 
 
 NO_STREAM = Refusal(code=503, description="no stream takes the subject")
 
-Answer = Refusal | Exception | None
-"""``None``: the message is stored. An error: the message was not sent, or not answered."""
+Answer = str | Refusal | Exception
+"""The name of the stream that has stored the message. An error: the message was not sent, or not answered."""
+
+Read = Callable[[Msg], Answer | None]
+"""Reads a reply; ``None`` for a reply that is not from JetStream."""
 
 
 class _Acknowledgement(Struct):
+    """The reply of a stream, which has ``stream`` and ``seq`` also in an error."""
+
+    stream: str
+    seq: int
     error: Refusal | None = None
 
 
@@ -51,9 +62,10 @@ class Outgoing(Struct, frozen=True, gc=False):
 class _Flight:
     """The messages of a call."""
 
-    __slots__ = ("answers", "landed", "left")
+    __slots__ = ("answers", "landed", "left", "read")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, read: Read) -> None:
+        self.read = read
         self.answers: list[Answer] = [_UNANSWERED] * size
         self.left = size
         self.landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,7 +89,6 @@ class Publisher:
         self._inbox = client.new_inbox()
         self._start = len(self._inbox) + 1
         self._flights: dict[str, _Flight] = {}
-        self._number = 0
         self._subscription: Subscription | None = None
 
     async def subscribe(self) -> None:
@@ -92,15 +103,14 @@ class Publisher:
             await self._subscription.unsubscribe()
             self._subscription = None
 
-    async def publish(self, messages: Iterable[Outgoing], size: int, seconds: float) -> list[Answer]:
-        """Publish ``size`` messages, and wait ``seconds`` for the answers: one for each, in order."""
-        if not size:
+    async def publish(self, messages: Sequence[Outgoing], seconds: float, read: Read) -> list[Answer]:
+        """Publish messages, and wait ``seconds`` for the answers: one for each, in order."""
+        if not messages:
             return []
-        self._number += 1
-        number = str(self._number)
-        flight = self._flights[number] = _Flight(size)
+        token = secrets.token_hex(8)  # a receiver of one message cannot name the reply subjects of later messages
+        flight = self._flights[token] = _Flight(len(messages), read)
         try:
-            prefix, publish = f"{self._inbox}.{number}-", self._client.publish
+            prefix, publish = f"{self._inbox}.{token}-", self._client.publish
             for place, message in enumerate(messages):
                 try:
                     await publish(message.subject, message.body, f"{prefix}{place}", message.headers)
@@ -108,7 +118,7 @@ class Publisher:
                     flight.answer(place, error)
             await asyncio.wait((flight.landed,), timeout=seconds)
         finally:
-            del self._flights[number]
+            del self._flights[token]
         return flight.answers
 
     def lost(self) -> None:
@@ -118,14 +128,32 @@ class Publisher:
                 flight.answer(place, nats.errors.ConnectionClosedError())
 
     async def _answered(self, message: Msg) -> None:
-        number, _, place = message.subject[self._start :].partition("-")
-        flight = self._flights.get(number)
-        if flight is not None:
-            flight.answer(int(place), _answer_in(message))
+        token, _, place = message.subject[self._start :].partition("-")
+        flight = self._flights.get(token)
+        if flight is None or not place.isdecimal() or int(place) >= len(flight.answers):
+            return  # too late, or a subject that was never given as a reply subject
+        answer = flight.read(message)
+        if answer is not None:
+            flight.answer(int(place), answer)
 
 
-def _answer_in(message: Msg) -> Answer:
-    data = message.data
-    if not data:
-        return NO_STREAM
-    return _decode(data).error if b'"error"' in data else None
+def acknowledgement_of(stream: str | None) -> Read:
+    """Reads the acknowledgement or the error of a stream; of any stream for ``None``."""
+
+    def read(message: Msg) -> Answer | None:
+        if not message.data:
+            return no_responders(message)
+        try:
+            found = _decode(message.data)
+        except msgspec.DecodeError:
+            return None
+        if found.error is not None:
+            return found.error
+        return found.stream if found.seq > 0 and found.stream == (stream or found.stream) else None
+
+    return read
+
+
+def no_responders(message: Msg) -> Refusal | None:
+    """:data:`NO_STREAM` for the reply of a server that nobody listens to the subject; ``None`` for any other."""
+    return NO_STREAM if message.headers and message.headers.get("Status") == "503" else None

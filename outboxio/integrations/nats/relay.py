@@ -13,8 +13,9 @@ from outboxio.integrations.brokers.in_order import publish_in_order
 from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict
 from outboxio.integrations.nats.connection import Connection, NoStream, NotPermitted, Servers
-from outboxio.integrations.nats.publisher import NO_STREAM, Outgoing, Publisher, Refusal
-from outboxio.integrations.nats.subjects import subject_template
+from outboxio.integrations.nats.publisher import NO_STREAM, Answer, Outgoing, Publisher, Refusal, acknowledgement_of
+from outboxio.integrations.nats.streams import Streams
+from outboxio.integrations.nats.subjects import as_part, subject_template
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_STREAM = "Nats-Expected-Stream"
@@ -28,12 +29,15 @@ class NatsRelay(Relay):
 
     ``servers``: one URL or several, or a connected client of nats-py, which the relay does not close. ``subject``: a
     template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``.
-    ``stream``: the stream that must take the messages; ``None`` takes any. ``connect``: keywords of ``nats.connect``.
-    ``options`` are those of all relays (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
+    ``stream``: the stream that must take the messages; ``None`` takes any stream of the server. ``connect``: keywords
+    of ``nats.connect``. ``options`` are those of all relays
+    (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
     Each message has the header ``Nats-Msg-Id``, the event's id: a message that is sent again within the
     ``duplicate_window`` of the stream is stored once. Messages of a batch are published together. With ``ordered=True``
     a message waits for the acknowledgement of the message before with the same key.
+
+    Only the acknowledgement of a stream counts. The replies of other subscribers are ignored.
 
     * A stream that is missing, or full, uses up an attempt, and the retry policy applies.
     * A message that is too large ends DEAD.
@@ -57,11 +61,13 @@ class NatsRelay(Relay):
         connect: Mapping[str, Any] | None = None,
         **options: Unpack[RelayOptions],
     ) -> None:
-        super().__init__(prefix="ce-", escape=percent_encoded, **options)
+        super().__init__(prefix="ce-", escape=percent_encoded, fit=as_part, **options)
         self._subject = subject_template(subject)
         self._stream = stream
+        self._read = acknowledgement_of(stream)
         self._connection = Connection(servers, connect or {}, name=f"relay {self.name!r}", lost=self._lost)
         self._publisher: Publisher | None = None
+        self._streams: Streams | None = None
         self._largest = 0
 
     def destination_of(self, message: Message) -> str:
@@ -72,7 +78,7 @@ class NatsRelay(Relay):
         client = self._connection.client
         publisher = Publisher(client)
         await publisher.subscribe()
-        self._publisher, self._largest = publisher, client.max_payload
+        self._publisher, self._streams, self._largest = publisher, Streams(publisher, self._stream), client.max_payload
 
     async def disconnect(self) -> None:
         publisher, self._publisher = self._publisher, None
@@ -101,14 +107,18 @@ class NatsRelay(Relay):
                 continue
             places.append(place)
             outgoing.append(Outgoing(parcel.destination, body, headers))
-        publisher = self._publisher
-        if publisher is None:  # closed meanwhile
-            raise self.unavailable(self._connection.reason())
-        answers = await publisher.publish(outgoing, len(outgoing), self.publish_timeout)
+        answers = await self._answers(outgoing)
         for place, answer in zip(places, answers, strict=True):
-            if answer is not None:
+            if not isinstance(answer, str):
                 verdicts[place] = self._verdict(parcels[place], answer)
         return verdicts
+
+    async def _answers(self, outgoing: Sequence[Outgoing]) -> list[Answer]:
+        """Publish messages; the checked answers."""
+        if self._publisher is None or self._streams is None:  # closed meanwhile
+            raise self.unavailable(self._connection.reason())
+        answers = await self._publisher.publish(outgoing, self.publish_timeout, self._read)
+        return await self._streams.checked([message.subject for message in outgoing], answers)
 
     def _headers_of(self, parcel: Parcel) -> dict[str, str]:
         headers = parcel.wire.headers
@@ -132,6 +142,8 @@ class NatsRelay(Relay):
         subject = parcel.destination
         if answer is NO_STREAM:
             return NoStream(subject)
+        if isinstance(answer, NoStream):
+            return answer
         if isinstance(answer, Refusal):
             told = f"JetStream refused the message to {subject!r}: {answer.description} (error {answer.err_code})"
             if answer.err_code in TOO_LARGE:

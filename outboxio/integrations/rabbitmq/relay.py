@@ -13,7 +13,7 @@ from aiormq import spec
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from outboxio.errors import OutboxError, Unprocessable
+from outboxio.errors import ConfigurationError, OutboxError, Unprocessable
 from outboxio.integrations.brokers.in_order import publish_in_order
 from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict
@@ -21,6 +21,7 @@ from outboxio.integrations.brokers.template import Template
 from outboxio.integrations.rabbitmq.connection import LOST, Connection, Server
 
 LONGEST_NAME = 255  # bytes of a routing key and of the property type
+RESERVED = "amq."  # begins the names of queues that RabbitMQ makes: reply queues, and temporary queues of clients
 _TOO_LARGE = re.compile(r"larger than (?:configured )?max size (\d+)")
 
 
@@ -77,6 +78,11 @@ class RabbitRelay(Relay):
         super().__init__(prefix="cloudEvents:", **options)
         self._exchange = exchange
         self._routing_key = Template(routing_key, option="routing_key")
+        if not exchange and self._routing_key.example().startswith(RESERVED):
+            raise ConfigurationError(
+                f"routing_key={routing_key!r} of the default exchange names a queue that belongs to RabbitMQ or to a "
+                "single client: name a queue that you have declared"
+            )
         self._connection = Connection(server, connect or {}, name=f"relay {self.name!r}")
         self._channel: Channel | None = None
         self._largest: int | None = None
@@ -177,12 +183,17 @@ class RabbitRelay(Relay):
         )
 
     def _flaw(self, parcel: Parcel) -> Verdict:
-        """The reason why RabbitMQ would close the channel for a message, and with it fail all others."""
+        """The reason not to send a message: RabbitMQ would close the channel, or the queue is not ours."""
         size = len(parcel.wire.body)
         if self._largest is not None and size > self._largest:
             return Unprocessable(
                 f"event {parcel.message.id} makes a message of {size} bytes, and RabbitMQ takes {self._largest}: raise "
                 "max_message_size of the broker, or store the large part elsewhere and send its address"
+            )
+        if not self._exchange and parcel.destination.startswith(RESERVED):
+            return Unprocessable(
+                f"event {parcel.message.id} has the routing key {parcel.destination!r}, and such a queue of the "
+                "default exchange belongs to RabbitMQ or to a single client: begin routing_key= with a text"
             )
         if len(parcel.destination.encode()) > LONGEST_NAME:
             return Unprocessable(
@@ -202,4 +213,6 @@ class RabbitRelay(Relay):
             return PublishRefused(f"RabbitMQ closed the channel of relay {self.name!r}: {answer}")
         if isinstance(answer, LOST):
             return self.unavailable(self._connection.reason(answer))
-        return answer if isinstance(answer, Exception) else None
+        if isinstance(answer, spec.Basic.Ack):
+            return None
+        return answer if isinstance(answer, Exception) else PublishRefused(f"RabbitMQ has answered {answer!r}")

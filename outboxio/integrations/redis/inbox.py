@@ -117,10 +117,13 @@ class RedisInbox(BrokerInbox):
         number, fields = message.raw
         parts: list[bytes] = [part for field in cast("Fields", fields or {}).items() for part in field]
         why = ("outboxio_stream", self.stream, "outboxio_entry", number, "outboxio_reason", error.without_value)
-        async with self._connection.client.pipeline(transaction=True) as pipeline:
-            pipeline.execute_command("XADD", f"{self.stream}.dead", "*", *parts, *why)
-            pipeline.xack(self.stream, self.group, number)
-            await pipeline.execute()
+        # Not in a transaction: Redis would acknowledge although it has refused to append, as to a key of another type.
+        client, dead = self._connection.client, f"{self.stream}.dead"
+        try:
+            await client.execute_command("XADD", dead, "*", *parts, *why)
+        except ResponseError as refusal:
+            raise ConnectionError(f"Redis does not append message {message.place} to {dead!r}: {refusal}") from refusal
+        await client.xack(self.stream, self.group, number)
 
     async def _own_old(self, most: int) -> list[Entry]:
         if not self._has_old:

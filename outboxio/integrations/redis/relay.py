@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -19,6 +20,9 @@ LARGEST_VALUE = 512 * 2**20  # bytes, unless Redis tells a different proto-max-b
 REMEMBERS_IDS = (8, 6)
 """The first version of Redis whose XADD takes the id of a message, and appends a repeated id once."""
 _AWAY = ("OOM", "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
+
+
+_is_id = re.compile(r"\d+-\d+").fullmatch  # the id of an appended message
 
 
 class AppendRefused(OutboxError):
@@ -107,7 +111,7 @@ class RedisRelay(Relay):
             await self.leave()
             raise self.unavailable(self._connection.reason(error)) from error
         for place, answer in zip(places, answers, strict=True):
-            if isinstance(answer, Exception):
+            if not _is_id(answer.decode() if isinstance(answer, bytes) else str(answer)):
                 verdicts[place] = self._verdict(parcels[place], answer)
         return verdicts
 
@@ -130,8 +134,12 @@ class RedisRelay(Relay):
             "Redis, or store the large part elsewhere and send its address"
         )
 
-    def _verdict(self, parcel: Parcel, answer: Exception) -> Exception:
+    def _verdict(self, parcel: Parcel, answer: Any) -> Exception:
         told = str(answer)
+        if not isinstance(answer, Exception):  # QUEUED, if the application has left a transaction open on its client
+            return AppendRefused(
+                f"Redis has not answered with the id of a message in the stream {parcel.destination!r}: {told}"
+            )
         if not isinstance(answer, ResponseError) or told.startswith(_AWAY) or type(answer) is not ResponseError:
             return self.unavailable(self._connection.reason(answer))
         hint = ": the key holds no stream; remove the key, or change stream=" if "WRONGTYPE" in told else ""

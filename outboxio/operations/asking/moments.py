@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from outboxio.errors import SettingsError
-from outboxio.support.clock import naive_utc
+from outboxio.support.clock import naive_utc, utc_now
 from outboxio.support.duration import parse_duration
 
 EXPECTED_MOMENT = "a date (2026-01-31, 2026-01-31T02:41), or how long ago (90s, 2h, 3d)"
@@ -35,7 +35,7 @@ def parse_moment(text: str, *, now: datetime | None = None) -> datetime | None:
     ago = _duration(text.removesuffix("ago"))
     if ago is None:
         return None
-    end = datetime.now(UTC).replace(tzinfo=None) if now is None else now
+    end = utc_now() if now is None else now
     return end - min(ago, end - datetime.min)
 
 

@@ -12,7 +12,7 @@ from outboxio.model.operating.group import Group, Groups
 from outboxio.model.operating.page import BoundedCount, Page
 from outboxio.model.redaction import redacted_record
 from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.asking.cursor import Cursor, cursor_of
+from outboxio.operations.asking.cursor import Cursor, cursor_of, no_cursor
 from outboxio.operations.asking.filters import FAILURES, chosen_filter, given_filter, search_of
 from outboxio.operations.asking.grouping import grouped
 from outboxio.operations.asking.merging import merged
@@ -20,6 +20,7 @@ from outboxio.operations.orders import GivenTypes, given_id, given_limit
 from outboxio.operations.stranded import Stranded, find_stranded
 from outboxio.operations.unroutable import count_unroutable
 from outboxio.storage.protocols import Database, FoundRows, LastError
+from outboxio.storage.searching.walks import is_place
 from outboxio.support.text import briefly
 
 MOST_COUNTED = 10_000
@@ -35,7 +36,7 @@ class Questions(AdminBase):
         """The number of notifications in each state, with ``undelivered`` and ``unroutable``.
 
         ``undelivered``: events that were not fanned out yet, including events without any subscriber. ``unroutable``:
-        unfinished notifications of handlers that no instance has.
+        unfinished notifications of handlers, or of event versions, that no process has.
 
         Reads all notifications that retention keeps. For a page or a probe, ask :meth:`overview`.
 
@@ -232,7 +233,12 @@ class Questions(AdminBase):
         found: dict[str, FoundRows] = {}
         for name, place in places.items():
             search = databases[name].search
-            found[name] = await search.find(self._namespace, searches[name], limit, place, documents=documents)
+            try:
+                found[name] = await search.find(self._namespace, searches[name], limit, place, documents=documents)
+            except Exception as error:
+                if place is not None and databases[name].refuses_value(error):
+                    raise no_cursor(after) from error
+                raise
         chosen = merged([each.rows for each in found.values()], limit)
         reached: dict[str, Place | None] = {}
         for name, each in found.items():
@@ -255,7 +261,7 @@ class Questions(AdminBase):
             return dict.fromkeys(databases)
         id = _as_id(after)
         if id is None:
-            cursor = cursor_of(str(after), filter, Place)
+            cursor = cursor_of(str(after), filter, Place, is_place)
             return {name: place for name, place in cursor.places.items() if name in databases}
         if len(databases) > 1:
             raise ConfigurationError(

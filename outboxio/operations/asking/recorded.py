@@ -10,6 +10,7 @@ from msgspec import Struct
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation
 from outboxio.model.operating.page import Page
+from outboxio.model.redaction import redacted_error
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.ordering.recorder import added_up
@@ -41,12 +42,12 @@ class OperationQuestions(AdminBase):
                 print(operation.created_date, operation.actor, operation.kind, operation.state, operation.done)
         """
         limit = given_limit(limit)
-        before = None if after is None else cursor_of(str(after), _ALL, _Before).places.get("")
+        before = None if after is None else cursor_of(str(after), _ALL, _Before, _is_naive).places.get("")
         found: dict[UUID, list[Operation]] = {}
         for database in self._shards.databases(shard):
             place = None if before is None else (before.created_date, before.id)
             for operation in await database.operations.select(self._namespace, limit, place):
-                found.setdefault(operation.id, []).append(operation)
+                found.setdefault(operation.id, []).append(redacted_error(operation, self._redact))
         operations = sorted(map(added_up, found.values()), key=_place, reverse=True)
         chosen = operations[:limit]
         has_more = len(chosen) == limit
@@ -65,6 +66,18 @@ class OperationQuestions(AdminBase):
         reasons = {database.name: await database.schema.orders_refused() for database in self._shards.databases(shard)}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
+    async def operations_refused(self, *, shard: str | None = None) -> dict[str, str]:
+        """Why operations of some kinds cannot work on any shard, by kind: the missing right. Empty if all can work.
+
+        Raises :class:`DatabaseUnavailable` for a shard that cannot be reached.
+
+        Example::
+
+            {"purge": "shard 'default': the database's user app_operator lacks DELETE on eventlog.events ..."}
+        """
+        lacking = [await database.schema.rights_lacking() for database in self._shards.databases(shard)]
+        return {kind: str(error) for kind, error in lacking[0].items() if all(kind in each for each in lacking)}
+
     async def operation(self, id: UUID | str, *, shard: str | None = None) -> Operation | None:
         """The order with this id, with its progress; ``None`` for an unknown id.
 
@@ -77,11 +90,15 @@ class OperationQuestions(AdminBase):
         """
         wanted = given_id(id)
         found = [
-            operation
+            redacted_error(operation, self._redact)
             for database in self._shards.databases(shard)
             if (operation := await database.operations.get(self._namespace, wanted)) is not None
         ]
         return added_up(found) if found else None
+
+
+def _is_naive(place: _Before) -> bool:
+    return place.created_date.tzinfo is None
 
 
 def _place(operation: Operation) -> tuple[datetime, UUID]:

@@ -17,6 +17,7 @@ from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.ordering.recorder import after_error, log_end
+from outboxio.operations.ordering.rights import naming_rights
 from outboxio.storage.protocols import BulkOrder, Database, Taken
 
 PIECE = 1000  # notifications
@@ -57,7 +58,8 @@ class BulkRun:
         process. Any other error ends the operation FAILED.
         """
         try:
-            await self._step()
+            async with naming_rights(self.database, self.operation.kind):
+                await self._step()
         except Exception as error:
             database = self.database
             if not (database.is_transient(error) or database.is_unreachable(error)):

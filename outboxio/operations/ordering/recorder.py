@@ -14,9 +14,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
+from outboxio.model.error_description import storable
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
 from outboxio.operations.admin_shards import AdminShard, AdminShards
+from outboxio.operations.ordering.rights import naming_rights
 from outboxio.operations.orders import given_stored
 from outboxio.support.ids import ProcessName, uuid7
 from outboxio.support.log import log_of, type_name
@@ -117,14 +119,20 @@ class Recorder:
 
     async def begin(self, order: Order, one: AdminShard, worker: str) -> Operation:
         """Record the beginning of an order on a shard."""
-        operation = order.operation(await one.now(), one.database.name)
-        await one.database.operations.insert(self._namespace, operation, worker)
+        now = await one.now()
+        for name, text in {"actor": order.actor, "reason": order.reason or ""}.items():
+            if (refused := one.database.encoding.why_refused(text)) is not None:
+                raise ConfigurationError(f"{name} {refused}: {briefly(text)}")
+        operation = order.operation(now, one.database.name)
+        async with naming_rights(one.database, order.kind):
+            await one.database.operations.insert(self._namespace, operation, worker)
         return operation
 
     async def end(self, one: AdminShard, operation: Operation, worker: str) -> Operation:
         """Record an end, and log the end. Returns the operation with the date of the end."""
         now = one.clock()
-        ended = replace(operation, updated_date=now, finished_date=now)
+        error = operation.error and one.database.encoding.escaped(operation.error)
+        ended = replace(operation, error=error, updated_date=now, finished_date=now)
         self._order_ended()
         await one.database.operations.finish(self._namespace, ended, worker)
         log_end(ended)
@@ -133,7 +141,8 @@ class Recorder:
     async def _on(self, order: Order, one: AdminShard, change: Change) -> Operation:
         operation = await self.begin(order, one, self.worker)
         try:
-            found = await change(one)
+            async with naming_rights(one.database, order.kind):
+                found = await change(one)
         except Exception as error:
             try:
                 await self.end(one, after_error(operation, error, self._redact), self.worker)
@@ -157,7 +166,7 @@ class Recorder:
 
 def after_error(operation: Operation, error: Exception, redact: Redact) -> Operation:
     """The operation after an error."""
-    told = redact(f"{type_name(error)}: {error}")[:LONGEST_TEXT].replace("\0", "")
+    told = storable(redact(f"{type_name(error)}: {error}"), LONGEST_TEXT)
     return replace(operation, state=OperationState.FAILED, error=told)
 
 

@@ -7,7 +7,6 @@ of ``subscriptions``, and the options are those of the reports of processes.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -20,7 +19,7 @@ from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
 from outboxio.model.operating.operation import OperationState
-from outboxio.model.redaction import Redact
+from outboxio.model.redaction import Redact, redacted_error
 from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, InstanceFacts, LockFacts, ShardFacts
 from outboxio.operations.overview.readings import KnownHandlers, Readings, alert_ages, instance_facts, lock_facts
@@ -31,6 +30,7 @@ from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
 from outboxio.storage.job_table import JobTable
 from outboxio.storage.protocols import Announced
+from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.text import without_passwords
 
@@ -43,6 +43,14 @@ _OPERATIONS = 20
 _UNOWNED_FOR = timedelta(seconds=5)
 
 _FAILURES = (State.FAILED, State.DEAD, State.EXPIRED, State.DYING)
+
+
+def _unreachable(error: Exception) -> str:
+    """Why a shard cannot be reached. The address is kept whole, so the reason behind it is not cut off."""
+    if not isinstance(error, DatabaseUnavailable):
+        return brief(without_passwords(str(error) or type(error).__name__))
+    before = str(error).removesuffix(error.reason)
+    return without_passwords(before.removeprefix(f"shard {error.shard!r} at ") + brief(error.reason))
 
 
 class Collector:
@@ -63,7 +71,7 @@ class Collector:
 
     async def collect(self) -> ShardFacts:
         """The facts. A shard that cannot be reached, or lacks tables, is a fact, and no error."""
-        began = time.monotonic()
+        began = machine.monotonic()
         try:
             async with asyncio.timeout(PATIENCE):
                 facts = await self._collect()
@@ -75,10 +83,10 @@ class Collector:
             if self._database.lacks_schema(error):
                 facts = self._without(schema=f"{error}. Tables or columns are missing")
             elif isinstance(error, DatabaseUnavailable) or self._database.is_unreachable(error):
-                facts = self._without(error=brief(without_passwords(str(error) or type(error).__name__)))
+                facts = self._without(error=_unreachable(error))
             else:
                 raise
-        return replace(facts, took=time.monotonic() - began)
+        return replace(facts, took=machine.monotonic() - began)
 
     def _without(self, *, error: str | None = None, schema: str | None = None) -> ShardFacts:
         self._checked_at = float("-inf")
@@ -96,17 +104,17 @@ class Collector:
             fanout=await self._fanout(instances, now), undelivered=undelivered,
             unroutable=await self._unroutable(known, now), instances=instances,
             failed_operations=await self._failed_operations(now),
-            jobs=await self._jobs.faulty(now),
+            jobs=[redacted_error(job, self._redact) for job in await self._jobs.faulty(now)],
         )  # fmt: skip
         return replace(facts, handlers=[await self._with_error(facts, one) for one in handlers])
 
     async def _check(self) -> Sequence[str]:
         """Check the tables at most once a minute. Returns the contract files that wait."""
-        if time.monotonic() - self._checked_at >= CHECKED_AGAIN:
+        if machine.monotonic() - self._checked_at >= CHECKED_AGAIN:
             with suppress(SchemaNewer):  # during a deployment, this process is the older one and goes on
                 await self._database.schema.check()
             self._pending = await self._database.schema.pending()
-            self._checked_at = time.monotonic()
+            self._checked_at = machine.monotonic()
         return self._pending
 
     async def _now(self) -> tuple[datetime, float | None]:
@@ -130,7 +138,7 @@ class Collector:
 
     async def _instances(self, now: datetime) -> list[InstanceFacts]:
         reports = await self._database.reports.reports(self._namespace, now - _INSTANCES_FOR)
-        return [instance_facts(one, now) for one in reports]
+        return [instance_facts(one, now, self._redact) for one in reports]
 
     async def _fanout(self, instances: Sequence[InstanceFacts], now: datetime) -> LockFacts:
         lock = LockName(self._namespace, "fanout")
@@ -152,6 +160,7 @@ class Collector:
             now=now,
             instances=instances,
             due=await probes.due(namespace, known.slots(known.names), now, MOST),
+            deferred=await self._database.resting.deferred(namespace, known.slots(known.names), MOST),
             blocked=await probes.blocked(namespace, sorted(known.names), MOST),
             dead=await probes.dead(namespace, ended, now - HOUR, MOST) if ended else (),
             parked=await probes.parked(namespace, families, MOST_KEYS) if ended else (),
@@ -189,17 +198,20 @@ class Collector:
         names = sorted(unfinished - known.names)
         if not names:
             return {}
-        due = await self._database.probes.due(self._namespace, known.slots(names), now, MOST)
-        blocked = await self._database.probes.blocked(self._namespace, names, MOST)
-        numbers = {one.handler_name: one.due + one.waiting for one in due}
-        return {
-            name: min(MOST, numbers.get(name, 0) + (blocked[name].number if name in blocked else 0)) for name in names
-        }
+        slots = known.slots(names)
+        numbers = dict.fromkeys(names, 0)
+        for due in await self._database.probes.due(self._namespace, slots, now, MOST):
+            numbers[due.handler_name] += due.due + due.waiting
+        for deferred in await self._database.resting.deferred(self._namespace, slots, MOST):
+            numbers[deferred.handler_name] += deferred.number
+        for name, blocked in (await self._database.probes.blocked(self._namespace, names, MOST)).items():
+            numbers[name] += blocked.number
+        return {name: min(MOST, number) for name, number in numbers.items()}
 
     async def _failed_operations(self, now: datetime) -> list[FailedOperation]:
         newest = await self._database.operations.select(self._namespace, _OPERATIONS, None)
         return [
             FailedOperation(one.kind, one.actor, brief(one.error or "no reason is known"), str(one.id))
-            for one in newest
+            for one in (redacted_error(each, self._redact) for each in newest)
             if one.state is OperationState.FAILED and one.updated_date > now - HOUR
         ]

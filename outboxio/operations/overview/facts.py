@@ -10,7 +10,7 @@ from msgspec import Struct
 from outboxio.handlers.options import ALERT_AGE
 from outboxio.model.operating.job import JobRow
 from outboxio.operations.overview.values import StuckRunStatus
-from outboxio.storage.protocols import HandlerMinute, ParkedKey, Waiting
+from outboxio.storage.protocols import DeferredFigures, HandlerMinute, ParkedKey, Waiting
 
 
 class LockFacts(Struct, frozen=True, kw_only=True):
@@ -41,6 +41,8 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     due: int = 0
     oldest_due: datetime | None = None
     waiting: int = 0
+    deferred: Sequence[DeferredFigures] = ()
+    """The notifications that wait for a newer version of their event."""
     blocked: int = 0
     dead: int = 0
     dead_hour: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from outboxio.model.lock_name import LockName
@@ -15,6 +14,7 @@ from outboxio.operations.overview.facts import Facts
 from outboxio.operations.overview.summary import overview_of
 from outboxio.operations.overview.values import HandlerStatus, KeyStatus, LockStatus, Overview
 from outboxio.operations.partitions.owners import counts_of, locks_of
+from outboxio.support import machine
 
 FRESH = 1.0  # seconds for which an overview is used again
 
@@ -36,12 +36,12 @@ class OverviewReader:
     async def read(self) -> Overview:
         """The overview of the last second, or a new overview if an order of this process has ended since."""
         async with self._in_turn():
-            if self._last is None or time.monotonic() - self._read_at >= FRESH:
-                began, orders = time.monotonic(), self._orders
+            if self._last is None or machine.monotonic() - self._read_at >= FRESH:
+                began, orders = machine.monotonic(), self._orders
                 shards = await asyncio.gather(*(collector.collect() for collector in self._collectors))
-                took = time.monotonic() - began
+                took = machine.monotonic() - began
                 self._last = overview_of(Facts(namespace=self._namespace, shards=shards, took=took))
-                self._read_at = time.monotonic() if orders == self._orders else float("-inf")
+                self._read_at = machine.monotonic() if orders == self._orders else float("-inf")
             return self._last
 
     def order_ended(self) -> None:

@@ -7,10 +7,12 @@ from datetime import datetime, timedelta
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import ALERT_AGE
 from outboxio.model.lock_name import LockName, Slot
+from outboxio.model.redaction import Redact, keep_all
 from outboxio.operations.overview.facts import HandlerFacts, InstanceFacts, LockFacts, Report
 from outboxio.operations.overview.rules import JUST_ANNOUNCED
 from outboxio.operations.overview.values import MOST
@@ -18,6 +20,7 @@ from outboxio.storage.protocols import (
     Announced,
     Counted,
     DeadFigures,
+    DeferredFigures,
     DueFigures,
     HandlerMinute,
     Holder,
@@ -55,6 +58,7 @@ class Readings(Struct, frozen=True, kw_only=True):
     now: datetime
     instances: Sequence[InstanceFacts]
     due: Sequence[DueFigures]
+    deferred: Sequence[DeferredFigures]
     blocked: Mapping[str, Counted]
     dead: Sequence[DeadFigures]
     parked: Sequence[ParkedKey]
@@ -80,6 +84,7 @@ class Readings(Struct, frozen=True, kw_only=True):
             due=min(MOST, sum(one.due for one in due)),
             oldest_due=min((one.oldest_due for one in due if one.oldest_due is not None), default=None),
             waiting=min(MOST, sum(one.waiting for one in due)),
+            deferred=[one for one in self.deferred if one.handler_name in family],
             blocked=min(MOST, sum(self.blocked[name].number for name in family if name in self.blocked)),
             dead=min(MOST, sum(one.number for one in dead)),
             dead_hour=min(MOST, sum(one.recent for one in dead)),
@@ -117,15 +122,15 @@ def lock_facts(
     return LockFacts(partition=partition, owner=holder.owner, since=holder.since, is_dead=is_dead)
 
 
-def instance_facts(one: InstanceReport, now: datetime) -> InstanceFacts:
-    """A process, by its report."""
+def instance_facts(one: InstanceReport, now: datetime, redact: Redact = keep_all) -> InstanceFacts:
+    """A process, by its report. The process may have another ``redact``, or none."""
     return InstanceFacts(
         instance=one.instance,
         version=one.version,
         started=one.started_date,
         last_seen=one.last_seen_date,
         is_alive=one.is_alive(now),
-        report=_report(one.report),
+        report=_redacted(_report(one.report), redact),
     )
 
 
@@ -146,3 +151,11 @@ def _report(raw: msgspec.Raw) -> Report:
         return msgspec.json.decode(bytes(raw), type=Report)
     except msgspec.MsgspecError:
         return Report()
+
+
+def _redacted(report: Report, redact: Redact) -> Report:
+    handlers = {
+        name: one if one.rest is None else replace(one, rest=replace(one.rest, reason=redact(one.rest.reason)))
+        for name, one in report.handlers.items()
+    }
+    return replace(report, handlers=handlers)

@@ -7,6 +7,7 @@ the fault that an operator has to mend (decision 45).
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from outboxio.handlers.subscription import LONGEST_UNSEEN
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, ShardFacts
 from outboxio.operations.overview.job_rules import job_failing, job_late, job_stuck, late_jobs
-from outboxio.operations.overview.values import Finding, Level
+from outboxio.operations.overview.values import MOST, Finding, Level
 from outboxio.operations.overview.wording import counted, listed, of, past, spoken, waiting
 
 UNHELD_FOR = timedelta(seconds=30)
@@ -24,6 +25,7 @@ FAILING_WITHIN = timedelta(minutes=5)
 FAILING_SHARE, FAILING_RUNS = 0.5, 10
 PAUSED_LONG = timedelta(days=1)
 CLOCK_OFF = 2.0  # seconds
+_MOST_VERSIONS = 3
 JUST_ANNOUNCED = LONGEST_UNSEEN + UNHELD_FOR
 """A process that runs has announced its handlers within this time."""
 
@@ -183,7 +185,11 @@ def stuck_runs(facts: ShardFacts) -> Iterator[Finding]:
 
 
 def unroutable(facts: ShardFacts) -> Iterator[Finding]:
-    """Notifications wait under a name that no process has."""
+    """Notifications wait under a name that no process has, or for a version of their event that no process has."""
+    for handler in facts.handlers:
+        if handler.deferred:
+            remedy = f"outboxio list --handler {_word(handler.name)} --type {_word(handler.deferred[0].event_type)}"
+            yield _finding(facts, "unroutable", _deferred(handler), remedy, handler)
     for name, number in sorted(facts.unroutable.items()):
         wait = "waits" if number == 1 else "wait"
         sentence = f"{of(number, 'notification')} of `{name}` {wait}, and no process has such a handler."
@@ -267,6 +273,24 @@ def failures(facts: ShardFacts, handler: HandlerFacts) -> tuple[int, float]:
     failed = sum(minute.failed + minute.dead + minute.expired for minute in minutes)
     runs = failed + sum(minute.succeeded for minute in minutes)
     return runs, failed / runs if runs else 0.0
+
+
+def _deferred(handler: HandlerFacts) -> str:
+    """The notifications that wait for newer versions of events, the three versions with the most by name."""
+    numbers = Counter[tuple[str, int]]()
+    for one in handler.deferred:
+        numbers[one.event_type, one.version] += one.number
+    number, several = numbers.total(), len(numbers) > 1
+    versions = ", ".join(
+        f"version {version} of `{event_type}`{f' ({counted(each)})' if several else ''}"
+        for (event_type, version), each in numbers.most_common(_MOST_VERSIONS)
+    )
+    more = f" and {len(numbers) - _MOST_VERSIONS} more" if len(numbers) > _MOST_VERSIONS else ""
+    return (
+        f"{of(min(MOST, number), 'notification')} of `{handler.name}` {'waits' if number == 1 else 'wait'} for "
+        f"{versions}{more}, and no process that runs the handler has {'them' if several else 'it'}: deploy the newer "
+        "code to the processes that run handlers."
+    )
 
 
 def _undelivered(facts: ShardFacts) -> int:

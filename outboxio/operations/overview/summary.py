@@ -113,6 +113,7 @@ def _handler(
         due=_sum(handler.due for handler in facts),
         oldest_due=max(ages, default=None),
         waiting=_sum(handler.waiting for handler in facts),
+        deferred=_sum(one.number for handler in facts for one in handler.deferred),
         blocked=_sum(handler.blocked for handler in facts),
         dead=_sum(handler.dead for handler in facts),
         dead_hour=_sum(handler.dead_hour for handler in facts),
@@ -171,7 +172,12 @@ def _figures(facts: Facts, handlers: Sequence[HandlerStatus]) -> OverviewFigures
         dead=_sum(handler.dead for handler in handlers),
         dead_hour=_sum(handler.dead_hour for handler in handlers),
         parked_keys=sum(handler.parked_keys for handler in handlers),
-        unroutable=_sum(number for shard in facts.shards for number in shard.unroutable.values()),
+        unroutable=_sum(
+            [
+                *(number for shard in facts.shards for number in shard.unroutable.values()),
+                *(handler.deferred for handler in handlers),
+            ]
+        ),
         per_minute=sum(handler.per_minute for handler in handlers),
         minutes=tuple(map(sum, zip(*(handler.minutes for handler in handlers), strict=True))) or (0,) * MINUTES,
         lag_p95=_percentile(LAGS, lags, 0.95),

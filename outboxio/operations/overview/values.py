@@ -46,6 +46,8 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     """The time for which the first due notification has waited; ``None`` if no notification is due."""
     waiting: int
     """Notifications that are due later: delayed, scheduled, or waiting for a retry."""
+    deferred: int
+    """Notifications that wait for a version of their event that no process that runs the handler has."""
     blocked: int
     dead: int
     """DEAD and EXPIRED notifications that retention keeps."""
@@ -173,6 +175,7 @@ class OverviewFigures(Struct, frozen=True, kw_only=True):
     dead_hour: int
     parked_keys: int
     unroutable: int
+    """Notifications of handlers that no process has, and notifications of event versions that no process has."""
     per_minute: float
     minutes: tuple[int, ...]
     lag_p95: float | None

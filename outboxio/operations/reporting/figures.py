@@ -91,7 +91,7 @@ class FigureReader:
             undelivered=sum(waiting[name].number for name in wanted),
             undelivered_age=_age(oldest, now),
             unwanted=sum(one.number for name, one in waiting.items() if name not in wanted),
-            unroutable=await self._unroutable(stored, due),
+            unroutable=await self._unroutable(slots, due),
         )
 
     def _present_names(self, announced: Iterable[Announced]) -> dict[str, str]:
@@ -115,11 +115,13 @@ class FigureReader:
                 families.setdefault(name, []).append(stored)
         return [sorted(names) for names in families.values()]
 
-    async def _unroutable(self, stored: Sequence[str], due: Sequence[DueFigures]) -> int:
+    async def _unroutable(self, slots: Sequence[Slot], due: Sequence[DueFigures]) -> int:
         routable = await self._database.subscriptions.routable_names(self._namespace, self._seen_since())
         routable |= set(self._handlers.names)
-        resting = await self._database.resting.count(self._namespace, [name for name in stored if name in routable])
-        return resting + sum(one.due + one.waiting for one in due if one.handler_name not in routable)
+        deferred = await self._database.resting.deferred(self._namespace, slots, MOST_COUNTED)
+        return sum(one.number for one in deferred) + sum(
+            one.due + one.waiting for one in due if one.handler_name not in routable
+        )
 
 
 class _ByHandler:

@@ -6,7 +6,7 @@ uses the connection of rare statements.
 
 from __future__ import annotations
 
-import random
+import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
@@ -16,6 +16,7 @@ from outboxio.loops.loop import RoundResult
 from outboxio.operations.reporting.minutes import MinuteKeeper
 from outboxio.storage.protocols import Database
 from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
+from outboxio.support import machine
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of
 
@@ -59,12 +60,20 @@ class Reporter:
         self._content = content
         self._fans_out = fans_out
         self._drains = drains
+        self._round = asyncio.Lock()
+        self._has_left = False
         self._started: datetime | None = None
         self._reported = self._removed = datetime.min
-        self._spread = random.uniform(0, SPREAD)
+        self._spread = machine.uniform(0, SPREAD)
 
     async def run_once(self) -> RoundResult:
         """Write the minute that is over, and a report if a report is due."""
+        async with self._round:
+            if self._has_left:
+                return RoundResult(0)
+            return await self._write_what_is_due()
+
+    async def _write_what_is_due(self) -> RoundResult:
         now = self._clock()
         if self._started is None:
             self._started = now
@@ -84,14 +93,16 @@ class Reporter:
 
         A drain has no report, and removes old rows instead: perhaps no process is ever in ``running()``.
         """
-        if self._started is None:
-            return
-        rows = self._minutes.with_present(now := self._clock())
-        await self._write(rows)
-        if self._drains and rows:
-            await self._remove_old(now)
-        if self._reported > datetime.min:
-            await self._reports.remove_report(self._namespace, self._instance)
+        async with self._round:  # a report that is being written would outlive its process
+            self._has_left = True
+            if self._started is None:
+                return
+            rows = self._minutes.with_present(now := self._clock())
+            await self._write(rows)
+            if not self._drains:
+                await self._reports.remove_report(self._namespace, self._instance)
+            elif rows:
+                await self._remove_old(now)
 
     async def _write(self, rows: list[HandlerMinute]) -> None:
         if rows:

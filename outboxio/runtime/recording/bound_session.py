@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from itertools import groupby
@@ -65,10 +66,12 @@ class SessionBuffer:
 
     async def write(self, driver: Any) -> None:
         session = await self._own.session_on(self.target, driver)
-        for action, emitted in groupby(self.events, key=lambda emitted: emitted.action):
-            await self._executor.write(self.target, session, action, [each.event for each in emitted])
-        self._written += (each.event for each in self.events)
-        self.events.clear()
+        while self.events:
+            action, emitted = next(groupby(self.events, key=lambda emitted: emitted.action))
+            written = [each.event for each in emitted]
+            await self._executor.write(self.target, session, action, written)
+            del self.events[: len(written)]  # the application may catch an error, and commit again
+            self._written += written
 
     def committed(self) -> None:
         if self._written:
@@ -91,11 +94,8 @@ class SessionBuffer:
 class BoundSession:
     """The events of a SQLAlchemy session, from ``Outbox.bind``."""
 
-    def __init__(
-        self, session: AsyncSession, events: SessionEvents, buffer: SessionBuffer, action: ActionOfSession
-    ) -> None:
+    def __init__(self, session: AsyncSession, buffer: SessionBuffer, action: ActionOfSession) -> None:
         self._session = session
-        self._events = events
         self._buffer = buffer
         self._action = action
 
@@ -123,7 +123,7 @@ class BoundSession:
         from outboxio.integrations.sessions import require_open
 
         session = self._session.sync_session
-        require_open(session, "emit()")
+        events = require_open(session, "emit()")
         if model is not None:
             model_id, model_type = named_by(model, model_id, model_type)
         self._buffer.emit(
@@ -135,7 +135,7 @@ class BoundSession:
             topic=topic,
             available_at=available_at,
         )
-        self._events.emitted(session)
+        events.emitted(session)
 
 
 class BoundSessions:
@@ -144,6 +144,10 @@ class BoundSessions:
     def __init__(self, executor: ActionExecutor, own: OwnConnections) -> None:
         self._executor = executor
         self._own = own
+        if "sqlalchemy.orm" in sys.modules:  # SQLAlchemy lets no listener of a commit add a listener
+            from outboxio.integrations.sessions import listen
+
+            listen()
 
     def bind(self, session: Any, target: WritableShard, action: ActionOfSession) -> BoundSession:
         """The events of a session. See ``Outbox.bind`` for the errors."""
@@ -151,7 +155,7 @@ class BoundSessions:
             raise ConfigurationError(f"bind() was given {_class_of(session)}; give an AsyncSession of SQLAlchemy")
         from sqlalchemy.ext.asyncio import AsyncSession
 
-        from outboxio.integrations.sessions import events_of
+        from outboxio.integrations.sessions import default_bind, events_of
         from outboxio.integrations.sqlalchemy import asynchronous
 
         given = asynchronous(session, "bind()")
@@ -165,11 +169,12 @@ class BoundSessions:
                 "bind() was given a session with twophase=True: the events of a transaction that was prepared and not "
                 "committed would wait unseen. Use a session without two-phase commit, or outbox.record"
             )
+        default_bind(given.sync_session)
         events = events_of(given.sync_session)
         buffer = self._buffer_of(events, target)
         if not action.says_nothing:
             buffer.named = action
-        return BoundSession(given, events, buffer, buffer.named)
+        return BoundSession(given, buffer, buffer.named)
 
     def _buffer_of(self, events: SessionEvents, target: WritableShard) -> SessionBuffer:
         if events.sink is None:

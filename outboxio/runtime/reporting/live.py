@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from outboxio.handlers.handler import Handler
 from outboxio.loops.standstill import lag_of
 from outboxio.runtime.environment import Roles
 from outboxio.statistics.handlers import AnyRest
+from outboxio.support import machine
 from outboxio.support.clock import utc_now
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ class LiveRun:
         handlers = self._shard.environment.handlers.to_run if handles else []
         return {
             "roles": self.roles,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            "host": machine.host(),
+            "pid": machine.pid(),
             "loop_lag": round(self.loop_lag, 6),
             "clock_offset": self._clock_offset(),
             "locks": {lock: number for lock, number in statistics.locks_held.items() if number},

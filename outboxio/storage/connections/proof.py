@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable
 from datetime import datetime
 
 from msgspec import Struct
 
+from outboxio.support import machine
 from outboxio.support.clock import steady_now
 
 
@@ -15,7 +15,7 @@ class Proof(Struct, frozen=True):
     """An answered heartbeat: the sending time, and the database's time between two times of this process."""
 
     sent_at: float
-    """By ``time.monotonic()``, which all threads share."""
+    """By ``machine.monotonic()``, which all threads share."""
     database_now: datetime
     asked: datetime
     answered: datetime
@@ -23,6 +23,6 @@ class Proof(Struct, frozen=True):
 
 async def measured(asking: Awaitable[datetime]) -> Proof:
     """Ask the database for the time. Only this function compares this machine's clock with the database's clock."""
-    sent_at, asked = time.monotonic(), steady_now()
+    sent_at, asked = machine.monotonic(), steady_now()
     database_now = await asking
     return Proof(sent_at, database_now, asked, steady_now())

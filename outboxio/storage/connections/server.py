@@ -23,6 +23,7 @@ from outboxio.storage.connections.pool import LARGEST_POOL, Pool
 from outboxio.storage.connections.watch import Sessions, Watch
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.support.aio import to_the_end
+from outboxio.support.text import UTF_8, TextEncoding
 
 Loop = TypeVar("Loop", bound=BaseLoopConnection)
 
@@ -140,6 +141,13 @@ class ServerDatabase(ABC, Generic[Loop]):
         if self._engine is not None:
             return self._engine.size or LARGEST_POOL
         return LARGEST_POOL if self._pool is None else self._size_of_given(self._pool) or LARGEST_POOL
+
+    async def check_connections(self) -> None:
+        """Accept the connections, unless a dialect depends on what the application has installed in them."""
+
+    @property
+    def encoding(self) -> TextEncoding:
+        return UTF_8
 
     @property
     def handler_transactions(self) -> int:

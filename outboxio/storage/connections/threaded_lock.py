@@ -10,7 +10,6 @@ session, and a standby takes over.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from outboxio.storage.connections.health import Connections
 from outboxio.storage.connections.loop_connection import BaseLoopConnection
 from outboxio.storage.connections.proof import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock, LockGrant
+from outboxio.support import machine
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
@@ -173,11 +173,11 @@ class ThreadedLock:
 
     def _pause(self) -> float:
         due = SHARE_OF_HEARTBEAT * self._heartbeat
-        age = 0.0 if self.proof is None else time.monotonic() - self.proof.sent_at
+        age = 0.0 if self.proof is None else machine.monotonic() - self.proof.sent_at
         return max(due - age, min(due / 8, LONGEST_LOOK))
 
     async def _beat_there(self, last: Proof) -> None:
-        was_silent = time.monotonic() - last.sent_at >= LONGEST_SILENCE * self._heartbeat
+        was_silent = machine.monotonic() - last.sent_at >= LONGEST_SILENCE * self._heartbeat
         try:
             await self._guarded_there(self._prove_there)
         except Exception as error:
@@ -187,7 +187,7 @@ class ThreadedLock:
 
     async def _prove_there(self) -> Proof:
         proof, losses = self.proof, self._losses
-        if proof is None or time.monotonic() - proof.sent_at >= self._heartbeat / 2:
+        if proof is None or machine.monotonic() - proof.sent_at >= self._heartbeat / 2:
             proof = await self._inner.heartbeat()
             if losses != self._losses:
                 raise ConnectionResetError("the session that holds the cluster locks has ended")

@@ -29,7 +29,11 @@ class CheckedOutUnit(Generic[Session]):
 
     async def __aenter__(self) -> Session:
         self._unit = await self._engine.check_out()
-        self._session = self._make(self._unit)
+        try:
+            self._session = self._make(self._unit)
+        except BaseException:
+            await to_the_end(self._unit.close())
+            raise
         return self._session
 
     async def __aexit__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, PoolExhausted
@@ -129,9 +130,24 @@ class GivenEngine:
                 self._shard, self.place, size=found.size, in_use=found.in_use, held=None,
                 timeout=self._limits.pool_timeout,
             ) from error  # fmt: skip
-        except (exc.DBAPIError, OSError) as error:
+        except self._connect_errors as error:
             reason = error.orig if isinstance(error, exc.DBAPIError) else error
             raise DatabaseUnavailable(self._shard, self.place, str(reason) or type(reason).__name__) from error
+
+    @cached_property
+    def _connect_errors(self) -> tuple[type[Exception], ...]:
+        """The errors of a connection that could not be opened, whatever the server's or the driver's reason.
+
+        SQLAlchemy wraps an error of the driver only if the engine itself connects. A pool raises the error of the
+        DBAPI, and SQLAlchemy 2.0 lets asyncpg's own errors through.
+        """
+        from sqlalchemy import exc
+
+        dbapi: Any = self._engine.dialect.loaded_dbapi
+        asyncpg: Any = getattr(dbapi, "asyncpg", None)
+        names = ("PostgresError", "InterfaceError", "InternalClientError")
+        own = () if asyncpg is None else tuple(getattr(asyncpg.exceptions, name) for name in names)
+        return (exc.DBAPIError, dbapi.Error, OSError, OverflowError, *own)
 
     def _occupancy(self) -> Occupancy:
         pool: Any = self._engine.pool
@@ -148,7 +164,7 @@ def given_engine(shard: str, source: Any, guard: EventLoopGuard, limits: Limits)
     else:
         maker, engine = async_sessionmaker(expire_on_commit=False), source
     if not isinstance(engine, AsyncEngine):
-        found = "an async_sessionmaker without an engine" if engine is None else f"a {type(engine).__qualname__}"
+        found = "an async_sessionmaker without a default engine" if engine is None else f"a {type(engine).__qualname__}"
         raise ConfigurationError(
             f"shard {shard!r} is {found}; expected an AsyncEngine from create_async_engine(...), or "
             "async_sessionmaker(engine)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import await_only, greenlet_spawn
@@ -58,7 +58,10 @@ class Unit:
         """The session of the transaction. The methods in ``REFUSED`` raise in the name of the action."""
         if self._session is None:
             # control_fully: the commit of the session is the commit of the connection, at the moment of its events.
-            self._session = self._maker(bind=self._connection, join_transaction_mode="control_fully")
+            options: dict[str, Any] = {"bind": self._connection, "join_transaction_mode": "control_fully"}
+            if binds := self._maker.kw.get("binds"):
+                options["binds"] = {each: self._in_transaction(bind) for each, bind in binds.items()}
+            self._session = self._maker(**options)
             own = self._session.sync_session
             for name in REFUSED:
                 setattr(own, name, _refusal(action_name, f"session.{name}()"))
@@ -69,6 +72,11 @@ class Unit:
         """Write the changes of the session. Raises :class:`StaleObject` if a version has changed."""
         if self._session is not None:
             await self._session.flush()
+
+    async def release_savepoints(self) -> None:
+        """Release the savepoints of the session that are still open."""
+        if (own := self._own) is not None and own.in_nested_transaction():
+            await greenlet_spawn(self._release, own)
 
     async def commit(self) -> None:
         """Commit. Raises :class:`CommitLost` if the connection was lost meanwhile."""
@@ -100,9 +108,19 @@ class Unit:
                 return StaleObject("a mapped object")
         return None
 
+    def _in_transaction(self, bind: AsyncEngine | AsyncConnection) -> AsyncEngine | AsyncConnection:
+        """The connection of the transaction, in place of its own engine."""
+        is_own = isinstance(bind, AsyncEngine) and bind.sync_engine.pool is self._connection.engine.sync_engine.pool
+        return self._connection if is_own else bind
+
     @property
     def _own(self) -> Session | None:
         return None if self._session is None else self._session.sync_session
+
+    @staticmethod
+    def _release(own: Session) -> None:
+        while (savepoint := own.get_nested_transaction()) is not None:
+            savepoint.commit()
 
     def _commit(self) -> None:
         if (own := self._own) is not None:

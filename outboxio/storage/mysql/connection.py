@@ -28,19 +28,45 @@ _limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 MOST_BRANCHES = 32  # of a UNION ALL of probes: the planning of each takes time
 MOST_DEADLOCKS = 5  # of a statement: the server chooses the victim, and a few deadlocks in a row are bad luck
 
-# With these settings our statements mean the same on every server, with any defaults:
+# The only list of the session variables that our statements depend on. With these settings the statements mean the same
+# on every server, with any defaults, and on the connections of any pool or engine. The products' own variables are in
+# flavour.py. Statements of ours that run on the application's sessions depend on none of the variables.
+# tests/contract/test_session_variables.py has a hostile value for each variable.
 # * READ COMMITTED (set in prepare): under REPEATABLE READ an idle poll locks the gaps in which producers insert.
 # * autocommit: without autocommit the first SELECT opens a transaction and a snapshot.
+# * completion_type: a COMMIT neither begins another transaction nor ends the session.
 # * sql_mode: strict, but without NO_ZERO_DATE. Fan-out copies a zero date that an operator has written into an event;
 #   a refusal would stop the fan-out of all events.
-# * group_concat_max_len: also the limit of JSON_ARRAYAGG on MariaDB.
+# * sql_safe_updates: MariaDB refuses an UPDATE that finds its rows through a join.
+# * sql_big_selects: a server with a small max_join_size refuses joins.
+# * sql_select_limit, group_concat_max_len (also the limit of JSON_ARRAYAGG on MariaDB), max_sort_length: the server
+#   leaves out rows, ends of texts, and differences between long texts, without an error.
+# * unique_checks: InnoDB may accept duplicates without. foreign_key_checks: a key that an operator has added holds.
+# * time_zone, div_precision_increment, sql_auto_is_null and the character sets change the values of expressions. A
+#   narrower character set loses characters without an error.
+_NO_LIMIT = 2**64 - 1
 LOOP_SETTINGS: Mapping[str, str | int] = {
     "autocommit": 1,
+    "completion_type": 0,
     "sql_mode": "STRICT_ALL_TABLES,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION",
+    "sql_safe_updates": 0,
+    "sql_big_selects": 1,
+    "sql_select_limit": _NO_LIMIT,
+    "sql_auto_is_null": 0,
     "innodb_lock_wait_timeout": 10,
     "group_concat_max_len": 2**30,
+    "max_sort_length": 1024,
+    "div_precision_increment": 4,
+    "unique_checks": 1,
+    "foreign_key_checks": 1,
+    "time_zone": "+00:00",
+    "character_set_client": "utf8mb4",
+    "character_set_connection": "utf8mb4",
+    "character_set_results": "utf8mb4",
     "sql_notes": 0,
 }
+# Behind a SELECT on a session of the application, whose sql_select_limit would leave out rows.
+ALL_ROWS = f"LIMIT {_NO_LIMIT}"
 
 
 class LoopConnection(BaseLoopConnection):
@@ -146,15 +172,17 @@ class LoopConnection(BaseLoopConnection):
             flavour.isolation: "READ-COMMITTED",
             "collation_connection": flavour.collation,
         }
-        read = list(dict.fromkeys((*settings, "wait_timeout")))
+        read = list(dict.fromkeys((*settings, flavour.read_only, "wait_timeout")))
         names = ", ".join(f"@@SESSION.{name}" for name in read)
-        of_server = "@@max_allowed_packet, @@GLOBAL.innodb_read_only, @@GLOBAL.read_only"
+        read_only = f"@@GLOBAL.{flavour.read_only}"
+        of_server = f"@@max_allowed_packet, @@GLOBAL.innodb_read_only, @@GLOBAL.read_only, {read_only}"
         (before,) = await fetch(connection, f"SELECT {of_server}, {names}")
         self._server.largest_packet = before[0]
-        if self._writes and (before[1] or before[2]):
+        if self._writes and any(before[1:4]):
             await self._refuse_read_only(connection)
-        self._before = dict(zip(read, before[3:], strict=True))
-        await execute(connection, _set(settings))
+        self._before = dict(zip(read, before[4:], strict=True))
+        # The default of the server stays: an administrator has made the server read only.
+        await execute(connection, _set({**settings, flavour.read_only: before[3]}))
 
     async def _refuse_read_only(self, connection: Any) -> None:
         """Raise :class:`OnlyReads` if the server refuses our writes.
@@ -306,4 +334,4 @@ def _set(settings: Mapping[str, Any]) -> str:
 
 
 def _literal(value: Any) -> str:
-    return str(int(value)) if isinstance(value, int) else f"'{value}'"
+    return f"'{value}'" if isinstance(value, str) else str(value)

@@ -9,9 +9,10 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
+from outboxio.payloads.numbers import kept_by_double
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin
@@ -35,7 +36,7 @@ from outboxio.storage.mysql.connection import (
 )
 from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
-from outboxio.storage.mysql.flavour import FLAVOURS, MYSQL, Server, for_flavours
+from outboxio.storage.mysql.flavour import FLAVOURS, MARIADB, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.key_session import MysqlKeySession
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
@@ -108,6 +109,10 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         """The dialect of the URL, and after the first connection the dialect of the server."""
         return self._server.flavour.name
 
+    def check_numbers(self, document: bytes, subject: str) -> bytes:
+        """The check of MySQL; JSON is text on MariaDB, which keeps all numbers."""
+        return document if self._server.flavour is MARIADB else kept_by_double(document, subject)
+
     def session(self) -> AbstractAsyncContextManager[MysqlSession]:
         if self._engine is not None:
             return self._unit_of(self._engine)
@@ -119,6 +124,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
     def wrap(self, connection: Any) -> MysqlSession | None:
         if not driver.is_connection(connection):
             return None
+        refuse_charset(self.name, connection)
         return MysqlSession(connection, self._server, is_given=True)
 
     async def require_own(self, connection: Any) -> None:
@@ -199,6 +205,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
+    lacks_rights = staticmethod(errors.lacks_rights)
 
     def _dedicated(
         self,
@@ -301,8 +308,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         url = self._direct_url
         if url is None and self._engine is not None:
             connection = await self._reaching(None, self._engine.open)
-            self._greet(connection)
-            return connection
+            return await self._greeted(connection, hang_up)
         if url is None:
             return await self._take_given()
         connection = await self._reaching(url, lambda: self._open(self._arguments[url]))
@@ -313,11 +319,19 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         """A connection of the given pool."""
         assert self._given is not None
         connection = await self._reaching(None, self._given.acquire)
-        self._greet(connection)
+        return await self._greeted(connection, self._given.release)
+
+    async def _greeted(self, connection: Any, release: Callable[[Any], Awaitable[None]]) -> Any:
+        try:
+            self._greet(connection)
+        except BaseException:
+            await to_the_end(release(connection))
+            raise
         return connection
 
     def _greet(self, connection: Any) -> None:
         self._server.greeted_by(connection)
+        refuse_charset(self.name, connection)
         limit(connection, self._limits.statement_timeout)
 
     async def _open(self, arguments: Mapping[str, Any], **more: Any) -> Any:
@@ -350,6 +364,18 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
             return await reach()
         except (OSError, OverflowError, RuntimeError, driver.MySQLError) as error:
             raise DatabaseUnavailable(self.name, self._where(url), _reason(error)) from error
+
+
+def refuse_charset(shard: str, connection: Any) -> None:
+    """Raise :class:`ConfigurationError` unless the driver and the server exchange texts in UTF-8.
+
+    Our statements are UTF-8. In any other character set the server would store, or return, other characters.
+    """
+    if (name := driver.character_set(connection)) != "utf8mb4":
+        raise ConfigurationError(
+            f"shard {shard!r}: a connection has the character set {name}, in which texts would change; open the pool, "
+            "the engine or the connection with charset='utf8mb4'"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -8,8 +8,8 @@ renames such an attribute. Decision 14 says why aiomysql is the only driver.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 # Neither package has types or stubs. The imports are plain, so that import-linter sees who imports a driver.
@@ -23,6 +23,8 @@ _QUERY, _RESET_CONNECTION = b"\x03", 0x1F  # commands of the protocol
 
 _driver: Any = _aiomysql
 _below: Any = _pymysql
+_CONVERTERS: Any = _below.converters.decoders
+_UTF8: str = _below.charset.charset_by_name("utf8").name
 
 Cursor: Any = _driver.Cursor
 Connection: type[Any] = _driver.Connection
@@ -30,13 +32,38 @@ MySQLError: type[Exception] = _below.err.MySQLError
 
 
 class QuietCursor(Cursor):  # type: ignore[misc]  # the driver has no types
-    """A cursor that never asks for warnings; the cursor of aiomysql asks in a further round trip.
+    """The cursor of our own statements. It never reads warnings, which would take a further round trip.
 
     Values that do not fit are errors on our connections (strict ``sql_mode``), so that warnings say no more.
     """
 
     async def _show_warnings(self, conn: Any) -> None:
         pass
+
+
+class _OwnTypesCursor(QuietCursor):
+    """The same on a connection with converters of the application (``conv``, ``use_unicode``).
+
+    Results have the driver's own types: JSON is text, for example.
+    """
+
+    async def execute(self, query: Any, args: Any = None) -> Any:
+        with _own_types(self.connection):
+            return await super().execute(query, args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # the driver has no types
+
+    async def nextset(self) -> Any:
+        with _own_types(self.connection):
+            return await super().nextset()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # the driver has no types
+
+
+@contextmanager
+def _own_types(connection: Any) -> Generator[None]:
+    given = connection.decoders, connection.use_unicode
+    connection.decoders, connection.use_unicode = _CONVERTERS, True
+    try:
+        yield
+    finally:
+        connection.decoders, connection.use_unicode = given
 
 
 class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
@@ -68,6 +95,12 @@ class _UnreadResult:
 
 # Code that looks at the module of a connection's class finds aiomysql, as with a connection that aiomysql made.
 _OurConnection.__module__ = Connection.__module__
+
+
+def character_set(connection: Any) -> str:
+    """The character set of a connection. ``utf8`` is a different one in older versions of PyMySQL."""
+    name: str = connection.charset
+    return _UTF8 if name == "utf8" else name
 
 
 def is_connection(candidate: Any) -> bool:
@@ -135,6 +168,8 @@ def _packet(command: bytes) -> bytes:
 
 def cursor(connection: Any, kind: type[Any]) -> Any:
     """A cursor of class ``Cursor`` or ``QuietCursor``."""
+    if kind is QuietCursor and not (connection.decoders is _CONVERTERS and connection.use_unicode):
+        kind = _OwnTypesCursor
     # ``connection.cursor()`` of aiomysql would make a future for the cursor.
     connection._last_usage = connection._loop.time()
     return kind(connection, connection._echo)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.storage.engines.unit import Unit
 from outboxio.storage.mysql import driver
 from outboxio.storage.mysql.flavour import Server
@@ -32,6 +34,11 @@ class UnitSession(MysqlSession):
     async def begin_reading(self) -> None:
         await self._unit.begin()
         await super().begin_reading()
+
+    async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
+        # Releasing our savepoint, which proves the transaction, would end the savepoints that began after it.
+        await self._unit.release_savepoints()
+        await super().commit(action, events)
 
     async def rollback(self) -> None:
         self._is_to_begin = False

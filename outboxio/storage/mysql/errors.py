@@ -24,8 +24,9 @@ _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, ind
 _LACKS_RIGHTS = {1044, 1142, 1143, 1227, 1370}
 
 # Besides DataError and IntegrityError of the driver: an index that is too long, a packet that is too large, JSON that
-# is malformed, too large, too deep, or refused by a check, a row that is too big, an error that a trigger raises.
-_REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
+# is malformed, too large, too deep, or refused by a check, a row that is too big, an error that a trigger raises, a
+# text that is not a date.
+_REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1525, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
 
 # The server cannot be reached, is starting up or going down, has ended the session, or is read only at present.
 _READ_ONLY = {1047, 1290, 1792, 1836, 1874, 3100}

@@ -17,11 +17,11 @@ from outboxio.storage.searching.events import EVENT_COLUMNS, EventChunk, WalkedE
 from outboxio.storage.searching.repository import WalkedSearch
 
 _BY_ID = "eventlog.events n FORCE INDEX (PRIMARY)"
-# A row is an id, and whether the event matches.
+# A row is an id, and whether the event is of the namespace, and matches.
 READ = f"""
-SELECT COUNT(*), SUBSTRING_INDEX(GROUP_CONCAT(r.id ORDER BY r.id DESC), ',', -1),
-  GROUP_CONCAT(IF(r.is_match, r.id, NULL) ORDER BY r.id DESC)
-FROM (SELECT n.id AS id, {{matches}} AS is_match FROM {_BY_ID}
+SELECT COUNT(IF(r.is_own, 1, NULL)), MIN(IF(r.is_own, r.id, NULL)),
+  GROUP_CONCAT(IF(r.is_match, r.id, NULL) ORDER BY r.id DESC), COUNT(IF(r.is_own, NULL, 1)), MIN(r.id)
+FROM (SELECT n.id AS id, n.namespace = %(namespace)s AS is_own, {{matches}} AS is_match FROM {_BY_ID}
   WHERE n.id < %(before)s ORDER BY n.id DESC LIMIT %(size)s) r
 """
 MATCHING = f"SELECT n.id FROM {_BY_ID} WHERE n.id IN ({{ids}}) AND {{matches}}"
@@ -62,8 +62,8 @@ class MysqlEventSearch(WalkedEvents):
     async def read(self, namespace: str, search: Search, before: str, size: int) -> EventChunk:
         scope = Conditions(self._server, namespace, search, of_events=True)
         args = {**scope.args, "before": before, "size": size}
-        [(read, last, matches)] = await self._fetch(READ.replace("{matches}", scope.text), args)
-        return EventChunk(read, last, str(matches).split(",") if matches else None)
+        [(read, last, matches, *passed)] = await self._fetch(READ.replace("{matches}", scope.text), args)
+        return EventChunk(read, last, str(matches).split(",") if matches else None, *passed)
 
     async def matching(self, namespace: str, search: Search, ids: Sequence[str]) -> list[str]:
         scope = Conditions(self._server, namespace, search, of_events=True)

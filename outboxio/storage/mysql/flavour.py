@@ -24,6 +24,8 @@ class Flavour(Struct, frozen=True):
     oldest: tuple[int, int, int]
     isolation: str
     """The session variable of the isolation level."""
+    read_only: str
+    """The session variable that makes all transactions read only."""
     collation: str
     """The collation of expressions on our connections; an expression with several collations needs this collation."""
     can_refuse_to_wait: bool
@@ -58,6 +60,7 @@ MYSQL = Flavour(
     product="MySQL",
     oldest=(8, 0, 17),
     isolation="transaction_isolation",
+    read_only="transaction_read_only",
     collation="utf8mb4_0900_bin",
     can_refuse_to_wait=False,
     aggregates_in_files=False,
@@ -75,12 +78,15 @@ MYSQL = Flavour(
         "dead_name": "n.dead_handler",
         "dead_date": "n.dead_date",
     },
+    # Each statement of a loop has a time limit of its own here, in the process.
+    loop_settings={"max_execution_time": 0},
 )
 MARIADB = Flavour(
     name="mariadb",
     product="MariaDB",
     oldest=(10, 11, 0),
     isolation="tx_isolation",
+    read_only="tx_read_only",
     collation="utf8mb4_bin",
     can_refuse_to_wait=True,
     aggregates_in_files=True,
@@ -101,8 +107,8 @@ MARIADB = Flavour(
     },
     # A JSON column of MariaDB is a text with the constraint json_valid, and each UPDATE of a row proves all constraints
     # of the row: an eighth of the server's work of a drain. Loops write only JSON that the server itself or msgspec has
-    # made.
-    loop_settings={"check_constraint_checks": 0},
+    # made. max_statement_time: each statement of a loop has a time limit of its own here, in the process.
+    loop_settings={"check_constraint_checks": 0, "max_statement_time": 0},
 )
 FLAVOURS = {flavour.name: flavour for flavour in (MYSQL, MARIADB)}
 

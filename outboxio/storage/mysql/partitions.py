@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from uuid import UUID
 
-import msgspec
-
 from outboxio.model.notification import Position
 from outboxio.model.outcome import Lease
 from outboxio.storage.mysql.columns import BY_DUE, BY_ID, OWN_PARTITION
@@ -15,6 +13,7 @@ from outboxio.storage.mysql.connection import LoopConnection, execute, id_list
 from outboxio.storage.mysql.flavour import for_flavours
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import ClusterView, Instance, Rehomed, SeenLease
+from outboxio.support.codec import decode_names
 
 # The greater of the two numbers: code that declares a number for the first time must not lower an operator's number.
 # MySQL assigns from left to right: changed_date and partitions read the columns before the change, and active reads the
@@ -102,8 +101,6 @@ WHERE n.id IN ({{ids}}) AND n.partition_number = %(partition)s AND n.state IN ('
   AND (SELECT 1 FROM eventlog.leases l WHERE l.name = %(lease)s AND l.term = %(term)s LIMIT 1 LOCK IN SHARE MODE) = 1
 """
 
-_names = msgspec.json.Decoder(tuple[str, ...]).decode
-
 
 class MysqlPartitions:
     def __init__(self, admin: LoopConnection) -> None:
@@ -141,7 +138,7 @@ class MysqlPartitions:
         scope = {"namespace": namespace, "seen_since": seen_since, "leases": as_json(leases)}
         rows = await self._admin.fetch(VIEW, scope)
         return ClusterView(
-            [Instance(name, _names(names), seen) for name, names, *_, seen in rows if seen is not None],
+            [Instance(name, decode_names(names), seen) for name, names, *_, seen in rows if seen is not None],
             {
                 name: SeenLease(owner, term, released, bool(is_of_instance))
                 for name, owner, term, released, is_of_instance, seen in rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from outboxio.storage.mysql.connection import fetch, run
+from outboxio.storage.mysql.connection import ALL_ROWS, fetch, run
 from outboxio.storage.mysql.flavour import Server, by_flavour, for_flavours
 from outboxio.storage.mysql.values import as_json, as_moment
 from outboxio.storage.protocols import ConsumeResult
@@ -21,12 +21,13 @@ FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (
   payload_hash {text} PATH '$[4]', consumed_date DATETIME(6) PATH '$[5]')) k
 ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
 """)
-_CONSUMED_ALL = """
+_CONSUMED_ALL = f"""
 SELECT c.source, c.external_id, c.handler_name, c.event_id, c.payload_hash, c.consumed_date
 FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (
-  source {text} PATH '$[0]', external_id {text} PATH '$[1]', handler_name {text} PATH '$[2]')) k
+  source {{text}} PATH '$[0]', external_id {{text}} PATH '$[1]', handler_name {{text}} PATH '$[2]')) k
 STRAIGHT_JOIN eventlog.consumed_events c FORCE INDEX (PRIMARY)
   ON c.source = k.source AND c.external_id = k.external_id AND c.handler_name = k.handler_name
+{ALL_ROWS}
 """
 # MySQL cannot lock the rows of a JSON_TABLE, and MariaDB cannot say which tables are to be locked.
 CONSUMED_ALL = by_flavour(mysql=f"{_CONSUMED_ALL}FOR UPDATE OF c", mariadb=f"{_CONSUMED_ALL}FOR UPDATE")

@@ -11,17 +11,17 @@ from typing import Any, cast
 from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
 from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import MYSQL
-from outboxio.storage.ddl import change_of, statements_in
+from outboxio.storage.ddl import change_of
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import LoopConnection, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.schema import (
+    REMOVING,
     Found,
     Rights,
     drops_parts,
     files_to_apply,
     indexes_to_make,
-    is_done,
     missing_parts,
     ordering,
     pending_files,
@@ -31,6 +31,8 @@ from outboxio.storage.schema import (
     refuse_lacking,
     refuse_newer,
     refuse_older,
+    rights_lacking,
+    statements_left,
     tables_of,
     tells_older,
     useless_indexes,
@@ -45,6 +47,8 @@ IS_READ_ONLY = "SELECT @@GLOBAL.innodb_read_only OR @@GLOBAL.read_only"
 CHANGES_NOTHING = "UPDATE eventlog.event_notifications SET attempts = attempts WHERE id = ''"
 
 PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_of("mysql")}
+# The right to remove rows is a right on the table, and the columns in information_schema do not tell it.
+REMOVAL_PROBES = {table: f"EXPLAIN DELETE FROM eventlog.{table} WHERE FALSE" for table in REMOVING}
 USER = "SELECT CURRENT_USER()"
 
 
@@ -77,6 +81,20 @@ class MysqlSchema:
         except RightsMissing as error:
             return str(error)
         return cast("str | None", await self._admin.use(_why_read_only))
+
+    async def rights_lacking(self) -> dict[str, RightsMissing]:
+        lacking: dict[str, RightsMissing] = await self._admin.use(self._rights_lacking)
+        return lacking
+
+    async def _rights_lacking(self, connection: Any) -> dict[str, RightsMissing]:
+        held: dict[str, set[str]] = {table: set() for table in tables_of(self._dialect)}
+        for table, _, privileges in await fetch(connection, MYSQL.columns):
+            held[table] |= set(privileges.upper().split(","))
+        for table in REMOVING:
+            if not await _is_denied(connection, REMOVAL_PROBES[table]):
+                held[table].add("DELETE")
+        [(user,)] = await fetch(connection, USER)
+        return rights_lacking(self._shard, self._dialect, user, _quoted(user), held)
 
     @property
     def _dialect(self) -> str:
@@ -131,9 +149,8 @@ class MysqlSchema:
         if contract and (dropping := drops_parts(files, found)):
             announced = MYSQL.announced_by_older if tells_older(found) else MYSQL.announced
             refuse_older(self._shard, dropping, await fetch(connection, announced))
-        for file in files:
-            for statement in statements_in(file.text):
-                await _run(connection, statement, found)
+        for statement in statements_left(self._dialect, files, found):
+            await _run(connection, statement)
         for index in indexes:
             await execute(connection, index.statements[0], timeout=INDEX_TIMEOUT)
         if all(part.words == "table schema_versions" for _, part in missing_parts(self._dialect, found)):
@@ -152,7 +169,9 @@ class MysqlSchema:
             columns[table].add(column)
             held[table] |= set(privileges.upper().split(","))
         if probes:
-            held |= {table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, table)}
+            held |= {
+                table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, PROBES[table])
+            }
         [(user,)] = await fetch(connection, USER)
         refuse_lacking(self._shard, user, _quoted(user), needed, held)
         rows = await fetch(connection, MYSQL.version) if "version" in columns["schema_versions"] else ()
@@ -171,6 +190,7 @@ class MysqlSchema:
         found.invalid = useless_indexes(self._dialect, columns)
         found.indexes = columns.keys() - found.invalid
         found.keys = keys
+        found.primary_keys = {table for table, index, _ in listed if index == "PRIMARY"}
         return found
 
     async def _rights_missing(self, error: Exception) -> RightsMissing:
@@ -188,10 +208,8 @@ class MysqlSchema:
             )
 
 
-async def _run(connection: Any, statement: str, found: Found) -> None:
-    """Run a statement of a file, unless an interrupted migration has run the statement already."""
-    if is_done(statement, found):
-        return
+async def _run(connection: Any, statement: str) -> None:
+    """Run a statement of a file."""
     if change_of(statement) is None:
         await execute(connection, statement)
     else:
@@ -210,9 +228,9 @@ async def _why_read_only(connection: Any) -> str | None:
     return None
 
 
-async def _is_denied(connection: Any, table: str) -> bool:
+async def _is_denied(connection: Any, probe: str) -> bool:
     try:
-        await fetch(connection, PROBES[table])
+        await fetch(connection, probe)
     except Exception as error:
         if errors.lacks_rights(error):
             return True

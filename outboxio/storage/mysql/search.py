@@ -55,7 +55,7 @@ WHERE e.namespace = %(namespace)s AND e.correlation_id = %(correlation_id)s LIMI
 """
 EVENTS_OF_ACTION = """
 SELECT e.id FROM eventlog.events e FORCE INDEX (idx_events_action_id)
-WHERE e.action_id = %(action_id)s LIMIT %(limit)s
+WHERE e.action_id = %(action_id)s AND e.namespace = %(namespace)s LIMIT %(limit)s
 """
 EVENT_IDS = {
     column: for_flavours(f"SELECT GROUP_CONCAT(CAST(i.id AS CHAR)) FROM ({query}) i")
@@ -87,7 +87,7 @@ _decode_matches = msgspec.json.Decoder(list[Match])
 
 
 class MysqlSearch(WalkedSearch):
-    bounds = Bounds(rows=1000, errors=500)
+    bounds = Bounds(rows=1000, errors=500, foreign=30_000)
 
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
         super().__init__()
@@ -182,9 +182,11 @@ def _last_error(row: Sequence[Any]) -> LastError | None:
 
 
 def _chunk(row: Sequence[Any]) -> Chunk:
-    """``row``: the rows that were read, the number of matches if they were counted only, the last key, the matches."""
-    read, number, last, matches = row
+    """``row``: the columns of a chunk; ``number`` is NULL unless the matches were only counted."""
+    read, number, last, matches, *passed = row
+    foreign, reached = passed or (0, None)
     found = [] if matches is None else _decode_matches.decode(f"[{matches}]")
     of_last = found[-1].key if found else None
     key = of_last if last is None else _key.decode(last)
-    return Chunk(read, len(found) if number is None else int(number), key, found or None)
+    number = len(found) if number is None else int(number)
+    return Chunk(read, number, key, found or None, foreign, None if reached is None else _key.decode(reached))

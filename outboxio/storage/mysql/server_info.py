@@ -8,15 +8,18 @@ from typing import Any
 from outboxio.storage.connections.identity import Identity
 from outboxio.storage.connections.watch import ServerSession, Sessions
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.connection import fetch
+from outboxio.storage.mysql.connection import fetch, fetch_each
 from outboxio.storage.mysql.driver import is_closed
 
 WHO = "SELECT CONNECTION_ID(), @@hostname, @@port, @@server_id, @@datadir"
 SESSIONS = "SHOW PROCESSLIST"  # the sessions of our own user
-WHICH = """
-SHOW GLOBAL VARIABLES WHERE Variable_name IN
-  ('hostname', 'port', 'datadir', 'server_uuid', 'group_replication_group_name', 'wsrep_on', 'wsrep_cluster_name')
-"""
+# A statement for each variable: on a session of the application, sql_select_limit leaves out rows of SHOW VARIABLES.
+WHICH = "; ".join(
+    f"SHOW GLOBAL VARIABLES WHERE Variable_name = '{name}'"
+    for name in (
+        "hostname", "port", "datadir", "server_uuid", "group_replication_group_name", "wsrep_on", "wsrep_cluster_name",
+    )
+)  # fmt: skip
 SWITCHES = """
 SHOW GLOBAL VARIABLES WHERE Value NOT IN ('OFF', '0') AND Variable_name IN
   ('read_only', 'super_read_only', 'innodb_read_only', 'transaction_read_only', 'tx_read_only')
@@ -42,7 +45,7 @@ async def sessions_of(connection: Any, numbers: Iterable[int]) -> Sessions | Non
 
 async def identity_of(connection: Any) -> Identity:
     """The identity of the server, which has a single eventlog, or of the cluster, whose servers share an eventlog."""
-    found = dict(await fetch(connection, WHICH))
+    found = {name: value for rows in await fetch_each(connection, WHICH) for name, value in rows}
     cluster = found.get("group_replication_group_name")
     if not cluster and found.get("wsrep_on") == "ON":
         cluster = found.get("wsrep_cluster_name")

@@ -13,7 +13,15 @@ from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.columns import notifications_of, partition_of
-from outboxio.storage.mysql.connection import Arguments, drop, fetch, id_list, run, send
+from outboxio.storage.mysql.connection import (
+    ALL_ROWS,
+    Arguments,
+    drop,
+    fetch,
+    id_list,
+    run,
+    send,
+)
 from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.mysql.insertion import insertions, received_insertions, refusal_of
 from outboxio.storage.mysql.received import consume_all
@@ -48,7 +56,7 @@ _READS_OR_CHANGES_ROWS = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|
 # statistics of a small table would scan the table, and lock every row under REPEATABLE READ.
 CLAIM = """
 SELECT n.id, n.errors FROM eventlog.event_notifications n FORCE INDEX (PRIMARY)
-WHERE n.id IN ({ids}) AND FIND_IN_SET(n.state, %s) FOR UPDATE SKIP LOCKED
+WHERE n.id IN ({ids}) AND FIND_IN_SET(n.state, %s) {all_rows} FOR UPDATE SKIP LOCKED
 """
 FINISH = """
 UPDATE eventlog.event_notifications n FORCE INDEX (PRIMARY)
@@ -87,7 +95,7 @@ WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
 """
 SEEN = """
 SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
-WHERE source = %s AND external_id = %s AND handler_name IN ({names})
+WHERE source = %s AND external_id = %s AND handler_name IN ({names}) {all_rows}
 """
 
 
@@ -218,7 +226,7 @@ class MysqlSession:
         if not ids:
             return {}
         await self._set_savepoint()
-        rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids)), (",".join(states),))
+        rows = await fetch(self._connection, CLAIM.format(ids=id_list(ids), all_rows=ALL_ROWS), (",".join(states),))
         return {UUID(row[0]): row[1] for row in rows}
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
@@ -257,7 +265,7 @@ class MysqlSession:
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
         await self._set_savepoint()
-        seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)))
+        seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)), all_rows=ALL_ROWS)
         rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
         return [
             ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, moment)

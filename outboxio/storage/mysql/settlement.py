@@ -75,6 +75,6 @@ def settlement(bucket: Bucket, now: datetime, server: Server) -> tuple[str, Argu
                 None if outcome.next_retry_at is None else as_moment(outcome.next_retry_at),
                 outcome.error,
             )
-            for outcome in bucket.outcomes
+            for outcome in bucket.by_id
         )
     return server.spell(statement).replace("{ids}", id_list(bucket.ids)), args

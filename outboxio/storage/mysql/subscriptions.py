@@ -14,6 +14,7 @@ from outboxio.storage.mysql.connection import LoopConnection
 from outboxio.storage.mysql.flavour import for_flavours
 from outboxio.storage.mysql.values import as_json, as_moment
 from outboxio.storage.protocols import Announced, Holder, Orders, PartitionCount, Pause
+from outboxio.support.codec import decode_names
 
 # MySQL assigns from left to right. A last_seen_date that differs from partitioned_seen_date is the work of an older
 # version, which does not know partitions: older_seen_date keeps that moment.
@@ -114,7 +115,7 @@ class MysqlSubscriptions:
     async def announced(self, namespace: str) -> list[Announced]:
         rows = await self._admin.fetch(ANNOUNCED, {"namespace": namespace})
         return [
-            Announced(name, event_type, topic, msgspec.json.decode(aliases, type=tuple[str, ...]), seen)
+            Announced(name, event_type, topic, decode_names(aliases), seen)
             for name, event_type, topic, aliases, seen in rows
         ]
 

@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.support.clock import naive_utc
+from outboxio.support.text import UTF8MB3, UTF_8, TextEncoding, encoding_named
 
 
 class Row(tuple[Any, ...]):
@@ -80,6 +81,15 @@ def _escaping_backslashes(text: str) -> str:
 
 def _doubling_quotes(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
+
+
+_CODECS = {"utf8mb3": UTF8MB3, "utf8": UTF8MB3, "latin1": "cp1252"}
+"""The codecs of Python that have a different name than the character set of MySQL."""
+
+
+def encoding_of_charset(name: str) -> TextEncoding:
+    """The characters of a character set."""
+    return UTF_8 if name == "utf8mb4" else encoding_named(name, _CODECS.get(name, name))
 
 
 def as_json(values: Iterable[Any]) -> str:

@@ -44,6 +44,8 @@ class Walk(Struct, frozen=True):
     """The condition on rows behind the row at which the part begins."""
     order: str
     """The order with the columns ``one`` and ``two``."""
+    has_namespace: bool = True
+    """True if the index holds the namespace. Otherwise rows of other namespaces are passed."""
 
     def reading(self, matching: Conditions, request: Request, since: datetime | None, *, only_counts: bool) -> str:
         """The statement that reads a part of the walk.
@@ -60,19 +62,25 @@ class Walk(Struct, frozen=True):
         columns = f"{matching.text} AS is_match, {matching.told} AS told, {self.one} AS one, {self.two} AS two"
         own_order = self.order.replace("one", "i.one").replace("two", "i.two")
         number, found = f"SUM(i.is_match AND {has_texts})", "NULL"
-        if only_counts:
-            last = self._rows(f"{self.one} AS one, {self.two} AS two", bounds, "LIMIT 1 OFFSET %(before_{number})s")
-            last = f"SELECT {_key_of('k')} FROM ({last}) k"
+        read, passed = "COUNT(*)", ""
+        last_row = self._rows(f"{self.one} AS one, {self.two} AS two", bounds, "LIMIT 1 OFFSET %(before_{number})s")
+        last_read = f"SELECT {_key_of('k')} FROM ({last_row}) k"
+        if not self.has_namespace:
+            columns += ", n.namespace = %(namespace)s AS is_own"
+            read, passed = "COUNT(IF(i.is_own, 1, NULL))", f", COUNT(IF(i.is_own, NULL, 1)), ({last_read})"
+            last = _last_of(f"IF(i.is_own, {_key_of('i')}, NULL)", own_order)
+        elif only_counts:
+            last = last_read
         else:
-            last = f"SUBSTRING_INDEX(GROUP_CONCAT({_key_of('i')} ORDER BY {own_order} SEPARATOR '\n'), '\n', -1)"
-            last = "NULL" if matching.takes_all else last
+            last = "NULL" if matching.takes_all else _last_of(_key_of("i"), own_order)
+        if not only_counts:
             columns += ", CAST(n.id AS CHAR) COLLATE utf8mb4_bin AS id"
             is_match = f"i.is_match AND {has_texts}"
             found = f"GROUP_CONCAT(IF({is_match}, JSON_ARRAY({_key_of('i')}, i.id), NULL) ORDER BY {own_order})"
             number = "NULL"  # to judge a text takes long
         rows = self._rows(columns, bounds, "LIMIT %(size_{number})s")
         return f"""
-(SELECT {{number}} AS number, COUNT(*), {number}, ({last}), {found} FROM ({rows}) i)
+(SELECT {{number}} AS number, {read}, {number}, ({last}), {found}{passed} FROM ({rows}) i)
 """
 
     def _rows(self, columns: str, bounds: str, limit: str) -> str:
@@ -86,6 +94,10 @@ class Walk(Struct, frozen=True):
 def _key_of(row: str) -> str:
     texts = (f"CAST({row}.{column} AS CHAR) COLLATE utf8mb4_bin" for column in ("one", "two"))
     return f"JSON_ARRAY({', '.join(texts)})"
+
+
+def _last_of(key: str, order: str) -> str:
+    return f"SUBSTRING_INDEX(GROUP_CONCAT({key} ORDER BY {order} SEPARATOR '\n'), '\n', -1)"
 
 
 def _before(one: str, two: str) -> str:
@@ -128,7 +140,7 @@ _WALKS = {
     ),
     (ALL, 0): Walk(
         "n.event_id", "n.handler_name", [f"FROM {BY_EVENT} WHERE TRUE"], _before("n.event_id", "n.handler_name"),
-        _NEWEST_FIRST,
+        _NEWEST_FIRST, has_namespace=False,
     ),
 }  # fmt: skip
 _HAS_SEQUENCE = {WAITING, BLOCKED}

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import asyncpg
 
+from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.plans import is_outdated
-from outboxio.storage.postgres.server_info import ONLY_READS, only_reads
+from outboxio.storage.postgres.server_info import ONLY_READS, encoding_of, only_reads
+from outboxio.support.codec import is_list
+from outboxio.support.text import UTF_8, briefly
 
-# Each statement of a loop is written for one plan. These settings keep the plan independent of the statistics, and keep
-# defaults of the database (serializable, for example) from changing the meaning. search_path: PostgreSQL prefers an
-# operator or function with exactly matching arguments, in any schema of the path, to a function of pg_catalog that
-# needs a cast. So a user who may create objects in such a schema could run code with the rights of outboxio.
+# The only list of the session settings that our statements depend on. Defaults of the database, of the user, or of a
+# given pool or engine change neither the meaning nor the plan of a statement. Our statements on sessions of the
+# application depend on none of the settings. tests/contract/test_session_variables.py has a hostile value for
+# each setting.
+# * Each statement of a loop is written for one plan: enable_* and the settings below keep the plan independent of the
+#   statistics.
+# * search_path: PostgreSQL prefers an operator or function with exactly matching arguments, in any schema of the path,
+#   to a function of pg_catalog that needs a cast. So a user who may create objects in such a schema could run code with
+#   the rights of outboxio.
+# * statement_timeout (and transaction_timeout): each statement has a time limit of its own here, in the process.
+# * lock_timeout is left to the operator, who limits by it how long a migration waits; a loop tries again.
+# * default_transaction_read_only is respected: it says that the server is not to be written (OnlyReads).
 LOOP_SETTINGS: Mapping[str, str] = {
     "search_path": "pg_catalog, pg_temp",
+    "client_encoding": "UTF8",
+    "standard_conforming_strings": "on",
+    "DateStyle": "ISO, YMD",
+    "IntervalStyle": "postgres",
+    "TimeZone": "UTC",
+    "extra_float_digits": "1",
     "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "statement_timeout": "0",
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_sort": "off",
+    "enable_indexscan": "on",
+    "enable_indexonlyscan": "on",
+    "enable_nestloop": "on",
+    "from_collapse_limit": "8",
+    "join_collapse_limit": "8",
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
 }
+_SINCE_17 = {"transaction_timeout": "0"}
 
 
 class LoopConnection(BaseLoopConnection):
@@ -56,6 +81,8 @@ class LoopConnection(BaseLoopConnection):
         super().__init__(connect, release, troubles, guard=guard, keeps=keeps, writes=writes)
         self._settings = dict(settings)
         self._timeout = timeout
+        self.encoding = UTF_8
+        """The encoding of the database, known after the first opening."""
 
     @property
     def timeout(self) -> float:
@@ -69,13 +96,27 @@ class LoopConnection(BaseLoopConnection):
     async def fetch(self, sql: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Run an autocommit statement; the rows."""
         async with self.opened() as connection:
-            rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout or self._timeout)
+            try:
+                rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout or self._timeout)
+            except asyncpg.UntranslatableCharacterError as error:
+                raise self._refused(args, error) from error
             return rows
 
     async def execute(self, sql: str, *args: Any, timeout: float | None = None) -> int:
         """Run an autocommit statement; the number of rows that the statement touched."""
         async with self.opened() as connection:
-            return row_count(await connection.execute(sql, *args, timeout=timeout or self._timeout))
+            try:
+                return row_count(await connection.execute(sql, *args, timeout=timeout or self._timeout))
+            except asyncpg.UntranslatableCharacterError as error:
+                raise self._refused(args, error) from error
+
+    def _refused(self, args: Iterable[Any], error: Exception) -> Exception:
+        """The error that quotes the argument which the database cannot store."""
+        for value in args:
+            for text in value if is_list(value) else [value]:
+                if isinstance(text, str) and (reason := self.encoding.why_refused(text)) is not None:
+                    return ConfigurationError(f"{briefly(text)} {reason}")
+        return error
 
     async def look(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection as it is, within the time of one statement."""
@@ -121,10 +162,15 @@ class LoopConnection(BaseLoopConnection):
     async def prepare(self, connection: Any) -> None:
         if self._writes and only_reads(connection):
             raise OnlyReads(ONLY_READS)
-        await connection.execute(applying(self._settings), timeout=self._timeout)
+        self.encoding = encoding_of(connection)
+        await connection.execute(applying(self._settings_for(connection)), timeout=self._timeout)
 
     async def restore(self, connection: Any) -> None:
-        await connection.execute("; ".join(f"RESET {name}" for name in self._settings), timeout=FAREWELL_TIMEOUT)
+        names = self._settings_for(connection)
+        await connection.execute("; ".join(f"RESET {name}" for name in names), timeout=FAREWELL_TIMEOUT)
+
+    def _settings_for(self, connection: Any) -> Mapping[str, str]:
+        return {**self._settings, **(_SINCE_17 if connection.get_server_version().major >= 17 else {})}
 
     def is_closed(self, connection: Any) -> bool:
         """True if the connection is of no use: closed, or taken back by a given pool after the server ended it."""
@@ -185,8 +231,10 @@ def drop(connection: Any) -> None:
 
 
 def applying(settings: Mapping[str, str]) -> str:
-    """The statements that apply session settings."""
-    return "; ".join(f"SELECT pg_catalog.set_config('{name}', '{value}', FALSE)" for name, value in settings.items())
+    """The statement that applies session settings."""
+    return "SELECT " + ", ".join(
+        f"pg_catalog.set_config('{name}', '{value}', FALSE)" for name, value in settings.items()
+    )
 
 
 def quoted(text: str) -> str:

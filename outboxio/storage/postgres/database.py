@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import asyncpg
+from asyncpg.exceptions import InternalClientError
 
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
+from outboxio.payloads.numbers import kept_by_numeric
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin
@@ -26,6 +28,7 @@ from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfT
 from outboxio.storage.connections.watch import Watch
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.postgres import errors
+from outboxio.storage.postgres.codecs import refuse_codecs
 from outboxio.storage.postgres.connection import (
     LOOP_SETTINGS,
     LoopConnection,
@@ -67,6 +70,7 @@ from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
 from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
+from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
     from outboxio.storage.postgres.engine_session import UnitSession
@@ -99,6 +103,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
     dialect = "postgres"
     _place_of = staticmethod(where)
     stores_nul = False
+    check_numbers = staticmethod(kept_by_numeric)
     wakes_across_processes = True
 
     def __init__(
@@ -231,6 +236,23 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         finally:
             await to_the_end(together(map(self._release, opened)))
 
+    @property
+    def encoding(self) -> TextEncoding:
+        return self._admin.encoding
+
+    async def check_connections(self) -> None:
+        if self._engine is not None:
+            await self._refuse_codecs(await self._reaching(None, self._engine.open), hang_up)
+        elif self._given is not None:
+            await self._refuse_codecs(await self._reaching(None, self._given.acquire), self._given.release)
+
+    async def _refuse_codecs(self, connection: Any, close: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        try:
+            async with asyncio.timeout(self._limits.statement_timeout):
+                await self._reaching(None, lambda: refuse_codecs(connection, self.name))
+        finally:
+            await to_the_end(close(connection))
+
     def require_room(self, loops: int) -> None:
         if self._given is not None and not self._opens_for_loops:
             size, needed = self._pool.get_max_size(), loops + 1
@@ -241,6 +263,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
+    lacks_rights = staticmethod(errors.lacks_rights)
 
     def _dedicated(
         self,
@@ -374,7 +397,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
     async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
         try:
             return await connect()
-        except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError, InternalClientError) as error:
             raise DatabaseUnavailable(self.name, self._where(url), str(error) or type(error).__name__) from error
 
 

@@ -9,6 +9,7 @@ from outboxio.storage.postgres.plans import is_outdated
 
 _TRANSIENT = {"40001", "40P01"}  # serialization failure, deadlock
 _LACKS_SCHEMA = {"42P01", "42703", "3F000"}  # undefined table, column, schema
+_LACKS_RIGHTS = "42501"
 _READ_ONLY = "25006"  # a standby, or default_transaction_read_only
 _SHUTTING_DOWN = {"57P01", "57P02", "57P03", "57P05"}  # admin shutdown, crash, not accepting, idle session
 
@@ -34,7 +35,10 @@ def is_unreachable(error: BaseException) -> bool:
         return str(error.sqlstate)[:2] == "08" or error.sqlstate in _SHUTTING_DOWN or is_read_only(error)
     if isinstance(error, DatabaseUnavailable):
         return True
-    return isinstance(error, OSError | TimeoutError | asyncpg.InterfaceError) and not _refused_by_driver(error)
+    # InternalClientError: the driver has lost its place in the protocol, and closes the connection. The first statement
+    # after the server has ended the session raises it, as long as the socket is open.
+    lost = OSError | TimeoutError | asyncpg.InterfaceError | asyncpg.InternalClientError
+    return isinstance(error, lost) and not (_refused_by_driver(error) or is_outdated(error))
 
 
 def is_read_only(error: BaseException) -> bool:
@@ -44,6 +48,10 @@ def is_read_only(error: BaseException) -> bool:
 
 def lacks_schema(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) in _LACKS_SCHEMA
+
+
+def lacks_rights(error: BaseException) -> bool:
+    return getattr(error, "sqlstate", None) == _LACKS_RIGHTS
 
 
 def _refused_by_driver(error: BaseException) -> bool:

@@ -23,8 +23,10 @@ _MATCHES = """e.namespace = $1 AND (cardinality($4::text[]) = 0 OR e.event_type 
   AND ($10::timestamp IS NULL OR e.event_date >= $10) AND ($11::timestamp IS NULL OR e.event_date < $11)
   AND ($2::text[] IS NOT NULL OR $3::text[] IS NOT NULL OR $12::text IS NOT NULL)"""
 READ = f"""
-SELECT json_build_array(count(*), (array_agg(e.id))[count(*)], json_agg(e.id) FILTER (WHERE e.is_match))::text
-FROM (SELECT e.id, ({_MATCHES}) IS TRUE AS is_match FROM eventlog.events e
+SELECT json_build_array(count(*) FILTER (WHERE e.is_own),
+  (array_agg(e.id) FILTER (WHERE e.is_own))[count(*) FILTER (WHERE e.is_own)],
+  json_agg(e.id) FILTER (WHERE e.is_match), count(*) FILTER (WHERE NOT e.is_own), (array_agg(e.id))[count(*)])::text
+FROM (SELECT e.id, e.namespace = $1 AS is_own, ({_MATCHES}) IS TRUE AS is_match FROM eventlog.events e
   WHERE e.id < $13::text::uuid ORDER BY e.id DESC LIMIT $14) e
 """
 MATCHING = f"SELECT e.id FROM eventlog.events e WHERE e.id = ANY ($13::text[]::uuid[]) AND {_MATCHES}"

@@ -9,7 +9,6 @@ so that a standby also replaces a frozen holder.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
@@ -19,6 +18,7 @@ from outboxio.storage.connections.proof import Proof, measured
 from outboxio.storage.postgres.connection import LoopConnection, quoted
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import LockGrant
+from outboxio.support import machine
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
@@ -60,7 +60,7 @@ class PostgresClusterLock:
         self._lost: Callable[[], None] = _nothing
         self._heard: Callable[[str], None] = _ignored
         self._watched: Any = None
-        self._probe = f"probe {secrets.token_hex(8)}"
+        self._probe = f"probe {machine.token(8)}"
         self._unheard = 0
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:

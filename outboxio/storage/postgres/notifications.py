@@ -7,12 +7,16 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+import asyncpg
+
+from outboxio.model.event import refusal_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import DueQuery, Notification, NotificationRecord, checked, record_of
 from outboxio.model.outcome import Bucket
 from outboxio.storage.postgres.columns import DUE_COLUMNS, OF_NOTIFICATION, PARTITION_NOW, RECORD_COLUMNS
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts, insertion
+from outboxio.support.text import TextEncoding
 
 # The statement walks the index once for each partition of a handler name, from the partition's own scan position. So
 # finished rows are not read, and neither is the backlog of a handler without free slots. No row is claimed, because
@@ -101,7 +105,7 @@ SELECT coalesce(sum((
   WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED', 'DYING')
 ) + (
   SELECT count(*) FROM eventlog.event_notifications
-  WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED')), 0)
+  WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED')), 0)::bigint
 FROM unnest($2::text[]) AS w(handler_name)
 """
 
@@ -218,14 +222,17 @@ class PostgresNotifications:
         return as_notifications(rows)
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
-        return await self._settle.execute(*settlement(bucket, now))
+        return await self._settle.execute(*settlement(bucket, now, self._settle.encoding))
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def settle_and_insert(connection: Any) -> int:
             # The settlement comes last, because it locks leases: only COMMIT follows, which needs no preparation.
             for action, events in bucket.emitted:
-                await connection.execute(*insertion(action, events))
-            settled = row_count(await connection.execute(*settlement(bucket, now)))
+                try:
+                    await connection.execute(*insertion(action, events))
+                except asyncpg.UntranslatableCharacterError as error:
+                    raise refusal_of([*events, action], self._settle.encoding) or error from error
+            settled = row_count(await connection.execute(*settlement(bucket, now, self._settle.encoding)))
             if settled < len(bucket.outcomes):
                 raise _Refused
             return settled
@@ -307,8 +314,8 @@ class _Refused(Exception):
     """The terms admitted only a part of the bucket: roll back."""
 
 
-def settlement(bucket: Bucket, now: datetime) -> list[Any]:
-    """The statement that writes a bucket, and the arguments."""
+def settlement(bucket: Bucket, now: datetime, encoding: TextEncoding) -> list[Any]:
+    """The statement that writes a bucket, and the arguments. ``encoding``: of the database."""
     leases = bucket.leases
     arguments = [
         bucket.ids,
@@ -321,6 +328,6 @@ def settlement(bucket: Bucket, now: datetime) -> list[Any]:
     ]
     if not bucket.has_details:
         return [SETTLE, *arguments]
-    due = as_texts(outcome.next_retry_at for outcome in bucket.outcomes)
-    errors = [outcome.error for outcome in bucket.outcomes]
+    due = as_texts(outcome.next_retry_at for outcome in bucket.by_id)
+    errors = [outcome.error and encoding.escaped_in_json(outcome.error) for outcome in bucket.by_id]
     return [SETTLE_WITH_DETAILS, *arguments, due, errors]

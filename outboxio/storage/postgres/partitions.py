@@ -14,6 +14,7 @@ from outboxio.storage.postgres.columns import PARTITION_NOW
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import ClusterView, Instance, Rehomed, SeenLease
+from outboxio.support.codec import decode_names
 
 # The greater of the two numbers: code that declares a number for the first time must not lower an operator's number.
 DECLARE = """
@@ -59,7 +60,8 @@ SELECT jsonb_array_elements_text(aliases) FROM older
 """
 
 SEEN = """
-INSERT INTO eventlog.instances (namespace, instance, names, started_date, last_seen_date) VALUES ($1, $2, $3, $4, $4)
+INSERT INTO eventlog.instances (namespace, instance, names, started_date, last_seen_date)
+VALUES ($1, $2, $3::text::jsonb, $4, $4)
 ON CONFLICT (namespace, instance) DO UPDATE SET names = excluded.names, last_seen_date = excluded.last_seen_date
 """
 LEAVE = "DELETE FROM eventlog.instances WHERE namespace = $1 AND instance = $2"
@@ -130,7 +132,7 @@ class PostgresPartitions:
         rows = await self._admin.fetch(VIEW, namespace, seen_since, list(leases))
         for name, names, last_seen_date, owner, term, released_term, is_of_instance in rows:
             if owner is None:
-                instances.append(Instance(name, msgspec.json.decode(names, type=tuple[str, ...]), last_seen_date))
+                instances.append(Instance(name, decode_names(names), last_seen_date))
             else:
                 seen[name] = SeenLease(owner, term, released_term, is_of_instance)
         return ClusterView(instances, seen)

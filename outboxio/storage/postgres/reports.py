@@ -87,7 +87,7 @@ class PostgresReports:
     async def write_report(self, namespace: str, report: InstanceReport) -> None:
         await self._admin.execute(
             WRITE_REPORT, namespace, report.instance, report.version, report.started_date, report.last_seen_date,
-            report.delay_seconds, bytes(report.report).decode(),
+            report.delay_seconds, self._admin.encoding.escaped_in_json(bytes(report.report).decode()),
         )  # fmt: skip
 
     async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]:

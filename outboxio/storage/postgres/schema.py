@@ -29,6 +29,7 @@ from outboxio.storage.schema import (
     refuse_newer,
     refuse_older,
     refuse_unadoptable,
+    rights_lacking,
     tells_older,
 )
 
@@ -37,7 +38,8 @@ RIGHTS = f"""
 SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_any_column_privilege(t.oid, 'SELECT') THEN 'SELECT' END,
   CASE WHEN has_any_column_privilege(t.oid, 'INSERT') THEN 'INSERT' END,
-  CASE WHEN has_any_column_privilege(t.oid, 'UPDATE') THEN 'UPDATE' END], NULL)
+  CASE WHEN has_any_column_privilege(t.oid, 'UPDATE') THEN 'UPDATE' END,
+  CASE WHEN has_table_privilege(t.oid, 'DELETE') THEN 'DELETE' END], NULL)
 FROM {POSTGRES_TABLES} WHERE {IN_EVENTLOG}
 """
 IS_READ_ONLY = "SELECT pg_catalog.current_setting('transaction_read_only') = 'on'"
@@ -102,6 +104,16 @@ class PostgresSchema:
     async def orders_refused(self) -> str | None:
         return cast("str | None", await self._admin.look(self._why_no_orders))
 
+    async def rights_lacking(self) -> dict[str, RightsMissing]:
+        return cast("dict[str, RightsMissing]", await self._admin.look(self._rights_lacking))
+
+    async def _rights_lacking(self, connection: Any) -> dict[str, RightsMissing]:
+        user = await _user(connection)
+        held = await _held(connection)
+        if user.has_schema and not user.may_use_schema:
+            held = {table: set[str]() for table in held}
+        return rights_lacking(self._shard, "postgres", user.name, user.quoted, held)
+
     async def _why_no_orders(self, connection: Any) -> str | None:
         try:
             await self._refuse_lacking(connection, ordering("postgres"))
@@ -163,8 +175,7 @@ class PostgresSchema:
         if user.has_schema and not user.may_use_schema:
             grant = f"GRANT USAGE ON SCHEMA eventlog TO {user.quoted}"
             raise RightsMissing(self._shard, user.name, "USAGE on the schema eventlog", [grant])
-        held = {table: set(rights) for table, rights in await connection.fetch(RIGHTS)}
-        refuse_lacking(self._shard, user.name, user.quoted, needed, held)
+        refuse_lacking(self._shard, user.name, user.quoted, needed, await _held(connection))
 
     def _cannot_make(self, error: Exception, user: _User) -> RightsMissing:
         """The error for a file that could not be applied."""
@@ -175,6 +186,10 @@ class PostgresSchema:
         else:
             lacking, grant = f"the rights of the tables' owner, {user.owner} ({error})", f"GRANT {user.owner}"
         return RightsMissing(self._shard, user.name, lacking, [f"{grant} TO {user.quoted}"])
+
+
+async def _held(connection: Any) -> dict[str, set[str]]:
+    return {table: set(rights) for table, rights in await connection.fetch(RIGHTS)}
 
 
 async def _user(connection: Any) -> _User:

@@ -66,24 +66,38 @@ class Walk(Struct, frozen=True):
     order: str
     has_moment: bool = False
     """True if ``one`` is a moment."""
+    has_namespace: bool = True
+    """True if the index holds the namespace. Otherwise rows of other namespaces are passed."""
 
     def reading(self, matches: str, *, only_counts: bool) -> str:
         """The statement that reads a part of the walk for each request. A count needs columns of the index only."""
         text = _MOMENT if self.has_moment else "{0}"
-        last = f"json_build_array({text.format('(array_agg(n.one))[count(*)]')}, (array_agg(n.two))[count(*)]::text)"
+        columns = f"{self.one} AS one, {self.two} AS two{'' if only_counts else ', n.id'}"
+        own = passed = ""
+        if not self.has_namespace:
+            own, columns = " FILTER (WHERE n.is_own)", f"{columns}, n.namespace = $1 AS is_own"
+            passed = f", count(*) - count(*){own} AS foreign_rows, {_last_key(text, '')} AS reached"
+            matches = f"n.namespace = $1 AND {matches}"
         found = f"""json_agg(json_build_array(json_build_array({text.format("n.one")}, n.two::text), n.id))
       FILTER (WHERE n.is_match)"""
         return f"""
-SELECT json_agg(json_build_array(r.read, r.matching, r.last, {"NULL" if only_counts else "r.matches"}))::text
+SELECT json_agg(json_build_array(r.read, r.matching, r.last, {"NULL" if only_counts else "r.matches"}
+  {", r.foreign_rows, r.reached" if passed else ""}))::text
 FROM unnest($2::text[], $3::text[]::int[], $4::text[], $5::text[], $6::text[]::int[]) AS w(name, part, one, two, size)
 CROSS JOIN LATERAL (
-  SELECT count(*) AS read, count(*) FILTER (WHERE n.is_match) AS matching,
-    CASE WHEN count(*) > 0 THEN {last} END AS last{"" if only_counts else f", {found} AS matches"}
+  SELECT count(*){own} AS read, count(*) FILTER (WHERE n.is_match) AS matching,
+    {_last_key(text, own)} AS last{"" if only_counts else f", {found} AS matches"}{passed}
   FROM (
-    SELECT {self.one} AS one, {self.two} AS two, {"" if only_counts else "n.id, "}({matches}) IS TRUE AS is_match
+    SELECT {columns}, ({matches}) IS TRUE AS is_match
     FROM eventlog.event_notifications n
     WHERE {self.condition} ORDER BY {self.order} LIMIT w.size) n) r
 """
+
+
+def _last_key(text: str, own: str) -> str:
+    """The key of the last row, or NULL. ``own``: a filter of the rows."""
+    one, two = (f"(array_agg(n.{column}){own})[count(*){own}]" for column in ("one", "two"))
+    return f"CASE WHEN count(*){own} > 0 THEN json_build_array({text.format(one)}, {two}::text) END"
 
 
 _OF_NAME = "n.namespace = $1 AND n.handler_name = w.name"
@@ -117,7 +131,7 @@ WALKS = {
     (ALL, 0): Walk(
         "n.event_id", "n.handler_name",
         "(n.event_id, n.handler_name) < (w.one::uuid, w.two)",
-        "n.event_id DESC, n.handler_name DESC",
+        "n.event_id DESC, n.handler_name DESC", has_namespace=False,
     ),
 }  # fmt: skip
 
@@ -127,7 +141,7 @@ LEFT JOIN eventlog.handler_partitions p ON p.namespace = $1 AND p.handler_name =
 """
 
 EVENTS_OF_CORRELATION = "SELECT id FROM eventlog.events WHERE namespace = $1 AND correlation_id = $2 LIMIT $3"
-EVENTS_OF_ACTION = "SELECT id FROM eventlog.events WHERE action_id = $1 LIMIT $2"
+EVENTS_OF_ACTION = "SELECT id FROM eventlog.events WHERE namespace = $1 AND action_id = $2 LIMIT $3"
 READ_EVENTS = """
 SELECT json_build_array(count(*), count(*) FILTER (WHERE n.is_match), NULL,
   json_agg(json_build_array(json_build_array(n.event_id, n.handler_name), n.id)) FILTER (WHERE n.is_match))::text
@@ -191,8 +205,6 @@ class PostgresSearch(WalkedSearch):
         rest, found = self.rest(walk, search), dict[Request, Chunk]()
         since = (search.since,) if walk == DEAD else ()
         matches, parameters = matching(rest, 7 + len(since))
-        if walk == ALL:
-            matches = f"n.namespace = $1 AND {matches}"
         for kind in (KEYED, KEYLESS) if walk == BLOCKED else (0,):
             some = [request for request in requests if walk != BLOCKED or request.stretch.part == kind]
             if some:
@@ -202,10 +214,10 @@ class PostgresSearch(WalkedSearch):
         return [found[request] for request in requests]
 
     async def event_ids(self, namespace: str, search: Search, limit: int) -> list[str]:
-        if search.action_id is not None:
-            rows = await self._admin.fetch(EVENTS_OF_ACTION, search.action_id, limit)
-        else:
-            rows = await self._admin.fetch(EVENTS_OF_CORRELATION, namespace, search.correlation_id, limit)
+        is_action = search.action_id is not None
+        statement = EVENTS_OF_ACTION if is_action else EVENTS_OF_CORRELATION
+        value = search.action_id if is_action else search.correlation_id
+        rows = await self._admin.fetch(statement, namespace, value, limit)
         return [str(row[0]) for row in rows]
 
     async def read_events(self, namespace: str, search: Search, event_ids: Sequence[str]) -> Chunk:

@@ -12,6 +12,8 @@ import asyncpg
 
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.watch import ServerSession, Sessions
+from outboxio.storage.postgres.encoding import encoding_called
+from outboxio.support.text import TextEncoding
 
 ONLY_READS = (
     "in_hot_standby or default_transaction_read_only is on; several hosts go with target_session_attrs=read-write"
@@ -76,6 +78,11 @@ async def identity_of(connection: Any) -> Identity:
         return await connection.fetchval(SYSTEM) if may_ask else None, (oid, name)
 
     return Identity((started, oid), f"the database {name!r} at {place}", kin)
+
+
+def encoding_of(connection: Any) -> TextEncoding:
+    """The encoding of the database, as the server has reported it."""
+    return encoding_called(_told(connection, "server_encoding"))
 
 
 def is_standby(connection: Any) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any
 from uuid import UUID
 
 import asyncpg
+from msgspec import Struct
 
 from outboxio.errors import TransactionEnded
 from outboxio.model.action import cause_chain
-from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent, refusal_of
 from outboxio.storage.connections.pool import GiveBack
 from outboxio.storage.postgres.columns import COPIED, partition_of
 from outboxio.storage.postgres.connection import OurConnection, row_count
@@ -21,6 +22,7 @@ from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
 from outboxio.storage.postgres.received import consume_all, insert_received
+from outboxio.storage.postgres.server_info import encoding_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
@@ -81,6 +83,8 @@ FROM delivered e CROSS JOIN ROWS FROM (
   LEFT JOIN eventlog.handler_partitions p
     ON p.namespace OPERATOR(pg_catalog.=) e.namespace AND p.handler_name OPERATOR(pg_catalog.=) o.handler_name
 """
+
+NO_EVENT = UUID(int=0)
 
 _CONSUMED = ", ".join(ConsumeResult.__struct_fields__)
 
@@ -162,7 +166,10 @@ class PostgresSession:
             limit.begin(self, PostgresSession._give_up)
         try:
             if action is not None and events:
-                await connection.execute(*insertion(action, events))
+                try:
+                    await connection.execute(*insertion(action, events))
+                except asyncpg.UntranslatableCharacterError as error:
+                    raise self._refusal_of(error, [*events, action]) from error
             elif not self._wrote:
                 # COMMIT of a failed transaction is a ROLLBACK without an error; any statement before COMMIT raises.
                 await connection.execute("SELECT 1")
@@ -170,7 +177,7 @@ class PostgresSession:
                 if self._is_ours:
                     connection.end_with_reset()
                 await self._transaction.commit()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            except Exception as error:
                 if is_unreachable(error):
                     raise CommitLost from error
                 raise
@@ -224,6 +231,7 @@ class PostgresSession:
         await self._connection.execute(FINISH, sorted(ids), state, attempts, now)
 
     async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
+        encoding = encoding_of(self._connection)
         await self._connection.execute(
             OWE,
             event_id,
@@ -233,7 +241,7 @@ class PostgresSession:
             [o.state for o in owed],
             [o.attempts for o in owed],
             as_texts(o.next_retry_at for o in owed),
-            [o.errors for o in owed],
+            [encoding.escaped_in_json(o.errors) for o in owed],
             [o.ordering_key for o in owed],
             [o.priority for o in owed],
         )
@@ -242,24 +250,44 @@ class PostgresSession:
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
         key = (consumed.source, consumed.external_id, consumed.handler_name)
         rest = (consumed.event_id, consumed.payload_hash, consumed.consumed_date)
-        await self._connection.execute(CONSUME, *key, *rest)
+        try:
+            await self._connection.execute(CONSUME, *key, *rest)
+        except asyncpg.UntranslatableCharacterError as error:
+            raise self._refusal_of(error, [consumed]) from error
         return ConsumeResult(*await self._connection.fetchrow(CONSUMED, *key[:2], [consumed.handler_name]))
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
-        rows = await self._connection.fetch(CONSUMED, source, external_id, list(handler_names))
+        try:
+            rows = await self._connection.fetch(CONSUMED, source, external_id, list(handler_names))
+        except asyncpg.UntranslatableCharacterError as error:
+            message = ConsumeResult(source, external_id, "", NO_EVENT, "", datetime.min)
+            raise self._refusal_of(error, [message]) from error
         return [ConsumeResult(*row) for row in rows]
 
     async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         self._wrote = True
-        return await consume_all(self._connection, consumed)
+        try:
+            return await consume_all(self._connection, consumed)
+        except asyncpg.UntranslatableCharacterError as error:
+            raise self._refusal_of(error, consumed) from error
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
-        await insert_received(self._connection, received)
+        try:
+            await insert_received(self._connection, received)
+        except asyncpg.UntranslatableCharacterError as error:
+            raise self._refusal_of(error, [row for each in received for row in reversed(each)]) from error
         self._wrote = True
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        await self._connection.execute(*insertion(action, events))
+        try:
+            await self._connection.execute(*insertion(action, events))
+        except asyncpg.UntranslatableCharacterError as error:
+            raise self._refusal_of(error, [*events, action]) from error
         self._wrote = True
+
+    def _refusal_of(self, error: Exception, records: Iterable[Struct]) -> Exception:
+        """The error that names the field which the database cannot store."""
+        return refusal_of(records, encoding_of(self._connection)) or error
 
     async def _first(self, run: Callable[..., Awaitable[Any]], sql: str, args: Sequence[Any]) -> Any:
         """Run the first statement of the transaction, and once more in a new transaction if a table changed since."""

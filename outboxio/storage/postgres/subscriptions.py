@@ -12,6 +12,7 @@ from outboxio.model.lock_name import LockName
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import Announced, Holder, Orders, PartitionCount, Pause
+from outboxio.support.codec import decode_names
 
 # A process without partitions (an older version) writes last_seen_date only, so the two dates differ afterwards.
 ANNOUNCE = """
@@ -101,7 +102,7 @@ class PostgresSubscriptions:
     async def announced(self, namespace: str) -> list[Announced]:
         rows = await self._admin.fetch(ANNOUNCED, namespace)
         return [
-            Announced(name, event_type, topic, msgspec.json.decode(aliases, type=tuple[str, ...]), seen)
+            Announced(name, event_type, topic, decode_names(aliases), seen)
             for name, event_type, topic, aliases, seen in rows
         ]
 

@@ -7,10 +7,12 @@ from datetime import datetime
 from typing import Protocol
 from uuid import UUID
 
+from outboxio.errors import RightsMissing
 from outboxio.handlers.subscription import Subscription
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import NotificationRecord, Position, RestQuery
 from outboxio.model.outcome import Lease
+from outboxio.storage.protocols.operating import DeferredFigures
 from outboxio.storage.protocols.values import (
     Announced,
     ClusterView,
@@ -115,8 +117,8 @@ class RestingRepository(Protocol):
         """Make resting rows due, up to ``limit`` rows of each slot, in order of the sequence; the number of rows."""
         ...
 
-    async def count(self, namespace: str, names: Sequence[str]) -> int:
-        """The number of resting rows of the handler names."""
+    async def deferred(self, namespace: str, slots: Sequence[Slot], most: int) -> list[DeferredFigures]:
+        """The resting rows by handler name, event type and version, up to ``most`` rows of each slot."""
         ...
 
 
@@ -280,6 +282,10 @@ class Schema(Protocol):
 
     async def orders_refused(self) -> str | None:
         """Why this user cannot change notifications here: a standby, or a missing right; ``None`` if orders work."""
+        ...
+
+    async def rights_lacking(self) -> Mapping[str, RightsMissing]:
+        """The kinds of operations for which this user lacks a right, each with the error that names the right."""
         ...
 
     async def check(self, needed: Rights | None = None) -> None:

@@ -32,6 +32,8 @@ from outboxio.storage.protocols.operating import (
     ReportRepository,
     SearchRepository,
 )
+from outboxio.support.codec import Check
+from outboxio.support.text import TextEncoding
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -56,6 +58,16 @@ class Database(Protocol):
     @property
     def stores_nul(self) -> bool:
         """True if JSON strings may hold NUL."""
+        ...
+
+    @property
+    def check_numbers(self) -> Check | None:
+        """The check of the numbers in JSON documents; ``None`` if the database keeps all numbers."""
+        ...
+
+    @property
+    def encoding(self) -> TextEncoding:
+        """The characters that the database can store; known after the first connection."""
         ...
 
     @property
@@ -182,6 +194,10 @@ class Database(Protocol):
         """Raise :class:`PooledConnection` if locks and LISTEN would go through a proxy that shares server sessions."""
         ...
 
+    async def check_connections(self) -> None:
+        """Raise :class:`ConfigurationError` if connections of the application would change values of outboxio."""
+        ...
+
     def require_room(self, loops: int) -> None:
         """Raise :class:`PoolTooSmall` if a given pool is too small for ``loops`` loops and an action."""
         ...
@@ -202,6 +218,10 @@ class Database(Protocol):
 
     def is_unreachable(self, error: BaseException) -> bool:
         """True if the database cannot be reached, or stopped answering."""
+        ...
+
+    def lacks_rights(self, error: BaseException) -> bool:
+        """True if the user of the database lacks a right for a statement."""
         ...
 
     def lacks_schema(self, error: BaseException) -> bool:

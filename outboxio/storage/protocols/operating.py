@@ -161,6 +161,15 @@ class DueFigures(Struct, frozen=True):
     """The earliest due date of a row that is due now."""
 
 
+class DeferredFigures(Struct, frozen=True):
+    """The notifications of a stored handler name that wait for code with a newer version of an event."""
+
+    handler_name: str
+    event_type: str
+    version: int
+    number: int
+
+
 class DeadFigures(Struct, frozen=True):
     """The DEAD and EXPIRED notifications of a stored handler name, counted up to a bound."""
 

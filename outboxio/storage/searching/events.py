@@ -15,10 +15,10 @@ from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.filter import Search
 from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundActions, FoundEvents
 from outboxio.storage.searching.actions import ActionWalk
-from outboxio.storage.searching.reading import FEWEST_ROWS, MOST_ROWS
+from outboxio.storage.searching.reading import FEWEST_ROWS, FOREIGN_AT_ONCE, MOST_ROWS
 from outboxio.storage.searching.repository import WalkedSearch
 from outboxio.storage.searching.walker import EVENTS_AT_ONCE, MOST_EVENTS
-from outboxio.storage.searching.walks import LAST_ID
+from outboxio.storage.searching.walks import LAST_ID, shown_id
 
 EVENT_COLUMNS = EventSummary.__struct_fields__
 _NULL = msgspec.Raw(b"null")
@@ -28,10 +28,15 @@ class EventChunk(Struct, frozen=True, array_like=True):
     """The events that were read in the order of their ids, newest first."""
 
     read: int
+    """The number of events of the namespace that were read."""
     last: str | None
-    """The last event that was read; ``None`` if no event is left."""
+    """The last event of the namespace that was read."""
     matches: list[str] | None
     """The ids of the matching events."""
+    foreign: int
+    """The events of other namespaces that were passed: the index has every namespace."""
+    reached: str | None
+    """The last event of any namespace that was passed; ``None`` if no event is left. An answer must not contain it."""
 
 
 class WalkedEvents(ABC):
@@ -114,24 +119,27 @@ class WalkedEvents(ABC):
     async def _newest(
         self, namespace: str, search: Search, limit: int, before: str, most: int
     ) -> tuple[list[str], str | None]:
-        """The ids of matching events, and the id after which to go on."""
+        """The ids of matching events, and the id after which to continue."""
         found: list[str] = []
         is_narrow = search != Search()
         size = min(max(limit + 1, FEWEST_ROWS if is_narrow else 0), MOST_ROWS)
+        start = own = before
+        foreign = 0
         while True:
-            size = min(size, most)
+            size = min(size, max(most, 1, min(foreign, FOREIGN_AT_ONCE)))
             chunk = await self.read(namespace, search, before, size)
             matches = chunk.matches or []
             wanted = limit - len(found)
             found += matches[:wanted]
-            is_at_end = chunk.read < size or chunk.last is None
+            is_at_end = chunk.read + chunk.foreign < size or chunk.reached is None
             if len(matches) > wanted or (len(found) == limit and not is_at_end):
                 return found, found[-1]
-            if is_at_end or chunk.last is None:
+            if is_at_end or chunk.reached is None:
                 return found, None
-            before, most, size = chunk.last, most - chunk.read, min(2 * size, MOST_ROWS)
-            if most <= 0:
-                return found, before
+            before, own, most, foreign = chunk.reached, chunk.last or own, most - chunk.read, foreign + chunk.foreign
+            size = min(2 * size, max(MOST_ROWS, min(foreign, FOREIGN_AT_ONCE)))
+            if (most <= 0 or foreign >= self._search.bounds.foreign) and (shown := shown_id(own, before)) != start:
+                return found, shown
 
     async def _newest_of_few(
         self, namespace: str, search: Search, limit: int, before: str, most: int

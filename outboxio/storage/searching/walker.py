@@ -131,8 +131,9 @@ class _Walking:
             self._most -= whole.read
             return whole.read < most and self.number < self._limit
         is_by_index = walk in STATES_OF and self._takes_all(walk)
-        pace = Pace(self._limit, most, MOST_ENTRIES if is_by_index else MOST_ROWS)
-        while cursors and self.number < self._limit and pace.left > 0:
+        at_once = MOST_ENTRIES if is_by_index else MOST_ROWS
+        pace = Pace(self._limit, most, self._reader.bounds.foreign, at_once)
+        while cursors and self.number < self._limit and not pace.is_over:
             some = cursors[:STRETCHES_AT_ONCE]
             self.number += sum(chunk.matching for chunk in await self._read(walk, some, pace, only_counts=True))
             cursors = [cursor for cursor in cursors if not cursor.is_at_end]
@@ -148,14 +149,15 @@ class _Walking:
                 return None
             if len(self.found) >= self._limit:
                 return last
-            if pace.left <= 0:
+            if pace.is_over:
                 return merge.place
             await self._read(walk, merge.lagging(self._limit - len(self.found)), pace)
 
     async def _one_by_one(self, walk: str, cursors: Sequence[Cursor], pace: Pace) -> Place | None:
         for cursor in cursors:
+            start = cursor.place
             while not cursor.is_at_end:
-                if pace.left <= 0:
+                if pace.is_over and (cursor.reads == 0 or cursor.place != start):
                     return cursor.place
                 await self._read(walk, [cursor], pace)
                 wanted = self._limit - len(self.found)
@@ -229,7 +231,7 @@ class _Walking:
             first = max(first, FEWEST_ERRORS if self._search.error else FEWEST_ROWS)
         elif walk in MERGED:
             first *= 2  # the rows of a page are not spread evenly over the stretches
-        return Pace(first, most)
+        return Pace(first, most, self._reader.bounds.foreign)
 
     async def _read(
         self, walk: str, cursors: Sequence[Cursor], pace: Pace, *, only_counts: bool = False

@@ -7,6 +7,7 @@ walks take one stretch after the other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -35,6 +36,10 @@ KEYED, KEYLESS = 0, 1
 LAST_MOMENT = "9999-12-31 23:59:59.999999"
 LAST_SEQUENCE = str(2**63 - 1)
 FIRST_ID, LAST_ID = "00000000-0000-0000-0000-000000000000", "ffffffff-ffff-ffff-ffff-ffffffffffff"
+_OUT_OF_RANGE = ("infinity", "-infinity", "0000-00-00 00:00:00.000000")
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.ASCII)
+_NUMBER = re.compile(r"-?[0-9]{1,19}", re.ASCII)
+_REST_OF_ID = "-ffff-7fff-bfff-ffffffffffff"
 
 Key = tuple[str, ...]
 """The values of the index columns of a row within a stretch, as texts. A moment has six decimals."""
@@ -66,12 +71,16 @@ class Chunk(Struct, frozen=True, array_like=True):
     """The rows that a request has read."""
 
     read: int
-    """The number of rows that were read, matching or not."""
+    """The number of rows of the namespace that were read, matching or not."""
     matching: int
     last: Key | None
-    """The last row that was read; ``None`` if no row is left."""
+    """The last row of the namespace that was read."""
     matches: list[Match] | None
     """The matching rows; ``None`` for a read that only counts, or without matching rows."""
+    foreign: int = 0
+    """The rows of other namespaces that were passed: the index of the walk over all rows has every namespace."""
+    reached: Key | None = None
+    """The last row of any namespace that was passed. An answer must not contain it."""
 
 
 def walks_of(search: Search) -> tuple[str, ...]:
@@ -124,6 +133,54 @@ def start_of(walk: str, search: Search) -> Key:
 def place_at(walk: str, stretch: Stretch, key: Key) -> Place:
     """The place behind a row."""
     return Place(walk, stretch.name, (*key, str(stretch.part)))
+
+
+def shown_id(own: str, reached: str) -> str:
+    """The id after which a list continues that has passed ids of other namespaces, newest first.
+
+    ``own``: the last id of the namespace itself. ``reached``: the last id that was passed, which must not be shown. Of
+    a UUIDv7, the answer keeps the time, rounded up to about a minute; any other id is not replaced.
+    """
+    if reached == own or reached[14] != "7":
+        return own
+    return min(own, reached[:8] + _REST_OF_ID)
+
+
+def is_place(place: Place) -> bool:
+    """True for a place that :func:`place_at` can have made, so that every database understands the key."""
+    if any("\0" in text for text in (place.name, *place.key)):
+        return False
+    match place.walk, place.key:
+        case "end", ():
+            return not place.name
+        case "dead", (date, id, part):
+            return _is_date(date) and _is_id(id) and _is_number(part)
+        case "waiting", (date, sequence, part):
+            return _is_date(date) and _is_number(sequence) and _is_number(part)
+        case "blocked", (_, sequence, part):
+            return _is_number(sequence) and _is_number(part)
+        case "all" | "events", (id, _, part):
+            return _is_id(id) and _is_number(part)
+        case _:
+            return False
+
+
+def _is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def _is_number(text: str) -> bool:
+    return _NUMBER.fullmatch(text) is not None and abs(int(text)) <= int(LAST_SEQUENCE)
+
+
+def _is_date(text: str) -> bool:
+    """True for a moment as a key has it. Databases have moments that Python has not."""
+    if text in _OUT_OF_RANGE:
+        return True
+    try:
+        return as_text(datetime.fromisoformat(text)) == text
+    except ValueError:
+        return False
 
 
 def stretch_of(place: Place) -> Stretch:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from outboxio.errors import DatabaseUnavailable, TransactionEnded
 from outboxio.storage.sqlite.errors import is_transient
+from outboxio.support import machine
 
 T = TypeVar("T")
 
@@ -64,17 +64,23 @@ def in_transaction(connection: sqlite3.Connection) -> Generator[None]:
         raise
 
 
+def commits_each_statement(connection: sqlite3.Connection) -> bool:
+    """True for a connection without a transaction on which a statement would begin none."""
+    in_autocommit = connection.isolation_level is None or getattr(connection, "autocommit", None) is True
+    return in_autocommit and not connection.in_transaction
+
+
 def execute_when_free(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()) -> int:
     """Run a statement as soon as the write lock is free; the number of changed rows.
 
     An application that has set a ``busy_timeout`` on the connection waits for that time instead of ``BUSY_TIMEOUT``.
     """
-    deadline = time.monotonic() + BUSY_TIMEOUT
+    deadline = machine.monotonic() + BUSY_TIMEOUT
     while True:
         try:
             return connection.execute(sql, parameters).rowcount
         except sqlite3.OperationalError as error:
-            if not is_transient(error) or time.monotonic() > deadline:
+            if not is_transient(error) or machine.monotonic() > deadline:
                 raise
             if fetch_value(connection, "PRAGMA busy_timeout", ()) != FIRST_WAIT * 1000:
                 raise
@@ -153,12 +159,12 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
     Only a connection that is alone can switch the file to WAL, and SQLite does not wait: try every 10 ms.
     """
-    deadline = time.monotonic() + BUSY_TIMEOUT
+    deadline = machine.monotonic() + BUSY_TIMEOUT
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL").close()
             return
         except sqlite3.OperationalError as error:
-            if not is_transient(error) or time.monotonic() > deadline:
+            if not is_transient(error) or machine.monotonic() > deadline:
                 raise
-        time.sleep(0.01)
+        machine.sleep(0.01)

@@ -154,6 +154,7 @@ class Connections:
         try:
             async with self.turn:
                 await self.writer.close()
+            self.turn.stop_timer()
         except PoolExhausted as error:
             logger.warning("the writing connection is dropped with what is open on it: %s", error)
             self.writer.drop()

@@ -34,7 +34,9 @@ from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, S
 from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
 from outboxio.storage.sqlite.values import as_parameters
+from outboxio.support import machine
 from outboxio.support.clock import utc_now
+from outboxio.support.text import UTF_8
 
 OLDEST = (3, 35, 0)
 
@@ -42,6 +44,8 @@ OLDEST = (3, 35, 0)
 class SqliteDatabase:
     dialect = "sqlite"
     stores_nul = True
+    check_numbers = None
+    encoding = UTF_8
     wakes_across_processes = False
     partitions: PartitionRepository | None = None
     """No table: a single process at a time writes to a SQLite file, so each handler has a single partition."""
@@ -71,7 +75,7 @@ class SqliteDatabase:
         self._in_memory = path is None
         guard = guard or EventLoopGuard.of_shard(name)
         self._connections = Connections(name, path, guard, limits.pool_timeout)
-        self._locks = MemoryLocks() if path is None else FileLocks(path)
+        self._locks = MemoryLocks() if path is None else (machine.file_locks or FileLocks)(path)
         guard.when_taken_over(self._locks.begin_anew)
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
@@ -144,6 +148,9 @@ class SqliteDatabase:
     async def refuse_shared_sessions(self) -> None:
         """Accept the database: SQLite has no sessions that a proxy could share."""
 
+    async def check_connections(self) -> None:
+        """Accept the database: no setting of a connection changes the values of SQLite."""
+
     def require_room(self, loops: int) -> None:
         """Accept the database: SQLite has no pool that could be too small."""
 
@@ -169,3 +176,4 @@ class SqliteDatabase:
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
+    lacks_rights = staticmethod(errors.lacks_rights)

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy.util import await_only
 from sqlalchemy.util.concurrency import in_greenlet
 
+from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.storage.engines.checkout import CheckedOutUnit
 from outboxio.storage.engines.given_engine import GivenEngine
@@ -115,6 +116,11 @@ class _ThreadOfDriver:
 
 def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Take the write lock, unless the engine has an event listener that has begun the transaction."""
+    if getattr(connection, "autocommit", None) is True:  # then commit() and rollback() of the driver do nothing
+        raise ConfigurationError(
+            "the engine opens connections with autocommit=True, which SQLAlchemy cannot commit; make it without this "
+            "argument in connect_args"
+        )
     if not connection.in_transaction:
         execute_when_free(connection, "BEGIN IMMEDIATE")
     return connection

@@ -41,6 +41,11 @@ def is_unreachable(error: BaseException) -> bool:
     return _code(error) in _UNREACHABLE or isinstance(error, OSError)
 
 
+def lacks_rights(error: BaseException) -> bool:
+    """Never: SQLite has no users. A file that may not be written cannot be reached for operations."""
+    return False
+
+
 def lacks_schema(error: BaseException) -> bool:
     return isinstance(error, sqlite3.OperationalError) and _LACKS_SCHEMA.search(str(error)) is not None
 

@@ -23,8 +23,10 @@ _MATCHES = """namespace = :namespace AND (:types = '[]' OR event_type IN (SELECT
   AND (:correlation_id IS NULL OR correlation_id = :correlation_id)
   AND (:since IS NULL OR event_date >= :since) AND (:until IS NULL OR event_date < :until)"""
 READ = f"""
-SELECT json_array(count(*), json_extract(json_group_array(id), '$[#-1]'), json_group_array(id) FILTER (WHERE is_match))
-FROM (SELECT id, {_MATCHES} AS is_match FROM {_BY_ID} WHERE id < :before ORDER BY id DESC LIMIT :size)
+SELECT json_array(count(*) FILTER (WHERE is_own), min(id) FILTER (WHERE is_own),
+  json_group_array(id) FILTER (WHERE is_match), count(*) FILTER (WHERE NOT is_own), min(id))
+FROM (SELECT id, namespace = :namespace AS is_own, {_MATCHES} AS is_match FROM {_BY_ID}
+  WHERE id < :before ORDER BY id DESC LIMIT :size)
 """
 MATCHING = f"""
 SELECT json_group_array(id) FROM {_BY_ID} WHERE id IN (SELECT value FROM json_each(:ids)) AND {_MATCHES}

@@ -17,6 +17,7 @@ from outboxio.storage.sqlite.columns import IS_DUE_FROM, NOTIFICATION, names, va
 from outboxio.storage.sqlite.connection import fetch_value, in_transaction
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.support import machine
 from outboxio.support.ids import uuid7
 
 # Every live subscription of all processes: an old version that fans out serves the handlers of a newer version. A name
@@ -56,13 +57,13 @@ FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY
   ORDER BY e.sequence LIMIT :limit)
 """
 
-# The payloads stay inside the database. An id is a UUIDv7: the time of the round, then the last 12 bits of the event's
-# sequence, then random bits. So the ids of a round are in the order of the rows, and 500 rows that are settled together
-# are neighbours in the index of the ids.
+# The payloads stay inside the database. An id is a UUIDv7: the time of the round, the last 12 bits of the event's
+# sequence, then random bits of the round, to which a number of the row is added. So the ids of a round are in the order
+# of the rows, and 500 rows that are settled together are neighbours in the index of the ids.
 _OWED = {
     **NOTIFICATION,
-    "id": "printf('%s%03x-%04x-%012x', :id_head, e.sequence & 0xFFF, 0x8000 | (random() & 0x3FFF), "
-    "random() & 0xFFFFFFFFFFFF)",
+    "id": "printf('%s%03x-%s-%012x', :id_head, e.sequence & 0xFFF, :id_middle, "
+    "(:random + (e.sequence << 20) + (s.rowid & 0xFFFFF)) & 0xFFFFFFFFFFFF)",
     "handler_name": "s.handler_name",
     "state": "'PENDING'",
     "attempts": "0",
@@ -75,7 +76,7 @@ _SUBSCRIBED_AS_S = """
 WITH s AS MATERIALIZED (
   SELECT json_extract(value, '$[0]') AS handler_name, json_extract(value, '$[1]') AS event_type,
     json_extract(value, '$[2]') AS topic, json_extract(value, '$[3]') AS priority,
-    json_extract(value, '$[4]') AS ordered
+    json_extract(value, '$[4]') AS ordered, key AS rowid
   FROM json_each(:subscriptions))
 """
 INSERT_NOTIFICATIONS = f"""
@@ -273,7 +274,7 @@ class SqliteEvents:
         scope = {"namespace": namespace, "handler_name": handler_name}
         sought = {**scope, "types": as_json(types), "since": as_text(since)}
         history = _strings.decode(await self._connections.inspect(HISTORY, sought))
-        owed = {**scope, "now": as_text(now), "id_head": _id_head()}
+        owed = {**scope, "now": as_text(now), **_new_ids()}
         made = 0
         for start in range(0, len(history), PIECE):
             ids = as_json(history[start : start + PIECE])
@@ -287,7 +288,7 @@ def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutRe
         "namespace": request.namespace,
         "now": as_text(request.now),
         "seen_since": as_text(request.seen_since),
-        "id_head": _id_head(),
+        **_new_ids(),
     }
     events: dict[str, int] = {}
     made = 0
@@ -394,6 +395,11 @@ def _subscribed(connection: sqlite3.Connection, scope: Mapping[str, Any]) -> lis
     return _subscriptions.decode(fetch_value(connection, SUBSCRIBED, scope))
 
 
-def _id_head() -> str:
-    """The first 15 characters of a UUIDv7: time and version."""
-    return str(uuid7())[:15]
+def _new_ids() -> dict[str, Any]:
+    """The parts of new ids: the first 15 characters of a UUIDv7, which are time and version, and 62 random bits."""
+    random = machine.random_bits()
+    return {
+        "id_head": str(uuid7())[:15],
+        "id_middle": format(0x8000 | random >> 50, "04x"),
+        "random": random & 0xFFFFFFFFFFFF,
+    }

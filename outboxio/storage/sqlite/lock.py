@@ -31,7 +31,7 @@ from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_json, as_text
 from outboxio.support.clock import utc_now
-from outboxio.support.ids import in_forked_children
+from outboxio.support.machine import in_forked_children
 
 RAISE_TERMS = """
 INSERT INTO eventlog_leases (name, term, owner, acquired_date, released_term)

@@ -318,7 +318,7 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
             None if outcome.next_retry_at is None else as_text(outcome.next_retry_at),
             outcome.error,
         )
-        for outcome in bucket.outcomes
+        for outcome in bucket.by_id
     )
     return SETTLE_WITH_DETAILS, {**parameters, "details": details}
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from outboxio.model.notification import FIRST_REST, RestQuery
+import msgspec
+
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import FIRST_REST, RestQuery, version_awaited
+from outboxio.storage.protocols.operating import DeferredFigures
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED
 from outboxio.storage.sqlite.values import as_text
@@ -23,9 +27,15 @@ UPDATE eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_n
 SET next_retry_at = :now, updated_date = :now
 WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND next_retry_at >= :first
 """
-COUNT = f"SELECT count(*) FROM {BY_DUE} WHERE {_OF_NAME}"
+DEFERRED = f"""
+SELECT json_group_array(json_array(event_type, next_retry_at, number)) FROM (
+  SELECT event_type, next_retry_at, count(*) AS number FROM (
+    SELECT event_type, next_retry_at FROM {BY_DUE} WHERE {_OF_NAME} ORDER BY next_retry_at, sequence LIMIT :most)
+  GROUP BY event_type, next_retry_at)
+"""
 
 _NONE = "[]"
+_groups = msgspec.json.Decoder(list[tuple[str, datetime, int]]).decode
 
 
 class SqliteResting:
@@ -42,7 +52,12 @@ class SqliteResting:
                 woken += await self._connections.write(WAKE, {"ids": ids, "now": as_text(now), "first": first})
         return woken
 
-    async def count(self, namespace: str, names: Sequence[str]) -> int:
-        scope = {"namespace": namespace, "first": as_text(FIRST_REST)}
-        counts = [await self._connections.inspect(COUNT, {**scope, "handler_name": name}) for name in names]
-        return sum(map(int, counts))
+    async def deferred(self, namespace: str, slots: Sequence[Slot], most: int) -> list[DeferredFigures]:
+        scope = {"namespace": namespace, "first": as_text(FIRST_REST), "most": most}
+        names = sorted({slot.handler_name for slot in slots})
+        found = await self._connections.inspect_each([(DEFERRED, {**scope, "handler_name": name}) for name in names])
+        return [
+            DeferredFigures(name, event_type, version_awaited(until), number)
+            for name, groups in zip(names, found, strict=True)
+            for event_type, until, number in _groups(groups)
+        ]

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from outboxio.errors import SchemaMissing
+from outboxio.errors import RightsMissing, SchemaMissing
 from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import SQLITE
 from outboxio.storage.ddl import statements_in
@@ -27,6 +27,8 @@ from outboxio.storage.schema import (
 )
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
+from outboxio.storage.sqlite.values import as_text
+from outboxio.support.clock import utc_now
 
 PREFIX = "eventlog_"
 
@@ -37,7 +39,8 @@ CREATE TABLE IF NOT EXISTS eventlog_schema_versions (
   version INTEGER NOT NULL PRIMARY KEY, file TEXT NOT NULL, applied_date TEXT NOT NULL)
 """
 VERSIONS = "SELECT json_group_array(version) FROM eventlog_schema_versions"
-ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
+ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, ?)"
+APPLIED = "UPDATE eventlog_schema_versions SET applied_date = ? WHERE version = ?"
 
 # SQLite numbers rows only for an INTEGER PRIMARY KEY. And statements name SQLite's own indexes of the first and the
 # second key of a table.
@@ -98,6 +101,9 @@ class SqliteSchema:
             return None
         return f"this process may not write the file {self._path}"
 
+    async def rights_lacking(self) -> dict[str, RightsMissing]:
+        return {}
+
     def _is_still_to_be_made(self) -> bool:
         """True if the file does not exist yet. Opening would make the file, which a check must not do."""
         return self._path is not None and not os.path.exists(self._path) and os.path.isdir(os.path.dirname(self._path))
@@ -118,6 +124,7 @@ class SqliteSchema:
         for file in files:
             for statement in statements_in(file.text):
                 connection.execute(statement)
+            connection.execute(APPLIED, (as_text(utc_now()), file.version))  # the file has SQLite's own clock
         for index in indexes:
             connection.execute(index.statements[0])
         return [*(file.name for file in files), *(index.words for index in indexes)]
@@ -127,7 +134,7 @@ class SqliteSchema:
         refuse_unadoptable(self._shard, "sqlite", found, besides=[key for key, _ in _missing_keys(connection)])
         connection.execute(ADOPT)
         files = files_to_apply(self._shard, "sqlite", found)
-        connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
+        connection.executemany(ADOPTED, [(file.version, file.name, as_text(utc_now())) for file in files])
         return []
 
 

@@ -73,17 +73,25 @@ class Walk(Struct, frozen=True):
     source: str
     condition: str
     order: str
+    has_namespace: bool = True
+    """True if the index holds the namespace. Otherwise rows of other namespaces are passed."""
 
     def reading(self, matches: str, *, only_counts: bool) -> str:
         """The statement that reads a part of the walk. The last row is read only if the part has ``:size`` rows."""
         found = "NULL" if only_counts else "json_group_array(json_array(json_array(one, CAST(two AS TEXT)), id))"
         only_matches = "" if only_counts else "FILTER (WHERE is_match)"
-        columns = "" if only_counts else f", {self.one} AS one, {self.two} AS two, id"
+        keys = f", {self.one} AS one, {self.two} AS two, id"
+        columns = "" if only_counts else keys
         rows = f"FROM {self.source} WHERE {self.condition} ORDER BY {self.order}"
+        last = f"json((SELECT json_array({self.one}, CAST({self.two} AS TEXT)) {rows} LIMIT 1 OFFSET :size - 1))"
+        own = passed = ""
+        if not self.has_namespace:
+            own, columns = " FILTER (WHERE is_own)", f"{keys}, namespace = :namespace AS is_own"
+            matches = f"namespace = :namespace AND {matches}"
+            passed = f", count(*) - count(*){own}, {last}"
+            last = f"json(json_extract(json_group_array(json_array(one, two)){own}, '$[#-1]'))"
         return f"""
-SELECT json_array(count(*), count(*) FILTER (WHERE is_match),
-  json((SELECT json_array({self.one}, CAST({self.two} AS TEXT)) {rows} LIMIT 1 OFFSET :size - 1)),
-  json({found} {only_matches}))
+SELECT json_array(count(*){own}, count(*) FILTER (WHERE is_match), {last}, json({found} {only_matches}){passed})
 FROM (SELECT {matches} AS is_match{columns} {rows} LIMIT :size)
 """
 
@@ -113,7 +121,7 @@ WALKS = {
     (ALL, 0): Walk(
         "event_id", "handler_name", BY_EVENT,
         "(event_id, handler_name) < (:one, :two)",
-        "event_id DESC, handler_name DESC",
+        "event_id DESC, handler_name DESC", has_namespace=False,
     ),
 }  # fmt: skip
 
@@ -123,7 +131,7 @@ SELECT json_group_array(id) FROM (SELECT id FROM eventlog_events INDEXED BY even
 """
 EVENTS_OF_ACTION = """
 SELECT json_group_array(id) FROM (SELECT id FROM eventlog_events INDEXED BY eventlog_idx_events_action_id
-  WHERE action_id = :action_id LIMIT :limit)
+  WHERE action_id = :action_id AND namespace = :namespace LIMIT :limit)
 """
 READ_EVENTS = f"""
 SELECT json_array(count(*), count(*) FILTER (WHERE is_match), NULL,
@@ -183,7 +191,7 @@ class SqliteSearch(WalkedSearch):
         self, namespace: str, walk: str, search: Search, requests: Sequence[Request], *, only_counts: bool
     ) -> Sequence[Chunk]:
         rest = self.rest(walk, search)
-        matches = matching(rest) if walk != ALL else f"namespace = :namespace AND {matching(rest)}"
+        matches = matching(rest)
         scope = parameters_of(namespace, search)
         statements = [
             (

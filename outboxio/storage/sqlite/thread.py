@@ -15,16 +15,28 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from outboxio.errors import TransactionError
 from outboxio.storage.sqlite.connection import Work, roll_back
+from outboxio.support import machine
 
 T = TypeVar("T")
 
-_Receiver = Callable[[Any, BaseException | None], object]
-_Jobs = SimpleQueue[tuple[Work[Any] | None, _Receiver]]
-"""Work with the connection, and the receiver of the result or error. A job without work closes the connection."""
+Receiver = Callable[[Any, BaseException | None], object]
+"""The receiver of a result or error."""
+
+
+class SqliteThread(Protocol):
+    """A thread with a sqlite3 connection, which runs jobs in the order of arrival."""
+
+    def put(self, work: Work[Any] | None, answer: Receiver, /) -> object:
+        """Queue ``work`` with the connection. ``None`` closes the connection, and is the last job."""
+        ...
+
+    def run_blocking(self, work: Work[T], /) -> T:
+        """Queue ``work``, and block the calling thread until the end of the work."""
+        ...
 
 
 class ThreadConnection:
@@ -32,7 +44,7 @@ class ThreadConnection:
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
-        self._jobs: _Jobs | None = None
+        self._thread: SqliteThread | None = None
         self.is_left = False
         """True if a new event loop has taken the connection over."""
         self._when_forgotten: weakref.finalize[..., ThreadConnection]
@@ -42,30 +54,28 @@ class ThreadConnection:
 
         Example: ``rows = await connection.submit(lambda sqlite: sqlite.execute("SELECT 1").fetchall())``
         """
-        jobs = self._running()
+        thread = self._running()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[T] = loop.create_future()
-        jobs.put((work, partial(_answer, loop, ended)))
+        thread.put(work, partial(_answer, loop, ended))
         return ended
 
     def run_blocking(self, work: Work[T]) -> T:
         """Run ``work`` in the thread, and block the event loop until the end of the work."""
-        ended: Future[T] = Future()
-        self._running().put((work, partial(_settle, ended)))
-        return ended.result()
+        return self._running().run_blocking(work)
 
     async def close(self) -> None:
         """Close the connection after all earlier jobs."""
-        if (jobs := self._leave()) is not None:
+        if (thread := self._leave()) is not None:
             loop = asyncio.get_running_loop()
             closed: asyncio.Future[None] = loop.create_future()
-            jobs.put((None, partial(_answer, loop, closed)))
+            thread.put(None, partial(_answer, loop, closed))
             await closed
 
     def drop(self) -> None:
         """Close the connection after all earlier jobs, and do not wait for the end."""
-        if (jobs := self._leave()) is not None:
-            jobs.put((None, _ignore))
+        if (thread := self._leave()) is not None:
+            thread.put(None, _ignore)
 
     def successor(self) -> ThreadConnection:
         """The same connection for the next event loop, with the open transaction of the former loop rolled back.
@@ -74,37 +84,55 @@ class ThreadConnection:
         """
         self.is_left = True
         successor = ThreadConnection(self._connect)
-        if self._jobs is not None:
-            jobs = self._leave()
-            assert jobs is not None
-            successor._take_over(jobs)
-            jobs.put((roll_back, _ignore))
+        if self._thread is not None:
+            thread = self._leave()
+            assert thread is not None
+            successor._take_over(thread)
+            thread.put(roll_back, _ignore)
         return successor
 
-    def _running(self) -> _Jobs:
+    def _running(self) -> SqliteThread:
         if self.is_left:
             raise TransactionError(
                 "this transaction is over: its outbox was closed, or the event loop that it began in"
             )
-        return self._start() if self._jobs is None else self._jobs
+        return self._start() if self._thread is None else self._thread
 
-    def _start(self) -> _Jobs:
-        jobs: _Jobs = SimpleQueue()
-        # A daemon thread lets the interpreter exit. The thread refers only to the queue, so this object can be freed.
-        threading.Thread(target=_serve, args=(self._connect, jobs), name="outboxio sqlite", daemon=True).start()
-        self._take_over(jobs)
-        return jobs
+    def _start(self) -> SqliteThread:
+        thread = (machine.sqlite_thread or RealThread)(self._connect)
+        self._take_over(thread)
+        return thread
 
-    def _take_over(self, jobs: _Jobs) -> None:
-        self._jobs = jobs
-        self._when_forgotten = weakref.finalize(self, jobs.put, (None, _ignore))
+    def _take_over(self, thread: SqliteThread) -> None:
+        self._thread = thread
+        self._when_forgotten = weakref.finalize(self, thread.put, None, _ignore)
         self._when_forgotten.atexit = False
 
-    def _leave(self) -> _Jobs | None:
-        jobs, self._jobs = self._jobs, None
-        if jobs is not None:
+    def _leave(self) -> SqliteThread | None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._when_forgotten.detach()
-        return jobs
+        return thread
+
+
+_Jobs = SimpleQueue[tuple[Work[Any] | None, Receiver]]
+
+
+class RealThread:
+    """A daemon thread, which lets the interpreter exit."""
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        # The thread refers only to the queue, so the objects of its owner can be freed.
+        threading.Thread(target=_serve, args=(connect, self._jobs), name="outboxio sqlite", daemon=True).start()
+
+    def put(self, work: Work[Any] | None, answer: Receiver, /) -> None:
+        self._jobs.put((work, answer))
+
+    def run_blocking(self, work: Work[T], /) -> T:
+        ended: Future[T] = Future()
+        self.put(work, partial(_settle, ended))
+        return ended.result()
 
 
 def _serve(connect: Callable[[], sqlite3.Connection], jobs: _Jobs) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import TracebackType
 from typing import Any
 
 from outboxio.errors import PoolExhausted, TransactionError
+from outboxio.support import machine
 from outboxio.support.aio import Waiters
 from outboxio.support.log import log_of
 
@@ -44,18 +44,22 @@ class Turn:
             await self._waiters.wait(self._serve_next)
         self.is_taken = True
         self._owner = asyncio.current_task()
-        self._taken_at = time.monotonic()
+        self._taken_at = machine.monotonic()
 
     def pass_on(self) -> None:
         """Give the turn to the next task."""
         self._owner = None
         self._serve_next()
 
+    def stop_timer(self) -> None:
+        """Leave no timer behind: the database is closed."""
+        self._waiters.stop_timer()
+
     def _serve_next(self, served: None = None) -> None:
         self.is_taken = self._waiters.serve(None)
 
     def _exhausted(self) -> PoolExhausted:
-        held = time.monotonic() - self._taken_at
+        held = machine.monotonic() - self._taken_at
         return PoolExhausted(self._shard, self._where, size=1, in_use=1, held=held, timeout=self._timeout)
 
     def _tell_wait(self, seconds: float) -> None:

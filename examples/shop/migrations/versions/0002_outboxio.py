@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    outboxio.upgrade(op, to=9)
+    outboxio.upgrade(op, to=10)
 
 
 def downgrade() -> None:

@@ -1,0 +1,7 @@
+"""Deterministic simulation: an application's processes in virtual time, with faults that a seed chooses."""
+
+from outboxio.testing.simulation.failure import SimulationFailed
+from outboxio.testing.simulation.simulate import simulate
+from outboxio.testing.simulation.world import Process, World
+
+__all__ = ["Process", "SimulationFailed", "World", "simulate"]

@@ -1,0 +1,61 @@
+"""The scenarios, each with the same seeds in every run, so that a failure is the fault of the change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outboxio.testing.simulation import SimulationFailed
+from outboxio.testing.simulation.simulate import Simulation
+from tests.kit.sources import ROOT
+from tests.simulation.__main__ import command
+from tests.simulation.scenarios import SCENARIOS, STEADY_CLOCK
+from tests.simulation.sharing import partitions
+
+SEEDS = 23
+SHARED_SEEDS = 24
+REPEATED = "operators", 7
+TIMES = 10
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_promises_hold_with_every_seed(scenario: str) -> None:
+    played = SCENARIOS[scenario]
+    with played.simulation() as simulation:
+        for seed in range(SEEDS):
+            try:
+                simulation.check(seed)
+            except SimulationFailed as failed:
+                pytest.fail(f"{failed}\n\nRepeat it: {command(scenario, seed)}", pytrace=False)
+
+
+def test_partitions_are_shared_evenly_after_the_last_fault() -> None:
+    # After a clock was set back, a process that has died counts as a member until the clock has caught up.
+    with Simulation(partitions, faults=STEADY_CLOCK) as simulation:
+        for seed in range(1, 4 * SHARED_SEEDS, 4):  # the other seeds kill at any time, and nothing would be steady
+            simulation.check(seed)
+
+
+def test_a_seed_repeats_its_trace_in_every_interpreter() -> None:
+    scenario, seed = REPEATED
+    with SCENARIOS[scenario].simulation() as simulation:
+        hashes = {simulation.play(seed, record=True).hash for _ in range(TIMES)}
+    assert hashes == _hashes_of_new_interpreter("1") == _hashes_of_new_interpreter("2")
+    assert len(hashes) == 1
+
+
+def test_a_failing_seed_names_the_command_that_repeats_it() -> None:
+    assert command("ordered", 17) == "python -m tests.simulation --scenario ordered --seed 17"
+
+
+def _hashes_of_new_interpreter(hash_seed: str) -> set[str]:
+    scenario, seed = REPEATED
+    ran = subprocess.run(
+        [sys.executable, *command(scenario, seed).split()[1:], "--repeat", "1"], cwd=ROOT, capture_output=True,
+        text=True, check=True, env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    [line] = [line for line in ran.stdout.splitlines() if line.startswith(f"{scenario} {seed}: ")]
+    return set(line.split()[2:])

@@ -1,0 +1,53 @@
+"""``make test`` runs the tests in parts; together they select each test, and no result is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from tests.__main__ import PARTS, ROOT, Part, Result, quick
+from tests.kit.servers import DIALECTS
+
+SUMMARY = "....\n\n===== databases, brokers and programs =====\nsqlite: SQLite 3\nepmd: NOT TESTED, missing\n"
+
+
+def test_the_counts_of_a_part_are_those_of_pytest() -> None:
+    result = Result(1, f"{SUMMARY}1 failed, 30 passed, 2 skipped, 7 deselected, 3 errors in 61.20s (0:01:01)\n")
+
+    assert result.counts == Counter(failed=1, passed=30, skipped=2, error=3)
+    assert result.found == {"sqlite: SQLite 3", "epmd: NOT TESTED, missing"}
+    assert not result.has_passed
+
+
+def test_a_part_without_a_summary_is_an_error() -> None:
+    assert Result(-9, "....").counts == Counter(error=1)
+    assert Result(3, "1 passed in 2.00s\n").counts == Counter(passed=1, error=1)
+
+
+def test_a_part_that_selects_no_test_has_passed() -> None:
+    assert Result(5, "9 deselected in 2.00s\n").has_passed
+
+
+def test_each_file_is_in_one_part_of_each_dialect_and_in_one_without_a_database() -> None:
+    """Besides the part by engine, which runs some files once more."""
+    files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
+    parts = [part for part in PARTS if not part.environ]
+
+    for dialect, mark in [*((dialect, "database") for dialect in DIALECTS), ("sqlite", "not database")]:
+        of_dialect = [part for part in parts if part.dialect == dialect and mark in part.arguments]
+        assert Counter(file for part in of_dialect for file in files if has(part, file)) == Counter(files), dialect
+
+
+def has(part: Part, file: Path) -> bool:
+    folders = [argument for argument in part.arguments if argument.startswith("tests/")]
+    ignored = [one.removeprefix("--ignore=") for one in part.arguments if one.startswith("--ignore=")]
+    return any(map(file.is_relative_to, folders or ["tests"])) and not any(map(file.is_relative_to, ignored))
+
+
+def test_the_quick_parts_share_the_files() -> None:
+    for cores in (1, 2, 5):
+        shares = [part.arguments[2:] for part in quick(cores)]
+        assert len(shares) == cores
+        files = Counter(file for share in shares for file in share)
+        assert files["tests/unit/test_parts.py"] == 1
+        assert set(files.values()) == {1}
