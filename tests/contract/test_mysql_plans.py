@@ -486,12 +486,19 @@ async def cost(on: LoopConnection, work: Callable[[], Awaitable[Any]], how: str 
 
 
 async def costs(database: MysqlDatabase, polls: Polls) -> dict[str, int]:
-    """The rows that each poll reads. Each poll must find the expected rows."""
+    """The rows that each poll reads. Each poll must find the expected rows.
+
+    Soon after many rows were found, due rows are read by another statement; of the two, the larger number counts.
+    """
     reads = {}
     await polls._settled_ids()
     for name, (loop, poll, expected) in POLLS.items():
-        found, reads[name] = await cost(getattr(database, loop), lambda poll=poll: poll(polls))
-        assert found == expected, name
+        reads[name] = 0
+        for many_until in (float("-inf"), float("inf")) if name.startswith("finding") else (0,):
+            database.notifications._many_until = many_until
+            found, number = await cost(getattr(database, loop), lambda poll=poll: poll(polls))
+            assert found == expected, name
+            reads[name] = max(reads[name], number)
     return reads
 
 
