@@ -197,6 +197,11 @@ class Finder:
             cursor.sweep_soon()
         return bool(owing)
 
+    def sweep_all(self) -> None:
+        """Rows became due behind unknown scan positions: make the next reads sweeps, also after a sweep."""
+        for cursor in self._cursors:
+            cursor.sweep_soon()
+
     def sweep_names(self, names: Collection[str]) -> None:
         """Rows of these handler names became due behind the scan positions."""
         for cursor in self._cursors:

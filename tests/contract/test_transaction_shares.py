@@ -11,8 +11,9 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, EventEnvelope, HandlerFailed, Outbox, RetryPolicy, Settings, Unprocessable
+from outboxio.model.notification import BEGINNING
 from tests.kit.app import Journal, MoneyDeposited, WalletOpened, eventually
-from tests.kit.inside import database_of
+from tests.kit.inside import database_of, run_of
 from tests.kit.marks import needs_many_writers
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import Gate, counters, deposits
@@ -184,8 +185,9 @@ async def test_where_there_is_one_transaction_everybody_has_a_turn(
 
 @needs_many_writers
 async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_it_ends(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    outbox = await make_outbox()  # by the real time: a retry is due later
     monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 2))
     let_go, quick = asyncio.Event(), Journal()
     inside = 0
@@ -213,6 +215,39 @@ async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_i
         let_go.set()
         await eventually(lambda: inside > 1)
         await eventually(lambda: counters(outbox).succeeded == 15)
+
+
+@needs_many_writers
+async def test_a_row_of_a_stuck_run_runs_again_soon_where_sweeps_are_slow(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep has left the row out while the run was stuck, and the next sweep may not begin by itself."""
+    outbox = await make_outbox()  # by the real time: the scan position moves on
+    stuck = Gate()
+
+    @outbox.handler(Slow, name="stuck", delivery="transactional", timeout="100ms", retry=RetryPolicy(base="10ms"))
+    async def handle(envelope: Envelope) -> None:
+        try:
+            await stuck(envelope)
+        except asyncio.CancelledError:
+            await stuck(envelope)
+
+    async with outbox.running():
+        await slow_down(outbox, 1)
+        await eventually(lambda: counters(outbox).stuck == 1)
+        finder, find = run_of(outbox).dispatcher._finder, run_of(outbox).signals.find
+        monkeypatch.setattr(finder.pace, "allows", lambda now: False)
+
+        def has_moved_on() -> bool:
+            find.set()
+            return all(cursor.scan.long_ago > BEGINNING for cursor in finder._cursors)
+
+        await eventually(has_moved_on)
+        finder.sweep_all()
+        find.set()
+        await eventually(lambda: all(cursor.sweeps for cursor in finder._cursors))
+        stuck.open()
+        await eventually(lambda: counters(outbox).succeeded == 1)
 
 
 @needs_many_writers
