@@ -1180,6 +1180,19 @@ async def test_locks_whose_terms_cannot_be_raised_are_given_back(tmp_path: Path)
         await other.close()
 
 
+async def test_no_lock_is_kept_after_a_failed_release(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.05)
+    fanout = LockName("ns", "fanout")
+    async with migrated(path) as database:
+        lock = database.cluster_lock("me", "channel", 5)
+        await lock.acquire([DISPATCH, fanout])
+        with writing_elsewhere(path), pytest.raises(sqlite3.OperationalError, match="locked"):
+            await lock.release([DISPATCH])
+
+        assert (await lock.acquire([DISPATCH, fanout])).keys() == {DISPATCH, fanout}
+        await lock.close()
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from outboxio.testing.simulation import SimulationFailed
 from outboxio.testing.simulation.simulate import Simulation
 from tests.kit.sources import ROOT
 from tests.simulation.__main__ import command
-from tests.simulation.scenarios import SCENARIOS, STEADY_CLOCK
+from tests.simulation.scenarios import SCENARIOS
 from tests.simulation.sharing import partitions
 
 SEEDS = 23
@@ -33,8 +33,7 @@ def test_the_promises_hold_with_every_seed(scenario: str) -> None:
 
 
 def test_partitions_are_shared_evenly_after_the_last_fault() -> None:
-    # After a clock was set back, a process that has died counts as a member until the clock has caught up.
-    with Simulation(partitions, faults=STEADY_CLOCK) as simulation:
+    with Simulation(partitions) as simulation:
         for seed in range(1, 4 * SHARED_SEEDS, 4):  # the other seeds kill at any time, and nothing would be steady
             simulation.check(seed)
 

@@ -114,10 +114,13 @@ class SqliteClusterLock:
             if held:
                 leases = as_json(name.lease for name in held)
                 await self._connections.write(GIVE_BACK, {"names": leases, "owner": self._owner})
-        finally:
-            for name in held:
-                if (lock := self._held.pop(name, None)) is not None:
-                    lock.release()
+        except BaseException:
+            # After an error the lock manager counts no lock as held, and takes all of them again.
+            self._release_all()
+            raise
+        for name in held:
+            if (lock := self._held.pop(name, None)) is not None:
+                lock.release()
 
     async def listen(self, heard: Callable[[str], None]) -> None:
         """Never call ``heard``: SQLite cannot wake processes, so processes poll."""
