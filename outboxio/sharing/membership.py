@@ -211,9 +211,12 @@ class Membership:
             if is_new:
                 self._tell()  # the other processes give partitions away for this process
         leases = {self._name(slot).lease: slot for slot in self._share.slots}
-        asked_at = time()
-        view = await repository.view(self._namespace, now - timedelta(seconds=2 * self._member.heartbeat), list(leases))
-        self._share.see(view.instances, {leases[name]: lease for name, lease in view.leases.items()}, asked_at)
+        asked_at, alive_for = time(), timedelta(seconds=2 * self._member.heartbeat)
+        view = await repository.view(self._namespace, now - alive_for, list(leases))
+        # After the database's clock was set back, the last row of a dead process is dated in the future. A live process
+        # writes a new row at the latest a heartbeat after it has followed the clock.
+        alive = [one for one in view.instances if one.last_seen_date < now + alive_for]
+        self._share.see(alive, {leases[name]: lease for name, lease in view.leases.items()}, asked_at)
         self._signals.locks.set()  # the share decides with the newest view
 
     async def _tell_names(self, repository: PartitionRepository) -> None:

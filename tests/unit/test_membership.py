@@ -1,0 +1,66 @@
+"""Which rows of ``instances`` count as members."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from outboxio.loops.signals import Signals
+from outboxio.model.lock_name import Slot
+from outboxio.sharing.membership import Member, Membership
+from outboxio.sharing.partition_share import PartitionShare
+from outboxio.storage.protocols import ClusterView, Instance, PartitionCount, SeenLease
+from outboxio.support.clock import ShardClock
+
+NOON = datetime(2026, 1, 1, 12)
+HEARTBEAT = timedelta(seconds=5)
+
+
+class WatchedShare(PartitionShare):
+    def __init__(self) -> None:
+        super().__init__("me", spreads_all=False)
+        self.heed(("score",), {"score": PartitionCount("score", 4, 4, NOON)}, 0.0)
+        self.seen: set[str] = set()
+
+    def see(self, instances: Sequence[Instance], leases: Mapping[Slot, SeenLease], now: float) -> None:
+        self.seen = {one.instance for one in instances}
+        super().see(instances, leases, now)
+
+
+class Repository:
+    """The rows of ``instances``: name and date."""
+
+    def __init__(self, **rows: datetime) -> None:
+        self._rows = rows
+
+    async def seen(self, namespace: str, instance: Instance) -> None: ...
+
+    async def view(self, namespace: str, seen_since: datetime, leases: Sequence[str]) -> ClusterView:
+        rows = [Instance(name, ("score",), date) for name, date in self._rows.items() if date > seen_since]
+        return ClusterView(rows, {})
+
+
+class Control:
+    def is_sick(self, now: float) -> bool:
+        return False
+
+
+async def members(**rows: datetime) -> set[str]:
+    share, repository, control = WatchedShare(), Repository(**rows), Control()
+    parts: tuple[Any, ...] = (repository, share, ShardClock(lambda: NOON), Signals())
+    ignored: dict[str, Any] = {"control": control, "tell": lambda: None, "unowned": asyncio.sleep}
+    member = Member("app", "me", [], HEARTBEAT.total_seconds(), is_woken=True)
+    await Membership(member, *parts, **ignored).look_once()
+    return share.seen
+
+
+async def test_a_process_is_a_member_for_two_heartbeats() -> None:
+    assert await members(alive=NOON - HEARTBEAT, dead=NOON - 3 * HEARTBEAT) == {"alive"}
+
+
+async def test_a_dead_process_is_no_member_after_the_clock_was_set_back() -> None:
+    slightly_ahead, set_back = NOON + HEARTBEAT, NOON + timedelta(hours=1)
+
+    assert await members(alive=slightly_ahead, dead=set_back) == {"alive"}
