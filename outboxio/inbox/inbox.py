@@ -16,7 +16,7 @@ from msgspec import Struct
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
-from outboxio.inbox.inline import Consumption, InlineRunner, Message, Received
+from outboxio.inbox.inline import Consumption, InlineRunner, Message, OtherPayload, Received
 from outboxio.inbox.many import Messages, OnInvalid, checked_all
 from outboxio.inbox.message import Given, MessageParts, hash_of, parts_of
 from outboxio.invocation.claim import TakenByAnother
@@ -214,6 +214,10 @@ class Inbox:
         is retried as usual, so that the message can be acknowledged. A handler that raises :class:`Unavailable` gets
         the message later, and has used up no attempt.
 
+        The same id with a different payload is a CONFLICT, and no handler runs. If two payloads of an id come at the
+        same time, the second one stops with CONFLICT at the first handler that has handled the other payload. Until
+        then a handler that is not transactional may run with both payloads.
+
         The message is stored, and handled in its turn, for
 
         * ordered handlers, batch handlers, and handlers that run at most once,
@@ -247,9 +251,11 @@ class Inbox:
             )
         seen = await inline.seen(inbound, handlers)
         if any(row.payload_hash != inbound.payload_hash for row in seen.values()):
-            self._count_conflict(inbound.source, inbound.external_id)
-            return Consumption(status=Received.CONFLICT)
-        return await self._consume(inline, inbound, handlers, seen, stores=on_error == "store")
+            return self._conflict(inbound)
+        try:
+            return await self._consume(inline, inbound, handlers, seen, stores=on_error == "store")
+        except OtherPayload:
+            return self._conflict(inbound)
 
     async def _consume(
         self,
@@ -271,7 +277,9 @@ class Inbox:
                 waiting.append(handler)
             elif (error := await inline.run(message, handler)) is None:
                 succeeded.append(handler.name)
-            elif issubclass(type(error), TakenByAnother):  # isinstance() would read the error's __class__
+            elif issubclass(type(error), OtherPayload):  # isinstance() would read the error's __class__
+                raise error
+            elif issubclass(type(error), TakenByAnother):
                 done.append(handler.name)
             elif stores and issubclass(type(error), Unavailable):
                 waiting.append(handler)
@@ -301,6 +309,10 @@ class Inbox:
             target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
         )
         return Message(given.source, given.external_id, hash_of(record), action, record)
+
+    def _conflict(self, message: Message) -> Consumption:
+        self._count_conflict(message.source, message.external_id)
+        return Consumption(status=Received.CONFLICT)
 
     def _count_conflict(self, source: str, external_id: str) -> None:
         self.conflicts += 1

@@ -68,7 +68,8 @@ class Consumption(Struct, frozen=True, kw_only=True):
 
     * RECEIVED if a handler had not handled the message before;
     * DUPLICATE if all handlers had handled the message before;
-    * CONFLICT if the id was consumed before with a different payload, which is kept. No handler was run.
+    * CONFLICT if the id was consumed with a different payload, before or at the same time. That payload is kept, and
+      no further handler runs with this one.
     """
 
     status: Received
@@ -80,6 +81,10 @@ class Consumption(Struct, frozen=True, kw_only=True):
     """Handlers that will handle the message later, as an event."""
     failed: Mapping[str, BaseException] = {}
     """Handlers that have failed, with the error of each."""
+
+
+class OtherPayload(TakenByAnother):
+    """The handler has handled a message with this id and a different payload, perhaps while it ran here."""
 
 
 class Message(Struct, frozen=True):
@@ -292,6 +297,7 @@ class InlineRunner:
         return await self._write_row(session, message, handler_name, self._clock())
 
     async def _write_row(self, session: Session, message: Message, handler_name: str, now: datetime) -> bool:
+        """Write the handler's row; True if the row is new. Raises :class:`OtherPayload`."""
         row = ConsumeResult(
             message.source,
             message.external_id,
@@ -300,7 +306,10 @@ class InlineRunner:
             message.payload_hash,
             now,
         )
-        return (await session.consume(row)).event_id == message.event.id
+        found = await session.consume(row)
+        if found.payload_hash != message.payload_hash:
+            raise OtherPayload
+        return found.event_id == message.event.id
 
     def _consumer(self, handler_name: str) -> str:
         return LockName(self._namespace, "consume", handler_name).lease

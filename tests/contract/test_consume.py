@@ -319,6 +319,72 @@ async def test_two_at_once_have_one_effect(outbox: Outbox, look: Look) -> None:
     assert sorted(one.status for one in done) == ["DUPLICATE"] * 3 + ["RECEIVED"]
 
 
+async def test_a_payload_stops_at_a_handler_that_handled_the_other(outbox: Outbox) -> None:
+    handled: list[tuple[str, int]] = []
+    first_waits, second_is_done = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler(MoneyDeposited, name="receipt")
+    async def receipt(envelope: Envelope) -> None:
+        if envelope.event.amount == 1:
+            first_waits.set()
+            await second_is_done.wait()
+        handled.append(("receipt", int(envelope.event.amount)))
+
+    @outbox.handler(MoneyDeposited, name="audit", priority=1)
+    async def audit(envelope: Envelope) -> None:
+        handled.append(("audit", int(envelope.event.amount)))
+
+    first = asyncio.create_task(outbox.inbox.consume(**message(1)))
+    await first_waits.wait()
+    second = await outbox.inbox.consume(**message(2))
+    second_is_done.set()
+
+    assert (second.status, (await first).status) == (Received.RECEIVED, Received.CONFLICT)
+    assert handled == [("receipt", 2), ("audit", 2), ("receipt", 1)]
+    assert outbox.inbox.conflicts == 1
+
+
+@pytest.mark.above_statements(False)
+async def test_transactional_handlers_handle_one_of_two_payloads(outbox: Outbox) -> None:
+    handled: set[tuple[str, int]] = set()
+    meets_the_other(outbox)
+    for name in ("books", "audit"):
+
+        @outbox.handler(MoneyDeposited, name=name, delivery="transactional", priority=1)
+        async def handle(envelope: Envelope, name: str = name) -> None:
+            handled.add((name, int(envelope.event.amount)))
+
+    calls = (outbox.inbox.consume(**message(amount)) for amount in (1, 2))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+
+    [conflict] = [result for result in results if not isinstance(result, BaseException)]
+    assert conflict.status == Received.CONFLICT
+    assert [type(result) for result in results if result is not conflict] == [ExceptionGroup]
+    assert len(handled) == 2
+    assert len({amount for _, amount in handled}) == 1
+
+
+@pytest.mark.above_statements(False)
+async def test_one_of_two_failed_payloads_is_stored(outbox: Outbox, look: Look) -> None:
+    meets_the_other(outbox)
+
+    calls = (outbox.inbox.consume(**message(amount), on_error="store") for amount in (1, 2))
+    results = await asyncio.gather(*calls)
+
+    assert sorted(result.status for result in results) == ["CONFLICT", "RECEIVED"]
+    assert len(await look.notifications()) == 1
+
+
+def meets_the_other(outbox: Outbox) -> None:
+    """Add a first handler that fails as soon as it runs for two calls: both have found the message to be new."""
+    both = asyncio.Barrier(2)
+
+    @outbox.handler(MoneyDeposited, name="meeting")
+    async def meet(envelope: Envelope) -> None:
+        await both.wait()
+        raise ValueError("both are here")
+
+
 async def test_what_a_plain_handler_emits_commits_with_its_mark(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(WalletOpened, name="follow-up")(journal)
