@@ -45,6 +45,7 @@ from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
+from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.ids import ProcessName
@@ -222,7 +223,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         Beside this outbox's own ``running()`` the call waits until no notification is due. While another process holds
         the locks, the call waits for that process. After ``timeout`` (default: never) the call raises
         :class:`DrainTimeout`; handlers that still run are cancelled then, which uses up no attempt. Inside a handler or
-        a transaction of this outbox the call would wait for itself, and raises :class:`WaitsForItself`.
+        a transaction of this outbox the call would wait for itself, and raises :class:`WaitsForItself`. Raises
+        :class:`DatabaseUnavailable` if a shard cannot be reached, is locked, or closes the connection.
 
         Example::
 
@@ -283,7 +285,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         :class:`RightsMissing`, :class:`SchemaNewer`, :class:`SameDatabase`.
         """
         for shard in self._shards.values():
-            await shard.database.schema.check()
+            with as_unavailable(shard.database):
+                await shard.database.schema.check()
         await refuse_same_database(list(self._shards.values()))
 
     async def health(self) -> Health:

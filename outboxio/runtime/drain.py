@@ -21,6 +21,7 @@ from outboxio.runtime.lock_manager import standby_pause
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.statistics.counters import Counters
+from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import shared_fields
 
@@ -38,18 +39,24 @@ class Drained(Struct, frozen=True):
 
 
 async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
-    """Drain a shard. Raises :class:`DrainTimeout` after ``deadline``, a moment of the event loop's clock."""
+    """Drain a shard.
+
+    Raises :class:`DrainTimeout` after ``deadline``, a moment of the event loop's clock, and
+    :class:`DatabaseUnavailable` for temporary errors of the database.
+    """
     run, beside_loops = shard.work, shard.work is not None
     if run is None:
         roles = Roles(fanout=True, handling=shard.environment.settings.handling_enabled)
-        await shard.prepare(roles)
+        with as_unavailable(shard.database):
+            await shard.prepare(roles)
         run = shard.start_run(roles, drains=True)
     before = _totals(run)
     limit = asyncio.timeout_at(deadline)
     try:
         with shared_fields(**shard.log_fields):
             async with limit:
-                await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
+                with as_unavailable(shard.database):
+                    await (_drain_beside_loops(run) if beside_loops else _drain_alone(run))
     except TimeoutError as error:
         if limit.expired():
             raise DrainTimeout(run.name) from error

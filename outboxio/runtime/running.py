@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -13,6 +12,7 @@ from outboxio.runtime.environment import Roles
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
+from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import log_of
 
@@ -87,7 +87,7 @@ class Running:
         try:
             for shard in self._shards:
                 try:
-                    with _as_unavailable(shard):
+                    with as_unavailable(shard.database):
                         await shard.prepare(self._roles)
                     ready.append(shard)
                 except DatabaseUnavailable as error:
@@ -96,7 +96,7 @@ class Running:
             for shard in ready:
                 self._runs.append(shard.start_run(self._roles))
                 try:
-                    with _as_unavailable(shard):
+                    with as_unavailable(shard.database):
                         await self._runs[-1].announcer.announce_if_due()
                 except DatabaseUnavailable as error:
                     down[shard.name] = error
@@ -176,19 +176,6 @@ class RunHandle(Generic[T]):
     ) -> None:
         assert self._leave is not None
         await to_the_end(self._leave())
-
-
-@contextmanager
-def _as_unavailable(shard: ShardRuntime) -> Generator[None]:
-    """Raise :class:`DatabaseUnavailable` for an error of the driver that passes, such as a lock or a full disk."""
-    try:
-        yield
-    except DatabaseUnavailable:
-        raise
-    except Exception as error:
-        if shard.database.is_transient(error) or shard.database.is_unreachable(error):
-            raise DatabaseUnavailable(shard.name, "its database", str(error) or type(error).__name__) from error
-        raise
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -28,10 +26,11 @@ from outboxio import (
 )
 from outboxio.storage import Shard
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang, opened
+from tests.kit.fragile import breakable, late
 from tests.kit.inside import cursors_of, dispatcher_of
 from tests.kit.leaks import Leaks
 from tests.kit.processes import ROOT
-from tests.kit.proxy import Proxy, proxy_to
+from tests.kit.proxy import proxy_to
 from tests.kit.spies import nothing_is_handed_over, watch
 
 pytestmark = pytest.mark.above_statements
@@ -583,66 +582,6 @@ def _run_script(url: str, body: str) -> subprocess.CompletedProcess[str]:
 def impatient_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer waits for a shorter time than usual, so that these tests are quick."""
     monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.3)
-
-
-class Fragile:
-    """A database that breaks, or arrives, when told to."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    async def breaks(self) -> None: ...
-    async def is_mended(self) -> None: ...
-    async def arrives(self) -> None: ...
-
-
-@asynccontextmanager
-async def breakable(url: str) -> AsyncIterator[Fragile]:
-    """A server that can go down, or an SQLite file that a foreign process can lock."""
-    if urlsplit(url).scheme == "sqlite":
-        import sqlite3
-
-        other = sqlite3.connect(urlsplit(url).path[1:], isolation_level=None, timeout=5)
-        database = Fragile(url)
-
-        async def lock() -> None:
-            other.execute("BEGIN IMMEDIATE")
-
-        async def unlock() -> None:
-            other.execute("ROLLBACK")
-
-        database.breaks, database.is_mended = lock, unlock  # type: ignore[method-assign]
-        try:
-            yield database
-        finally:
-            other.close()
-        return
-    async with proxy_to(url) as proxy:
-        database = Fragile(proxy.url)
-        database.breaks, database.is_mended = proxy.stop, proxy.start  # type: ignore[method-assign]
-        yield database
-
-
-@asynccontextmanager
-async def late(url: str, folder: Path) -> AsyncIterator[Fragile]:
-    """A server that is not there yet; an SQLite file in a folder that is not there yet."""
-    if urlsplit(url).scheme == "sqlite":
-        path = Path(urlsplit(url).path[1:])
-        database = Fragile(f"sqlite:///{folder / 'later' / path.name}")
-
-        async def arrive() -> None:
-            (folder / "later").symlink_to(path.parent)
-
-        database.arrives = arrive  # type: ignore[method-assign]
-        yield database
-        return
-    proxy = Proxy(url)
-    database = Fragile(proxy.url)
-    database.arrives = proxy.start  # type: ignore[method-assign]
-    try:
-        yield database
-    finally:
-        await proxy.stop()
 
 
 @pytest.mark.real_time("measures how long leaving takes")

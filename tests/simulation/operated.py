@@ -135,7 +135,7 @@ class Drained(Application):
             while not process.leaving.is_set():
                 [(last,)] = self.world.fetch("SELECT coalesce(max(sequence), 0) FROM eventlog_events")
                 now = as_text(utc_now())
-                with suppress(DatabaseUnavailable, sqlite3.OperationalError):
+                with suppress(DatabaseUnavailable):
                     await outbox.drain()
                     self.left += self._left(last, now)
                 await asyncio.sleep(process.host.random.random() ** 3 * 0.2)
