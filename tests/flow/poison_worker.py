@@ -3,13 +3,15 @@
 ``python -m tests.flow.poison_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
 ``begun`` and ``done`` with handler and number, ``buried`` (a hook), ``asked`` (the table of recorded starts), ``left``.
 ``poison``: the numbers of the events for which a handler ends the process, ``how``: by ``os._exit`` or a fault. Where
-``crash_in_hook`` is set, the hook does it.
+``crash_in_hook`` is set, the hook does it. ``holds_after``: the number of runs after which each further run waits
+until this process leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -43,12 +45,17 @@ def add_handler(
     batch: int | None = None,
     hook: bool = False,
     crash_in_hook: bool = False,
+    holds_after: int | None = None,
     **options: Any,
 ) -> None:
+    runs = itertools.count(1)
+
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
         number = int(envelope.event.amount)
         report("begun", handler=name, number=number, attempt=envelope.attempt)
         await asyncio.sleep(sleep)
+        if holds_after is not None and next(runs) > holds_after:
+            await envelope.stopping.wait()
         if options.get("delivery") == "transactional":
             await envelope.tx.execute(sql(envelope.tx, EFFECT), number)
         if number in poison:

@@ -199,7 +199,7 @@ async def test_killing_healthy_processes_makes_nothing_dead(
     """Each process is killed with rows in flight, with a few more rows done than its predecessor."""
     mail = {"name": "mail", "sleep": 0.02}
     for done in (20, 30, 5, 40):
-        worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
+        worker = await supervisor.start({**mail, "holds_after": done}, concurrency=10, purge_enabled=False)
         await worker.until("done", done)
         worker.kill()
         await eventually(lambda: worker.is_gone)  # noqa: B023  # awaited here
@@ -215,8 +215,8 @@ async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
     """In the middle of its work."""
-    mail = {"name": "mail", "sleep": 0.02}
     for done in (20, 40):
+        mail = {"name": "mail", "sleep": 0.02, "holds_after": done}
         worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
         await worker.until("done", done)
         await worker.leave()

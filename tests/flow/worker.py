@@ -9,6 +9,7 @@ standard input lets the handlers with a gate through; its end means that the tes
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -112,9 +113,15 @@ def add_handler(
     refuses: tuple[int, ...] = (),
     emits: bool = False,
     blocks: float = 0,
+    holds_after: int | None = None,
     **options: Any,
 ) -> None:
-    """Add a handler that reports; ``options`` are options of ``outbox.handler``."""
+    """Add a handler that reports; ``options`` are options of ``outbox.handler``.
+
+    ``holds_after``: the number of runs after which each further run waits until this process leaves, so that a test
+    that kills the process, or asks it to leave, is never too late to find work under way.
+    """
+    numbers = itertools.count(1)
 
     @outbox.handler(MoneyDeposited, name=name, aliases=aliases, **options)
     async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
@@ -125,6 +132,8 @@ def add_handler(
         if gated:
             await gate.wait()
         await asyncio.sleep(sleep)
+        if holds_after is not None and next(numbers) > holds_after:
+            await envelope.stopping.wait()
         if amount in fails_on:
             raise ValueError(f"{name} refuses {amount}")
         if amount in refuses:
