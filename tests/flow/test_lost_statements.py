@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ from outboxio.support.ids import uuid7
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.private_servers import PrivateMysql, PrivatePostgres, private_server
-from tests.kit.probes import open_transaction
+from tests.kit.probes import open_transaction, run_on
 from tests.kit.proxy import proxy_to
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.spies import nothing_is_handed_over
@@ -83,13 +82,6 @@ async def obstacle(look: Look, kinds: dict[str, str], **where: str) -> AsyncIter
         if look.driver == "aiomysql":
             await mysql.fetch(connection, "UNLOCK TABLES")
         await end()
-
-
-async def run_on(connection: Any, statement: str) -> None:
-    if hasattr(connection, "cursor") and not hasattr(connection, "fetchval"):
-        await mysql.fetch(connection, statement)
-    else:
-        await connection.execute(statement)
 
 
 async def kill_in_the_middle(acts: ServerActs, words: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,10 +20,10 @@ from outboxio.storage.mysql import driver as mysql_driver
 from outboxio.storage.mysql.connection import waits_for as mysql_waits_for
 from outboxio.storage.postgres.connection import OurConnection
 from outboxio.storage.protocols import Database
-from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened, turns
 from tests.kit.inside import database_of
 from tests.kit.private_servers import pgbouncer_to
-from tests.kit.probes import doing
+from tests.kit.probes import doing, open_transaction, run_on
 from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.server_acts import acts_on
 
@@ -65,6 +65,15 @@ async def sleep(tx: Transaction, seconds: float) -> None:
     await tx.fetchval(SLEEP[driver].format(seconds))
 
 
+async def work_until(tx: Transaction, holds: Callable[[], bool]) -> None:
+    """Send statements that take long until the condition holds.
+
+    A process that does not get the processor during a statement asks no question about it.
+    """
+    while not holds():
+        await sleep(tx, 2)
+
+
 def at_once(outbox: Outbox, number: int) -> Any:
     """So many concurrent actions."""
     return asyncio.gather(
@@ -90,9 +99,8 @@ async def test_actions_fail_in_seconds_on_connections_that_fell_silent_and_the_n
         assert "no answer for" in str(told[0])
         assert isinstance(told[0].__cause__, Exception)
 
-        # The third was idle meanwhile, and nobody has to wait on it to find out.
-        async with asyncio.timeout(3):
-            assert await at_once(outbox, 3) == [None] * 3
+        # The third was idle meanwhile. An action that got it would fail as well.
+        assert await at_once(outbox, 3) == [None] * 3
         assert len(await rows.events()) == 6
 
 
@@ -165,10 +173,7 @@ async def test_a_server_that_answers_nobody_is_found_out_as_well(server_url: str
 async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None:
     async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
         asked = count_questions(outbox)
-
-        await outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
-
-        assert len(asked) >= 2
+        await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(asked) >= 2)))
 
 
 @pytest.mark.real_time("an action is idle for longer than an answer may take")
@@ -176,17 +181,19 @@ async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None
 async def test_an_action_that_does_something_else_for_long_is_let_go_on(server_url: str, rows: Look) -> None:
     """The action's session is idle, rightly."""
     async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
+        asked = count_questions(outbox)
+
+        def both_were_asked_about() -> bool:
+            return any(len(numbers) >= 2 for numbers in asked)
 
         async def act(tx: Transaction) -> None:
             await sleep(tx, 0)
-            await asyncio.sleep(2)
+            await eventually(both_were_asked_about)
             await sleep(tx, 0)
 
-        asked = count_questions(outbox)
         # The server is asked because of the other one, and says of both what they do.
-        working = outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
+        working = outbox.executor.execute(doing(lambda tx: work_until(tx, both_were_asked_about)))
         await asyncio.gather(outbox.executor.execute(doing(act)), working)
-        assert any(len(numbers) >= 2 for numbers in asked)
         assert len(await rows.events()) == 2
 
 
@@ -197,8 +204,7 @@ async def test_a_statement_through_a_proxy_that_shares_sessions_is_let_go_on(pos
     with pgbouncer_to(postgres_url) as through:
         async with opened(Outbox(postgres_url, namespace="app")), Outbox(through, namespace="app") as outbox:
             asked = count_questions(outbox)
-            await outbox.executor.execute(doing(lambda tx: sleep(tx, 2)))
-            assert len(asked) >= 2
+            await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(asked) >= 2)))
 
 
 def count_questions(outbox: Outbox) -> list[Any]:
@@ -278,9 +284,11 @@ def socket_of(connection: Any) -> Any:
     return transport.get_extra_info("socket")
 
 
-@pytest.mark.real_time("a statement sleeps in the server")
-async def test_what_a_driver_waits_for_is_seen(server_url: str) -> None:
+async def test_what_a_driver_waits_for_is_seen(server_url: str, rows: Look) -> None:
     """The same token for as long as an answer is awaited, and a new token for the next statement."""
+    await rows.fetch("CREATE TABLE waits (number INT PRIMARY KEY)")
+    await rows.fetch("INSERT INTO waits VALUES (0), (1), (2)")
+    acts = acts_on(server_url)
     async with (
         opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox,
         outbox.transaction("Look") as tx,
@@ -289,23 +297,30 @@ async def test_what_a_driver_waits_for_is_seen(server_url: str) -> None:
         connection, seen = tx.connection, {None}
         for number in range(3):
             assert waits_for(connection) is None
-            waiting = asyncio.create_task(see(tx, with_argument=number > 0))
-            await eventually(lambda: waits_for(connection) not in seen)
-            token = waits_for(connection)
-            await asyncio.sleep(0.05)
-            assert waits_for(connection) == token
+            async with open_transaction(rows) as (holder, end):
+                await run_on(holder, ROW.format(number))
+                waiting = asyncio.create_task(see(tx, number))
+                await eventually(lambda: acts.held_up("FROM waits"))
+                token = waits_for(connection)
+                assert token not in seen
+                await turns()
+                assert waits_for(connection) == token
+                await end()
             seen.add(token)
             await waiting
         assert waits_for(connection) is None
 
 
-async def see(tx: Transaction, *, with_argument: bool) -> None:
-    if isinstance(tx.connection, OurConnection) and with_argument:
-        await tx.execute("SELECT pg_sleep($1)", 0.3)
-    elif isinstance(tx.connection, OurConnection):
-        await tx.connection.execute("SELECT pg_sleep(0.3)")
+ROW = "SELECT number FROM waits WHERE number = {} FOR UPDATE"
+
+
+async def see(tx: Transaction, number: int) -> None:
+    if not isinstance(tx.connection, OurConnection):
+        await tx.fetchval(ROW.format(number))
+    elif number:
+        await tx.execute(ROW.format("$1"), number)
     else:
-        await sleep(tx, 0.3)
+        await tx.connection.execute(ROW.format(number))
 
 
 def waits_for(connection: Any) -> Any:

@@ -197,6 +197,14 @@ async def open_transaction(look: Look) -> AsyncIterator[tuple[Any, Callable[[], 
         await connection.close()
 
 
+async def run_on(connection: Any, statement: str) -> None:
+    """Run a statement on a connection of `open_transaction`."""
+    if isinstance(connection, aiomysql.Connection):
+        await mysql.fetch(connection, statement)
+    else:
+        await connection.execute(statement)
+
+
 async def _busy_sessions(url: str) -> list[str]:
     async with mysql.connected(url) as connection:
         # information_schema.innodb_trx is a cache, which is renewed only after 0.1 s without a question.
