@@ -227,6 +227,15 @@ def own_redis() -> OwnRedis:
 
 
 @pytest.fixture
+def patient_pages() -> Iterator[None]:
+    """The pages of dashboards wait for a busy machine; by themselves they give up after 2 s."""
+    from tests.kit.dashboards import patient_pages
+
+    with patient_pages():
+        yield
+
+
+@pytest.fixture
 def in_process() -> Iterator[None]:
     """For tests that run a program in their own process, which it may configure: the process is restored."""
     with restored():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from outboxio.dashboard import Access
 from tests.kit.busy import fill
@@ -40,6 +40,7 @@ def busy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chromium() -> Iterator[Browser]:
     """The browser. It ends with the module: its event loop would be in the way of tests with coroutines."""
     program = programs.need("chromium")
+    expect.set_options(timeout=60_000)  # milliseconds; 5 s by default, which a busy machine may need for a page
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=OPTIONS)
         yield browser

@@ -61,13 +61,13 @@ def test_without_javascript_everything_that_matches_is_retried_with_progress(new
 
     expect(page).to_have_url(re.compile(r"/operations/"))
     operation_page = page.url.removeprefix(site.url)
-    looker.go_patiently(operation_page)
+    looker.go(operation_page)
     expect(page.get_by_role("progressbar")).to_be_visible()
     for _ in range(300):
         if page.locator(".state", has_text="DONE").count():
             break
         page.wait_for_timeout(200)
-        looker.go_patiently(operation_page)
+        looker.go(operation_page)
     expect(page.locator("main")).to_contain_text("5,000 changed")
     [operation] = site.run(lambda outbox: outbox.admin.operations(limit=1))
     assert (operation.actor, operation.origin, operation.done) == ("ada@example.org", "dashboard", MANY)
@@ -80,11 +80,10 @@ def test_the_progress_of_an_order_is_seen_without_reloading(new_site: NewSite, l
     looker = look(site)
     looker.page.add_init_script("localStorage.setItem('outboxio-every', '2')")
     operation = site.run(lambda outbox: outbox.admin.retry(FAILED_PDF, background=True))
-    page = looker.go_patiently(f"operations/{operation.id}")
+    page = looker.go(f"operations/{operation.id}")
 
     expect(page.locator("main")).to_contain_text("5,000 changed", timeout=LATER)
     expect(page.locator(".state", has_text="DONE")).to_be_visible(timeout=LATER)
-    looker.forgive_slowness()  # of the refreshes
 
 
 def test_the_button_says_how_many_are_ticked(site: Site, look: Look) -> None:

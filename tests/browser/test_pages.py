@@ -92,6 +92,6 @@ def test_every_link_of_every_page_leads_somewhere(seen: dict[str, Seen], looker:
             if link.startswith(looker.site.url) and link not in asked and len(asked) < 150:
                 asked.add(link)
                 answer = looker.page.request.get(link)
-                if answer.status not in (200, 504):  # 504: the page is there, and a busy machine was too slow for it
+                if answer.status != 200:
                     broken.append(f"{name}: {link} {answer.status}")
     assert not broken

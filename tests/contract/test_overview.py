@@ -29,7 +29,11 @@ from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, ru
 from tests.kit.proxy import proxy_to
 from tests.kit.spies import counters
 
-pytestmark = [pytest.mark.with_tables, pytest.mark.above_statements]
+pytestmark = [
+    pytest.mark.with_tables,
+    pytest.mark.above_statements,
+    pytest.mark.usefixtures("patient_pages"),
+]
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]

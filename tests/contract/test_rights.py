@@ -24,6 +24,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.dashboards import browser, send_form
 from tests.kit.inside import database_of
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 PAGE = Path(__file__).parents[2] / "docs" / "operate" / "security.md"
 HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
 ROLES = ("app_producer", "app_worker", "app_operator")

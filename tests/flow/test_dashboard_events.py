@@ -27,6 +27,8 @@ from tests.kit.busy import fill, open_shop
 from tests.kit.dashboards import browser, send_form
 from tests.kit.rows import EventRow, Row, at, insert
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 ADMIN = Access.admin("ada@example.org")
 VIEWER = Access.viewer("grace@example.org")
 MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d")

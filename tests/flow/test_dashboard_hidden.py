@@ -16,6 +16,8 @@ from outboxio.model.notification import State
 from outboxio.operations.overview.values import Finding
 from tests.kit.dashboards import browser, send_form
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 SECRET = "4929-1234"
 ON_CALL = Access("eve", can={"retry", "skip"})
 LISTS = ("/dead", "/notifications")

@@ -25,6 +25,8 @@ from tests.kit.busy import fill, open_shop
 from tests.kit.dashboards import browser
 from tests.kit.inside import database_of
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 DEAD = Filter(states=("DEAD", "EXPIRED"))
 
 

@@ -26,6 +26,8 @@ from tests.kit.inside import fresh_overview
 from tests.kit.jobs import ran
 from tests.kit.storage import Store
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 ADA = "ada@example.org"
 Fields = Mapping[str, str | Sequence[str]]
 

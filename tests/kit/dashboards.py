@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import httpx
+from msgspec.structs import replace
+
+from outboxio.dashboard import app as app_module
+from outboxio.dashboard import asked, lists
 
 BASE = "http://outbox.test"
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 _TOKEN = re.compile(r'name="csrf" value="([^"]+)"')
+
+
+PATIENCE = 60.0
+
+
+@contextmanager
+def patient_pages() -> Iterator[None]:
+    """Let each dashboard that the block makes wait for a minute, where pages otherwise give up after 1 to 6 s.
+
+    A machine that is busy, or that stops the process for some seconds, is not a database that does not answer.
+    """
+    pages = [replace(route, patience=PATIENCE) for route in app_module.PAGES]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(app_module, "PAGES", pages))
+        for module in (asked, lists, import_module("outboxio.dashboard.pages.overview")):
+            stack.enter_context(mock.patch.object(module, "PATIENCE", PATIENCE))
+        event = import_module("outboxio.dashboard.pages.event")
+        stack.enter_context(mock.patch.object(event, "TREE_PATIENCE", PATIENCE))
+        yield
 
 
 @asynccontextmanager

@@ -39,21 +39,6 @@ class Looker:
         assert answer.status == 200, f"{path}: {answer.status}\n{self.page.inner_text('body')}"
         return self.page
 
-    def go_patiently(self, path: str) -> Page:
-        """Open a page of a database that works hard: a page that takes longer than 2 s says so, and is asked again."""
-        for _ in range(30):
-            answer = self.page.goto(self.site.url + path)
-            assert answer is not None
-            if answer.status != 504:
-                break
-        assert answer.status == 200, f"{path}: {answer.status}\n{self.page.inner_text('body')}"
-        self.forgive_slowness()
-        return self.page
-
-    def forgive_slowness(self) -> None:
-        """Forget that a page or a refresh took longer than 2 s, because the database works hard."""
-        self.complaints = [one for one in self.complaints if "status of 504" not in one]
-
     def faults(self, rules: Sequence[str] = ()) -> list[str]:
         """What axe-core calls serious or critical on the page. ``rules``: only these; all by default."""
         self.page.evaluate(AXE)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from outboxio import Outbox
 from outboxio.dashboard import Dashboard
 from tests.kit.busy import open_shop
+from tests.kit.dashboards import patient_pages
 
 T = TypeVar("T")
 
@@ -85,8 +86,9 @@ class Site:
 def served(database: str, *, root_path: str = "", **options: Any) -> Iterator[Site]:
     """The application with the dashboard, while the block lasts. ``options``: of ``Dashboard``."""
     site = Site(database, options, root_path)
-    site.start()
-    try:
-        yield site
-    finally:
-        site.stop()
+    with patient_pages():
+        site.start()
+        try:
+            yield site
+        finally:
+            site.stop()
