@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 from uuid import uuid4
@@ -13,6 +12,7 @@ import pytest
 
 from outboxio import EventEnvelope, Outbox, Transaction
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened
+from tests.kit.complaints import complaints
 from tests.kit.probes import MakeOutbox, doing, written
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.sql import sql
@@ -212,7 +212,7 @@ async def test_neither_loops_nor_handlers_fail_because_a_table_of_outboxio_chang
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE TEXT")
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE VARCHAR(255)")
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE TEXT")
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert complaints(caplog) == []
     assert {record.attempts for record in await outbox.admin.list(handler="plain")} == {1}
     assert {record.attempts for record in await outbox.admin.list(handler="transactional")} == {1}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from functools import partial
@@ -33,6 +32,7 @@ from outboxio import (
 from outboxio.sync import Producer
 from tests.kit import mysql
 from tests.kit.app import Look
+from tests.kit.complaints import complaints
 
 CONVERTERS = {**conversions, FIELD_TYPE.JSON: json.loads, FIELD_TYPE.DATETIME: str, FIELD_TYPE.LONGLONG: str}
 
@@ -145,8 +145,7 @@ async def use_every_feature(outbox: Outbox, seen: Seen) -> None:
 
 
 def problems_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    return [text for text in texts if "handler 'failing' failed" not in text]
+    return [text for text in complaints(caplog) if "handler 'failing' failed" not in text]
 
 
 @pytest.mark.one_of_family

@@ -30,8 +30,10 @@ pytestmark = pytest.mark.above_statements
 StartWorker = Callable[..., Awaitable[Worker]]
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
-HEARTBEAT = 0.5
-BLOCKS = 3 * HEARTBEAT  # seconds: longer than a silent session may live
+#: A machine that stops a process for 3 s does not end the session with the locks, which may be silent for 3.6 s.
+HEARTBEAT = 2.0
+BLOCKS = 2.25 * HEARTBEAT  # seconds: longer than a silent session may live
+SHORT = 0.5  # a heartbeat where the locks may be lost
 FANOUT, DISPATCH = "app/fanout", "app/dispatch/report"
 RECEIPT = LockName("app", "dispatch", "report")
 
@@ -71,7 +73,7 @@ def lines(worker: Worker) -> list[str]:
 async def test_a_handler_that_blocks_for_long_runs_once_and_keeps_its_lock(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
-    handler = {"name": "report", "blocks": 6 * HEARTBEAT}
+    handler = {"name": "report", "blocks": BLOCKS}
     holder, standby = await a_pair(start_worker, server_url, handler, lock_heartbeat=HEARTBEAT)
 
     await producer.executor.execute(Emit((1,)))
@@ -88,10 +90,10 @@ async def test_short_blocks_in_a_row_repeat_nothing(
     handler = {"name": "report", "blocks": HEARTBEAT / 2}
     holder, standby = await a_pair(start_worker, server_url, handler, lock_heartbeat=HEARTBEAT)
 
-    await producer.executor.execute(Emit(tuple(range(8))))
+    await producer.executor.execute(Emit(tuple(range(6))))
 
-    await eventually(lambda: all_succeeded(rows, 8))
-    assert sorted(holder.amounts) == list(range(8))
+    await eventually(lambda: all_succeeded(rows, 6))
+    assert sorted(holder.amounts) == list(range(6))
     assert standby.amounts == []
     assert holder.of("lost") == []
 
@@ -103,7 +105,7 @@ async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(
         outbox.handler(MoneyDeposited, name="report")(Journal())
         async with outbox.running():
             await eventually(lambda: locks_of(outbox).holds(RECEIPT))
-            for _ in range(3):
+            for _ in range(2):
                 time.sleep(BLOCKS)  # noqa: ASYNC251  # the block is the point
                 assert locks_of(outbox).holds(RECEIPT), "nothing else has run since the loop was blocked"
                 await asyncio.sleep(0.05)
@@ -112,17 +114,24 @@ async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(
 @pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_session_that_ended_while_the_loop_was_blocked_is_not_believed_in(server_url: str, rows: Look) -> None:
     acts = acts_on(server_url)
-    settings = Settings(lock_heartbeat=HEARTBEAT)
+    settings = Settings(lock_heartbeat=SHORT)
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
         outbox.handler(MoneyDeposited, name="report")(Journal())
         async with outbox.running():
             await eventually(lambda: locks_of(outbox).holds(RECEIPT))
             ended = threading.Thread(target=end_lock_session, args=(acts, acts.own_sessions(outbox)["lock"]))
             ended.start()
-            time.sleep(BLOCKS)  # noqa: ASYNC251  # the block is the point
-            assert not locks_of(outbox).holds(RECEIPT)
-            ended.join()
+            ended.join()  # which blocks the event loop
+            locks, loop = locks_of(outbox), asyncio.get_running_loop()
+            block_until(lambda: locks._lock.proof is None and loop.time() >= locks._trusted_until)
+            assert not locks.holds(RECEIPT)
             await eventually(lambda: locks_of(outbox).holds(RECEIPT))
+
+
+def block_until(holds: Callable[[], bool]) -> None:
+    """Block the event loop until a different thread has made the condition true."""
+    while not holds():
+        time.sleep(0.01)
 
 
 def end_lock_session(acts: ServerActs, session: int) -> None:
@@ -133,7 +142,7 @@ async def test_a_process_whose_loop_never_comes_back_is_replaced(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     """As long as a handler may run, and then for as long as a session may be silent."""
-    options = {"lock_heartbeat": HEARTBEAT, "handler_timeout": 2 * HEARTBEAT}
+    options = {"lock_heartbeat": SHORT, "handler_timeout": 2 * SHORT}
     holder = await start_worker(server_url, {"name": "report", "blocks": 3600}, **options)
     await holder.until_running(FANOUT, DISPATCH)
     standby = await start_worker(server_url, {"name": "report"}, **options)
@@ -143,7 +152,7 @@ async def test_a_process_whose_loop_never_comes_back_is_replaced(
 
     blocked_at = (await holder.until("call"))[0]["at"]
     taken_at = (await standby.until("taken", lock=DISPATCH))[0]["at"]
-    assert taken_at - blocked_at > 2 * HEARTBEAT
+    assert taken_at - blocked_at > 2 * SHORT
     await eventually(lambda: all_succeeded(rows, 1))
     [line] = [line for line in lines(holder) if "has not run for" in line]
     assert "running: report (" in line
@@ -159,8 +168,8 @@ async def test_over_a_given_pool_each_process_runs_a_blocking_handler_at_most_on
     """The sessions are lost, because they need the event loop; the outcome of a run is remembered, and written in the
     end.
     """
-    handler = {"name": "report", "blocks": 5 * HEARTBEAT}
-    options = {"lock_heartbeat": HEARTBEAT, "given_pool": True}
+    handler = {"name": "report", "blocks": 5 * SHORT}
+    options = {"lock_heartbeat": SHORT, "given_pool": True}
     pair = await a_pair(start_worker, server_url, handler, **options)
 
     await producer.executor.execute(Emit((1, 2)))
@@ -238,13 +247,12 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_the_log_names_the_handler_that_blocks_and_its_line(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox = await make_outbox(settings=Settings(lock_heartbeat=HEARTBEAT))
-    other = Journal()
+    outbox, other = await make_outbox(), Journal()
 
     @outbox.handler(MoneyDeposited, name="crunches")
     async def crunches(envelope: EventEnvelope[MoneyDeposited]) -> None:
         await other.calls(1)
-        time.sleep(BLOCKS)  # noqa: ASYNC251  # the block is the point
+        time.sleep(1.5)  # noqa: ASYNC251  # the block is the point
 
     @outbox.handler(MoneyDeposited, name="waits")
     async def waits(envelope: EventEnvelope[MoneyDeposited]) -> None:
@@ -254,14 +262,15 @@ async def test_the_log_names_the_handler_that_blocks_and_its_line(
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: counters(outbox).succeeded == 2)
-        assert counters(outbox).standstills == 1
+        assert counters(outbox).standstills >= 1
 
-    [line] = warnings_in(caplog)
-    assert line.startswith("the event loop stood still for 1.")
-    assert f"; running: crunches ({__file__}:" in line
+    # A busy machine may stop the process as well: that is a different line, or this one if the handler is on.
+    [line] = [line for line in warnings_in(caplog) if f"; running: crunches ({__file__}:" in line]
     assert "in crunches)" in line
     assert "waits" not in line
-    assert "asyncio.to_thread" in line
+    assert line.startswith("this process stood still for ") or (
+        line.startswith("the event loop stood still for ") and "asyncio.to_thread" in line
+    )
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
@@ -270,7 +279,7 @@ async def test_a_blocked_loop_shows_nothing_of_the_driver_s_insides(
     server_url: str, source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sessions that were idle, or in the middle of the transaction that writes an outcome with its events."""
-    settings = Settings(lock_heartbeat=HEARTBEAT)
+    settings = Settings(lock_heartbeat=SHORT)
     async with acts_on(server_url).pool() as pool:
         outbox = Outbox(server_url if source == "url" else pool, namespace="app", settings=settings)
         async with opened(outbox):
@@ -278,13 +287,18 @@ async def test_a_blocked_loop_shows_nothing_of_the_driver_s_insides(
             @outbox.handler(MoneyDeposited, name="report")
             async def report(envelope: EventEnvelope[MoneyDeposited]) -> None:
                 envelope.emit(WalletOpened(envelope.event.wallet_id))
-                time.sleep(BLOCKS)  # noqa: ASYNC251  # the block is the point
+                time.sleep(3 * SHORT)  # noqa: ASYNC251  # the block is the point
 
             async with outbox.running():
                 await outbox.executor.execute(Emit((1, 2)))
                 await eventually(lambda: counters(outbox).succeeded == 2)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
-    known = ("the event loop stood still", "the session that holds the cluster locks has ended", "were refused")
+    known = (
+        "the event loop stood still",
+        "this process stood still",
+        "the session that holds the cluster locks has ended",
+        "were refused",
+    )
     assert [line for line in warnings_in(caplog) if not any(words in line for words in known)] == []
 
 
@@ -320,11 +334,11 @@ SCRIPT = """
 import asyncio, gc, os, sys, threading, time
 from outboxio import Outbox, Settings
 from outboxio.model.lock_name import LockName
-from tests.kit.app import Emit, Journal, MoneyDeposited
+from tests.kit.app import Emit, Journal, MoneyDeposited, eventually
 from tests.kit.inside import locks_of
 
 def make(name):
-    outbox = Outbox({url!r}, namespace="app", settings=Settings(lock_heartbeat=0.5))
+    outbox = Outbox({url!r}, namespace="app", settings=Settings(lock_heartbeat={heartbeat}))
     outbox.handler(MoneyDeposited, name=name)(journal)
     return outbox
 
@@ -343,13 +357,14 @@ outbox = make("report")
 """
 
 
-def script(url: str, body: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(SCRIPT.format(url=url)) + textwrap.dedent(body)]
+def script(url: str, body: str, heartbeat: float = SHORT) -> list[str]:
+    head = SCRIPT.format(url=url, heartbeat=heartbeat)
+    return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)]
 
 
-def run(url: str, body: str) -> tuple[int, list[str], str]:
+def run(url: str, body: str, heartbeat: float = SHORT) -> tuple[int, list[str], str]:
     """Run such a script, and return its exit code, its output and its warnings."""
-    done = subprocess.run(script(url, body), cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(script(url, body, heartbeat), cwd=ROOT, capture_output=True, text=True, timeout=30)
     return done.returncode, done.stdout.split(), done.stderr
 
 
@@ -428,7 +443,8 @@ FORKS = """
                 os._exit(9)
         _, status = await asyncio.to_thread(os.waitpid, child_s, 0)
         print("child", os.waitstatus_to_exitcode(status))
-        await asyncio.sleep(1.5)
+        ended_at = time.monotonic()
+        await eventually(lambda: locks._lock.proof is None or locks._lock.proof.sent_at > ended_at)
         await outbox.executor.execute(Emit((2,)))
         await journal.calls(2)
         print("gains", locks.gains, locks.holds(LockName("app", "dispatch", "report")))
@@ -439,6 +455,6 @@ FORKS = """
 
 async def test_a_forked_child_has_a_thread_of_its_own_and_leaves_the_parent_s_alone(server_url: str) -> None:
     """The child has copies of the parent's sockets, and of all objects that may close the sockets."""
-    code, said, complaints = await asyncio.to_thread(run, server_url, FORKS)
+    code, said, complaints = await asyncio.to_thread(run, server_url, FORKS, HEARTBEAT)
     assert (code, said[:4]) == (0, ["entered", "entered", "child", "0"]), complaints
     assert said[4:] == ["gains", "3", "True"], complaints  # two locks taken, and trusted once

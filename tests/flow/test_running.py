@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import subprocess
 import sys
 import textwrap
@@ -26,6 +25,7 @@ from outboxio import (
 )
 from outboxio.storage import Shard
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang, opened
+from tests.kit.complaints import complaints
 from tests.kit.fragile import breakable, late
 from tests.kit.inside import cursors_of, dispatcher_of
 from tests.kit.leaks import Leaks
@@ -142,7 +142,7 @@ async def test_entering_while_another_task_leaves_waits_for_it(
         group.create_task(second())
         asyncio.get_running_loop().call_later(0.05, slow.let_go.set)
     await leaks.nothing_is_left(POOL)
-    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert complaints(caplog) == []
 
 
 async def test_entering_while_a_drain_is_under_way_waits_for_it(make_outbox: MakeOutbox, leaks: Leaks) -> None:
@@ -190,7 +190,7 @@ async def test_an_immediate_leave_is_clean(
             for _ in range(turns):
                 await asyncio.sleep(0)
         await leaks.nothing_is_left()
-    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert complaints(caplog) == []
 
 
 async def test_closing_ends_running_first(database_url: str, leaks: Leaks) -> None:
@@ -264,7 +264,7 @@ async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started
 
     assert slow.ended == slow.started.amounts == [1]
     assert await look.states() == {"SUCCEEDED": 1, "PENDING": 1}
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert complaints(caplog) == []
 
 
 async def test_a_handler_that_sees_stopping_can_end_by_itself(make_outbox: MakeOutbox, look: Look) -> None:

@@ -106,12 +106,11 @@ async def test_everything_is_done_in_the_thread(lock: ThreadedLock, inner: Inner
 
 @pytest.mark.real_time("the event loop is truly blocked")
 async def test_the_thread_beats_while_the_application_s_loop_is_blocked(lock: ThreadedLock) -> None:
-    first = await begin(lock)
+    await begin(lock)
+    lock._longest_block = 60.0  # for a machine that stops the process meanwhile
     blocked_at = time.monotonic()
-    time.sleep(3 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
-    assert lock.proof is not None
-    assert lock.proof.sent_at - first.sent_at > HEARTBEAT
-    assert lock.proof.sent_at > blocked_at
+    while lock.proof is None or lock.proof.sent_at <= blocked_at:
+        time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
@@ -119,13 +118,16 @@ async def test_a_loop_that_stands_still_for_too_long_is_beaten_for_no_more(
     lock: ThreadedLock, inner: Inner, caplog: pytest.LogCaptureFixture
 ) -> None:
     await begin(lock)
-    await asyncio.sleep(0.1)
-    blocked_at = time.monotonic()
-    time.sleep(10 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
-    assert lock.proof is not None
-    assert lock.proof.sent_at - blocked_at < 8 * HEARTBEAT
-    assert [r.levelname for r in caplog.records if "are given up" in r.getMessage()] == ["ERROR"]
+
+    def given_up() -> list[str]:
+        return [record.levelname for record in caplog.records if "are given up" in record.getMessage()]
+
+    while not given_up():
+        time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
     beats = inner.calls.count("heartbeat")
+    time.sleep(3 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
+    assert inner.calls.count("heartbeat") == beats
+    assert given_up() == ["ERROR"]
     await eventually(lambda: inner.calls.count("heartbeat") > beats)  # the loop goes on, and so does the thread
 
 
