@@ -517,7 +517,7 @@ async def test_transactional_handlers_of_messages_leave_connections_to_actions(
     await asyncio.sleep(0.5)
     inside = gate.inside
     try:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):  # without a connection it would wait until the gate is open
             await outbox.executor.execute(Emit((1,)))
     finally:
         gate.open()

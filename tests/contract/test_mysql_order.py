@@ -21,7 +21,7 @@ from outboxio.storage.mysql.database import MysqlDatabase
 from outboxio.storage.protocols import FanoutRequest, FanoutResult, NewNotification, TransactionLost
 from outboxio.support.fair_share import FairShare
 from tests.kit import inside, mysql
-from tests.kit.app import WALLETS, Look, opened
+from tests.kit.app import WALLETS, Look, eventually, opened
 from tests.kit.probes import open_transaction
 
 pytestmark = pytest.mark.with_tables
@@ -142,11 +142,11 @@ async def test_locked_types_whose_turn_it_is_cause_no_busy_loop(outbox: Outbox, 
 
 
 class Between:
-    """Delays the statement that claims, before the driver sends the statement (0), or before a branch (1, 2, ...)."""
+    """Holds the statement that claims up, before the driver sends the statement (0), or before a branch (1, 2, ...)."""
 
-    def __init__(self, connection: Any, part: int) -> None:
-        self.began = asyncio.Event()
-        self._part = part
+    def __init__(self, connection: Any, part: int, lock: str) -> None:
+        self.began, self.goes_on = asyncio.Event(), asyncio.Event()
+        self._part, self._lock = part, lock
         self._send = connection._execute_command
         connection._execute_command = self._slowly
 
@@ -156,28 +156,38 @@ class Between:
         if parts[0].startswith("START") and "events_undelivered" in parts[0]:
             self.began.set()
             if self._part:
-                # A SLEEP for each row of a table: an expression without rows would be evaluated before all branches.
-                parts.insert(self._part, "(SELECT 0, '', 0, 0 FROM eventlog.schema_versions WHERE SLEEP(0.15) > 0)")
+                # A column in the lock's name: an expression without rows would be evaluated before all branches.
+                waits = f"GET_LOCK(CONCAT('{self._lock}', 0 * version), 60)"
+                parts.insert(self._part, f"(SELECT 0, '', 0, 0 FROM eventlog.schema_versions WHERE {waits} < 0)")
                 statement = " UNION ALL ".join(parts).encode()
             else:
-                await asyncio.sleep(0.6)
+                await self.goes_on.wait()
         await self._send(command, statement)
 
 
-async def fan_out_with_commits_between(outbox: Outbox, part: int, *commits: tuple[type[Event], str | None]) -> None:
-    fanout = database_of(outbox)._fanout
+async def fan_out_with_commits_between(
+    outbox: Outbox, look: Look, part: int, *commits: tuple[type[Event], str | None]
+) -> None:
+    fanout, lock = database_of(outbox)._fanout, uuid4().hex
     await fanout.ready()
-    between = Between(fanout._connection, part)
-    fanning_out = asyncio.create_task(fan_out(outbox))
-    await between.began.wait()
-    await asyncio.sleep(0.1)
-    for cls, topic in commits:
-        await emit(outbox, cls, "k", topic)
-    assert not fanning_out.done(), "it did not wait in the middle"
+    between = Between(fanout._connection, part, lock)
+    async with mysql.connected(look.url) as holder:
+        await mysql.fetch(holder, f"SELECT GET_LOCK('{lock}0', 60)")
+
+        async def is_held_up() -> bool:
+            return any(lock in str(one["Info"]) and one["State"] == "User lock" for one in await mysql.sessions(holder))
+
+        fanning_out = asyncio.create_task(fan_out(outbox))
+        await between.began.wait()
+        if part:
+            await eventually(is_held_up)
+        for cls, topic in commits:
+            await emit(outbox, cls, "k", topic)
+        assert not fanning_out.done(), "it did not wait in the middle"
+        between.goes_on.set()
     await fanning_out
 
 
-@pytest.mark.real_time("commits come while a statement sleeps in the server")
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("classes", [(First, Second), (Second, First), (First, Third), (Third, First)])
 async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
@@ -186,44 +196,41 @@ async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     for cls in EVENTS:
         await emit(outbox, cls, "another")
-    await fan_out_with_commits_between(outbox, part, *((cls, None) for cls in classes))
+    await fan_out_with_commits_between(outbox, look, part, *((cls, None) for cls in classes))
     assert await overtaken(look) == []
     await fan_out(outbox)
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_topic(outbox: Outbox, look: Look) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
     await subscribe(outbox, "plain", topics=("audit",))
     for cls in (First, Second):
         await emit(outbox, cls, "another")
     await emit(outbox, Third, "another", "audit")
-    await fan_out_with_commits_between(outbox, 2, (First, None), (Second, "audit"))
+    await fan_out_with_commits_between(outbox, look, 2, (First, None), (Second, "audit"))
     assert await overtaken(look) == []
     await fan_out(outbox)
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothing_before(
     outbox: Outbox, look: Look
 ) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
     await subscribe(outbox, "plain", topics=("audit",))
     await emit(outbox, Third, "another", "audit")
-    await fan_out_with_commits_between(outbox, 0, (First, None), (Second, "audit"))
+    await fan_out_with_commits_between(outbox, look, 0, (First, None), (Second, "audit"))
     assert await overtaken(look) == []
     await fan_out(outbox)
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-@pytest.mark.real_time("commits come while a statement sleeps in the server")
 async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outbox: Outbox, look: Look) -> None:
     """Between the question which keys wait and the claim, the first event of a type can be committed."""
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     await emit(outbox, Second, "another")
-    await fan_out_with_commits_between(outbox, 0, (First, None), (Second, None))
+    await fan_out_with_commits_between(outbox, look, 0, (First, None), (Second, None))
     assert await overtaken(look) == []
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 

@@ -502,8 +502,7 @@ def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
 async def test_a_reader_sees_committed_rows_and_never_waits(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         await session.insert_events(action(), [event()])
-        async with asyncio.timeout(3):
-            assert await asyncio.create_task(in_file.events.count_undelivered("ns")) == 0
+        assert await asyncio.create_task(in_file.events.count_undelivered("ns")) == 0
         await session.commit()
         assert await in_file.events.count_undelivered("ns") == 1
 
@@ -578,10 +577,10 @@ async def test_the_driver_s_connection_comes_with_its_transaction_begun(database
 async def test_a_transaction_in_which_nothing_was_done_asks_for_no_lock(in_file: SqliteDatabase, path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        async with asyncio.timeout(3), in_file.session() as session:
+        async with in_file.session() as session:
             await session.begin(soon=True)
             await session.commit()
-        async with asyncio.timeout(3), in_file.session() as session:
+        async with in_file.session() as session:
             await session.begin(soon=True)
             await session.rollback()
         other.execute("ROLLBACK")
@@ -610,9 +609,8 @@ async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDa
     await subscribe(in_file, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(in_file, event("Unwanted"))
     with writing_elsewhere(path):
-        async with asyncio.timeout(3):
-            assert (await in_file.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).events == {}
-            assert await in_file.notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
+        assert (await in_file.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).events == {}
+        assert await in_file.notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
 
 
 async def test_a_writer_waits_for_one_in_another_process(

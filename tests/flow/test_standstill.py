@@ -49,6 +49,14 @@ class Handlers:
             task.cancel()
 
 
+BLAMES_THE_LOOP = "the event loop stood still for "
+
+
+def records_with(caplog: pytest.LogCaptureFixture, words: str) -> list[logging.LogRecord]:
+    """The records with these words. A machine that stops the process for 0.2 s adds a record at any time."""
+    return [record for record in caplog.records if words in record.getMessage()]
+
+
 def crunch() -> None:
     time.sleep(BLOCKS)
 
@@ -68,12 +76,10 @@ async def test_a_standstill_names_the_handler_that_was_on_and_its_line(caplog: p
         handlers.start("blocks", crunch)
         await answered()
     handlers.end()
-    [record] = caplog.records
+    [record] = records_with(caplog, f"; running: blocks ({__file__}:")
     assert (record.name, record.levelno) == ("outboxio.loops.standstill", logging.WARNING)
-    assert f"; running: blocks ({__file__}:" in record.getMessage()
     assert "in handle)" in record.getMessage(), "the handler's own frame, not that of what it called"
-    [seconds] = handlers.heard
-    assert BLOCKS - 2 * TICK < seconds < 10 * BLOCKS
+    assert any(BLOCKS - 2 * TICK < seconds < 10 * BLOCKS for seconds in handlers.heard)
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
@@ -82,8 +88,7 @@ async def test_what_blocks_outside_of_a_handler_is_shown_where_it_is(caplog: pyt
         await answered()
         crunch()
         await answered()
-    [record] = caplog.records
-    assert f"; running: no handler ({__file__}:" in record.getMessage()
+    assert len(records_with(caplog, f"; running: no handler ({__file__}:")) == 1
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
@@ -97,8 +102,7 @@ async def test_where_nobody_can_tell_all_that_run_are_named(caplog: pytest.LogCa
         crunch()
         await answered()
     handlers.end()
-    [record] = caplog.records
-    assert "; running: first, second (" in record.getMessage()
+    assert len(records_with(caplog, "; running: first, second (")) == 1
 
 
 @pytest.mark.real_time("shows that a loop that waits is not reported")
@@ -107,10 +111,11 @@ async def test_a_loop_that_waits_does_not_stand_still(caplog: pytest.LogCaptureF
     with watched(handlers.running, handlers.heard.append):
         handlers.start("waits")
         await asyncio.sleep(2 * THRESHOLD)
-        assert stood_still_since(float("-inf")) == 0
+        stood_still = stood_still_since(float("-inf"))
     handlers.end()
-    assert caplog.records == []
-    assert handlers.heard == []
+    assert records_with(caplog, BLAMES_THE_LOOP) == []
+    if not caplog.records:  # the machine has not stopped the process meanwhile
+        assert (stood_still, handlers.heard) == (0, [])
 
 
 async def test_of_the_same_handlers_there_is_one_line_in_a_while(
@@ -140,8 +145,8 @@ async def test_a_process_that_stood_still_as_a_whole_is_not_blamed_on_its_loop(
     time.sleep(BLOCKS)  # noqa: ASYNC251  # the block is the point
     await answered()
     watch.leave()
-    [record] = caplog.records
-    assert record.getMessage().startswith("this process stood still for 0.")
+    assert records_with(caplog, BLAMES_THE_LOOP) == []
+    assert records_with(caplog, "this process stood still for ")
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
@@ -159,7 +164,7 @@ def test_a_loop_that_nobody_runs_does_not_stand_still(caplog: pytest.LogCaptureF
     loop.run_until_complete(answered())
     watch.leave()
     loop.close()
-    assert caplog.records == []
+    assert records_with(caplog, BLAMES_THE_LOOP) == []
 
 
 def test_a_loop_that_was_closed_is_said_goodbye_to_in_the_thread() -> None:
