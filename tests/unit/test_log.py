@@ -111,6 +111,7 @@ def test_what_nobody_wants_to_see_is_not_even_looked_at(caplog: pytest.LogCaptur
     assert caplog.records == []
 
 
+@pytest.mark.usefixtures("in_process")  # whoever imports sentry_sdk first sets up its log
 def test_every_logger_of_the_package_makes_its_entries_safe() -> None:
     for module in pkgutil.walk_packages(outboxio.__path__, "outboxio."):
         if module.name.startswith("outboxio.cli"):
