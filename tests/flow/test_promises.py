@@ -232,7 +232,8 @@ SHUTDOWN_TIMEOUT = 0.3
 async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_no_attempt(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
-    handlers = {"name": "quick", "sleep": 0.02}, {"name": "slow", "sleep": 0.5}  # the latter outlasts a shutdown
+    # The latter outlasts each shutdown, and ends in the last process only.
+    handlers = {"name": "quick", "sleep": 0.02}, {"name": "slow", "gated": True}
     workers, seconds = list[Worker](), list[float]()
 
     async def start() -> Worker:
@@ -247,10 +248,12 @@ async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_n
         for _ in times(50, 2):
             staying = await start()
             await leaving.until("call", random.randrange(1, 40))
+            await leaving.until("call", handler="slow")
             asked_at = time.monotonic()
             await leaving.leave()
             seconds.append(time.monotonic() - asked_at)
             leaving = staying
+    leaving.open_gate()
     await eventually(lambda: all_succeeded(look, 2 * load.number), timeout=60)
     await leaving.leave()
 

@@ -23,6 +23,7 @@ BLOCKS = 0.4
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standstill, "TICK", TICK)
     monkeypatch.setattr(standstill, "THRESHOLD", THRESHOLD)
+    monkeypatch.setattr(standstill, "REPEATED_AFTER", 0.0)  # a stop of the process keeps no later line back
 
 
 class Handlers:
@@ -121,6 +122,7 @@ async def test_a_loop_that_waits_does_not_stand_still(caplog: pytest.LogCaptureF
 async def test_of_the_same_handlers_there_is_one_line_in_a_while(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(standstill, "REPEATED_AFTER", 60.0)
     watch = LoopWatch.enlist()
     for _ in range(3):
         watch._tell(2.0, {"blocks": "here"}, is_frozen=False)

@@ -169,6 +169,7 @@ async def test_a_heartbeat_that_fails_loses_the_session_and_whoever_opens_the_ne
 ) -> None:
     lost: list[bool] = []
     lock.when_lost(lambda: lost.append(True))
+    lock._heartbeat = 2.0  # the failure of a session that was silent for longer than 3.6 s is nobody's
     await begin(lock)
     inner.failure = OSError("no route to host")
     await eventually(lambda: lost)
