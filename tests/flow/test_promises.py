@@ -29,8 +29,9 @@ pytestmark = pytest.mark.above_statements
 StartWorker = Callable[..., Awaitable[Worker]]
 
 LOCKS = ("app/fanout", "app/dispatch/receipt")
-#: The tolerance of a busy machine for promises in seconds; the promised figures are printed.
-LATE = 2.0
+#: The tolerance of a busy machine for promises in seconds; the promised figures are printed. The suite runs on machines
+#: that stop a process for 3 s. That is sooner than leaving cuts a task short, 5 s, and than connecting fails, 10 s.
+LATE = 2.0 if FULL else 4.5
 
 
 def size(full: float, small: float) -> float:
