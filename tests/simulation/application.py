@@ -123,6 +123,15 @@ class Application:
             await produce(outbox, self.history, process.leaving, seed, pause, act, keys)  # type: ignore[arg-type]
 
 
+class Backlog(Application):
+    """The producer is faster than the handlers, so that keys have more rows than wait in memory."""
+
+    pauses = (0.002, 0.005)
+
+    async def meanwhile(self) -> None:
+        await asyncio.sleep(self.world.random.uniform(0.3, 0.8))
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Handlers, what happens to their processes, and the faults."""

@@ -1,4 +1,4 @@
-"""Scenarios of deployments: each worker is replaced by a process of the next version."""
+"""Scenarios of deployments: workers leave in the middle, or are replaced by processes of the next version."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.chaos.producer import Act
 from tests.simulation.application import Application
 
 ENDS_WITHIN = 20.0  # seconds after which a process that was asked to leave is killed, as by Kubernetes
+RESTARTS = 3
 NEW = "SELECT id FROM eventlog_events WHERE event_type = 'Happened' AND headers LIKE '%outboxio-event-version%'"
 ADDED = "SELECT 1 FROM eventlog_subscriptions WHERE handler_name = ?"
 ATTEMPTED = """
@@ -39,6 +40,19 @@ def with_reason(stored: dict[str, Any]) -> dict[str, Any]:
 
 class NewAct(Act):
     event: ClassVar[type[Event]] = HappenedNow
+
+
+class Leaving(Application):
+    """Workers are asked to leave while their handlers run, and are started again."""
+
+    async def meanwhile(self) -> None:
+        chances = self.world.random
+        for _ in range(RESTARTS):
+            await asyncio.sleep(chances.uniform(0.2, 1))
+            worker = chances.choice(self.workers)
+            worker.ask_to_leave()
+            await self.world.until(lambda worker=worker: not worker.is_alive, ENDS_WITHIN)  # type: ignore[misc]
+            await self.world.restart(worker)
 
 
 class Rolling(Application):

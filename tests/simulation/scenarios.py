@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from outboxio import Batch, RetryPolicy
 from outboxio.testing.simulation.faults import USUAL
 from tests.chaos.handlers import Followed, Kind
-from tests.simulation.application import Scenario
-from tests.simulation.deployments import HappenedNow, Rolling, Versions
+from tests.simulation.application import Backlog, Scenario
+from tests.simulation.deployments import HappenedNow, Leaving, Rolling, Versions
 from tests.simulation.features import Inbox, Jobs, Locks
 from tests.simulation.operated import Drained, Operated
 
 SOON = {"retry": RetryPolicy(base="50ms", factor=1)}
+LATER = {"retry": RetryPolicy(base="150ms", factor=1)}
 FEW = {"retry": RetryPolicy(base="50ms", factor=1, max_attempts=3)}
 ORDERED = SOON | {"ordered": True, "on_dead_key": "continue"}
 TRANSACTIONAL = SOON | {"delivery": "transactional"}
@@ -31,6 +32,7 @@ BATCHES: Kinds = {
     "batch": Kind(options=SOON | {"batch": BATCH}, fails=0.1, returns=0.1),
     "batch-counts": Kind(options=TRANSACTIONAL | {"batch": BATCH}, fails=0.1, returns=0.1),
 }
+BEHIND: Kinds = {"ordered-batch": Kind(options=ORDERED | {"batch": BATCH, "concurrency": 1}, sleeps=0.03, fails=0.1)}
 PRIORITIES: Kinds = {
     "first": Kind(options=SOON | {"priority": 10, "concurrency": 2}, sleeps=0.3),
     "last": Kind(options=SOON | {"priority": -10, "concurrency": 1}, fails=0.2),
@@ -57,6 +59,11 @@ ROLLED: Kinds = {
     "ordered": Kind(options=ORDERED, fails=0.1),
     "added": Kind(options=SOON, is_everywhere=False),
 }
+LONG: Kinds = {
+    "long": Kind(options=SOON, sleeps=0.5, is_steady=True),
+    "flaky": Kind(options=LATER, sleeps=0.5, is_steady=True, fails=0.3),
+    "ordered": Kind(options=ORDERED, sleeps=0.1, is_steady=True, fails=0.1),
+}
 VERSIONED: Kinds = {
     "plain": Kind(event=HappenedNow, options=SOON),
     "counts": Kind(event=HappenedNow, options=TRANSACTIONAL),
@@ -75,6 +82,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "once": Scenario({"once": Kind(options=ONCE, fails=0.1)}),
     "batches": Scenario(BATCHES),
     "ordered-batches": Scenario({"ordered-batch": Kind(options=ORDERED | {"batch": BATCH}, fails=0.2, returns=0.2)}),
+    "ordered-backlog": Scenario(BEHIND, Backlog),
     "priorities": Scenario(PRIORITIES),
     "chained": Scenario(CHAINED),
     "hooks": Scenario(HOOKS),
@@ -86,6 +94,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "inbox": Scenario(ONE, Inbox),
     "versions": Scenario(VERSIONED, Versions),
     "rolling": Scenario(ROLLED, Rolling),
+    "leaving": Scenario(LONG, Leaving),
     "fenced-plain": Scenario(PLAIN, lock_silence=SILENCE),
     "fenced-ordered": Scenario(ORDERED_ONE, lock_silence=SILENCE),
     "fenced-priorities": Scenario(PRIORITIES, lock_silence=SILENCE),

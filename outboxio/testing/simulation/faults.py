@@ -7,9 +7,10 @@ import random
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 
+from outboxio.testing.simulation.loop import resolve
 from outboxio.testing.simulation.world import Process, World
 
-MOST_LOOKS = 10_000  # for the step at which a process is killed
+DIES_WITHIN = 3.0  # seconds in which a process reaches the step at which it is killed; otherwise it lives on
 PAUSE = 1.5  # seconds between two faults, at most
 CLOCK_JUMPS = (-3600.0, -5.0, 5.0, 90.0, 3600.0)
 
@@ -54,12 +55,18 @@ class Faults:
         """Kill the process at one of its next steps."""
         host = victim.host
         dies_at = host.steps + int(10 ** (1 + 2.3 * self._random.random()))
-        for _ in range(MOST_LOOKS):
-            if not victim.is_alive:
-                return
+        is_over = asyncio.get_running_loop().create_future()
+
+        def after_step() -> None:
             if host.steps >= dies_at and not host.calls:
-                return await self._world.kill(victim)
-            await asyncio.sleep(0.0005 * self._random.random())
+                self._world.kill_now(host)
+            if not host.is_alive or victim.has_ended:
+                host.after_step = None
+                resolve(is_over, None, None)
+
+        host.after_step = after_step
+        await asyncio.wait([is_over], timeout=DIES_WITHIN)
+        host.after_step = None
 
     async def freeze(self, victim: Process) -> None:
         await self._world.freeze(victim)

@@ -77,12 +77,25 @@ class Host:
         """Seconds that each callback takes."""
         self.free_at = 0.0
         self.steps = 0
+        self.after_step: Callable[[], object] | None = None
+        """Called between two steps of this process."""
         self.died_at: float | None = None
         self.connections: list[SimulatedThread] = []
         self.calls: dict[Call, None] = {}
         """The calls of the scenario into this process that are under way."""
         self.loop = SimulatedLoop(self)
         self.threads = SimulatedLoop(self, is_thread=True)
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True while a callback is ready, or an answer of the database is late."""
+        return bool(self.loop.ready or self.threads.ready or self.answers_after)
+
+    def raised_term(self, lease: str) -> None:
+        """The process has raised the term of a lease."""
+        for lock in self.disk.locks.values():
+            if lock.host is self and lock.lease == lease:
+                lock.proven_at = self.scheduler.now
 
     def may_run(self, now: float) -> bool:
         return self.is_alive and not self.is_frozen and not self.is_blocked and self.free_at <= now
@@ -304,17 +317,18 @@ def prepare(sqlite: sqlite3.Connection, host: Host) -> None:
     sqlite.execute("PRAGMA busy_timeout = 0").close()  # jobs wait in virtual time
     sqlite.execute("PRAGMA synchronous = OFF").close()
     sqlite.create_function("random", 0, lambda: host.random.getrandbits(64) - (1 << 63))
-    record_writer(sqlite, host.scheduler, host.name, host.disk.holder)
+    record_writer(sqlite, host.scheduler, host.name, host.disk.holder, host.raised_term)
 
 
 class SimulatedLock:
     """A cluster lock, until it is given back, its process dies, or is unresponsive for longer than ``lock_silence``."""
 
-    def __init__(self, host: Host, name: str, ends_by_silence: bool) -> None:
-        self.host, self.name, self.ends_by_silence = host, name, ends_by_silence
+    def __init__(self, host: Host, name: LockName) -> None:
+        self.host, self.name, self.lease = host, name.text, name.lease
+        self.ends_by_silence = name.role != "lock"
         self.proven_at: float | None = None
-        """When the process has last looked at the lock. Before that the process may be raising the lock's term, which
-        fails on a server once the lock is lost."""
+        """When the process has last looked at the lock, or has raised its term. Before that the lock is not lost: on a
+        server, a process that has lost the lock cannot raise the term."""
 
     @property
     def is_ours(self) -> bool:
@@ -352,7 +366,7 @@ class SimulatedLocks:
             self._host.scheduler.note(former.host, f"** loses lock {name.text}, because it is unresponsive")
             if self._host.disk.when_lost is not None:
                 self._host.disk.when_lost(former.host)
-        lock = locks[name.text] = SimulatedLock(self._host, name.text, name.role != "lock")
+        lock = locks[name.text] = SimulatedLock(self._host, name)
         return lock
 
     def begin_anew(self) -> None:

@@ -25,6 +25,8 @@ CREATE TRIGGER simulated_writes AFTER UPDATE OF state ON eventlog_event_notifica
         json_extract(new.errors, '$[#-1].type'), json_extract(new.errors, '$[#-1].message')
     );
 END;
+CREATE TRIGGER simulated_first_terms AFTER INSERT ON eventlog_leases BEGIN SELECT simulated_raise(new.name); END;
+CREATE TRIGGER simulated_terms AFTER UPDATE OF term ON eventlog_leases BEGIN SELECT simulated_raise(new.name); END;
 """
 
 UNFINISHED = f"""
@@ -63,13 +65,18 @@ def _shown(error: str | None, message: str | None, state: str) -> str:
 
 
 def record_writer(
-    sqlite: sqlite3.Connection, scheduler: Scheduler, name: str, holder: Callable[[str, str], str | None]
+    sqlite: sqlite3.Connection,
+    scheduler: Scheduler,
+    name: str,
+    holder: Callable[[str, str], str | None],
+    raised: Callable[[str], None],
 ) -> None:
-    """Let the trigger know which process writes at which step."""
+    """Let the triggers know which process writes at which step. ``raised`` is called with a lease whose term rises."""
     sqlite.create_function("simulated_process", 0, lambda: name)
     sqlite.create_function("simulated_step", 0, lambda: scheduler.steps)
     sqlite.create_function("simulated_time", 0, lambda: scheduler.now)
     sqlite.create_function("simulated_holder", 2, holder)
+    sqlite.create_function("simulated_raise", 1, raised)
 
 
 class Properties:
@@ -141,5 +148,7 @@ class Properties:
         if self._connection is None:
             self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA busy_timeout = 0").close()
-            record_writer(self._connection, self._scheduler, "scenario", lambda namespace, handler: None)
+            record_writer(
+                self._connection, self._scheduler, "scenario", lambda namespace, handler: None, lambda lease: None
+            )
         return self._connection

@@ -118,6 +118,8 @@ class Scheduler:
             leave()
         if self.after_step is not None and host.is_alive:
             self.after_step(host)
+        if host.after_step is not None:
+            host.after_step()
         if self.steps > MOST_STEPS:
             raise Stuck(f"the simulation does not end: {self.steps} steps, {self.now:.1f} virtual seconds")
 

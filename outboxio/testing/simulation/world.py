@@ -25,6 +25,7 @@ Main = Callable[["Process"], Coroutine[Any, Any, None]]
 
 SETTLED_WITHIN = 120.0  # virtual seconds after the last fault
 ENDED_WITHIN = 60.0
+LAST_CALLBACKS = 0.01  # seconds in which the callbacks of a process that has ended happen
 START_AGAIN = 0.5  # seconds after which a process whose database was away at its start is started again
 
 
@@ -67,6 +68,15 @@ class Process:
     def has_ended(self) -> bool:
         """True if the process has ended by itself."""
         return self.task is not None and self.task.done()
+
+    @property
+    def has_left(self) -> bool:
+        """True if the process has ended by itself and without an error, and can be started again."""
+        task = self.task
+        return (
+            self._restarts and self.host.is_alive and task is not None
+            and task.done() and not task.cancelled() and task.exception() is None
+        )  # fmt: skip
 
     def has(self, outbox: Outbox) -> None:
         """The process has made its outbox."""
@@ -263,8 +273,14 @@ class World:
     async def restart(self, process: Process) -> None:
         """Start a process again that was killed or has ended.
 
-        Raises the exception that has ended it, unless that says that the database was away.
+        Raises the exception that has ended it, unless that says that the database was away, and AssertionError if the
+        process has left anything behind.
         """
+        host = process.host
+        if process.has_left:
+            await asyncio.sleep(LAST_CALLBACKS)
+            if process.host is host and not host.has_callbacks and (left := left_behind(process)):
+                raise AssertionError("; ".join(left))
         if process.start_again():
             self.scheduler.note(process.host, "** starts again")
 
