@@ -7,6 +7,7 @@ their dialects. The sources of the servers are in ``tests/kit/servers.py``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from contextlib import AsyncExitStack
@@ -114,6 +115,17 @@ def pytest_configure(config: pytest.Config) -> None:
     servers = config.stash[SERVERS] = Servers.find(os.environ)
     config.add_cleanup(servers.close)
     config.add_cleanup(brokers.close)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without the garbage collector, which would scan thousands of tests again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # the collected tests stay until the end
+        gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

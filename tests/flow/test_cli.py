@@ -21,6 +21,7 @@ from outboxio import Action, Event, Outbox, Transaction
 from outboxio.cli import main
 from outboxio.storage.schema import sql_files
 from tests.kit.app import Look, eventually
+from tests.kit.forked import Forked, fork
 from tests.kit.marks import needs_partitions
 from tests.kit.process_state import restored
 from tests.kit.server_acts import with_password
@@ -132,14 +133,10 @@ class Command:
         return {**inherited, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": self.database, **environ}
 
     @asynccontextmanager
-    async def started(self, *arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def started(self, *arguments: str, **environ: str) -> AsyncIterator[Forked]:
         """The command under way; the command does not outlive the block."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "outboxio.cli", *arguments),
-            cwd=self.directory,
-            env=self._environ(environ),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        process = await fork(
+            *("outboxio.cli", *arguments), folder=self.directory, environ=self._environ(environ), with_stderr=True
         )
         try:
             yield process

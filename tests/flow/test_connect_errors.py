@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from outboxio import DatabaseUnavailable, Outbox
 from tests.kit import mysql
+from tests.kit.forked import fork
 from tests.kit.orm import async_url
 from tests.kit.refusing import refusing_server
 
@@ -138,13 +137,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def run(directory: Path, url: str, *arguments: str) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outboxio.cli", *arguments),
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "APP_DATABASE": async_url(url)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    environ = {**os.environ, "APP_DATABASE": async_url(url)}
+    process = await fork("outboxio.cli", *arguments, folder=directory, environ=environ, with_stderr=True)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 

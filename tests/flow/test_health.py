@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from outboxio import Action, Event, Outbox, Transaction
 from tests.kit.app import Look, eventually
+from tests.kit.forked import Forked, fork
 from tests.kit.proxy import Proxy, free_port, proxy_to
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ class Order(Action):
 class Worker:
     """A worker process with health pages."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: Forked, port: int) -> None:
         self.process = process
         self.port = port
         self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(5.0))
@@ -109,11 +109,10 @@ class Place:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OUTBOXIO_", "NOTIFY_"))}
         return {**inherited, "PYTHONPATH": str(ROOT), "SHOP_DATABASE": self.database, **environ}
 
-    async def _started(self, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "outboxio.cli", *arguments), cwd=self.directory, env=self._environ(environ),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+    async def _started(self, *arguments: str, **environ: str) -> Forked:
+        return await fork(
+            *("outboxio.cli", *arguments), folder=self.directory, environ=self._environ(environ), with_stderr=True
+        )
 
     @asynccontextmanager
     async def worker(self, **environ: str) -> AsyncIterator[Worker]:

@@ -103,14 +103,19 @@ _UNCONFIGURED = (logging.NOTSET, (), (), True, False)
 
 def _loggers() -> dict[str, Any]:
     """The loggers that somebody has configured, and the configuration of the module."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    loggers = [logging.root, *filter(_may_be_configured, logging.root.manager.loggerDict.values())]
     configured = {each.name: found for each in loggers if (found := _configuration(each)) != _UNCONFIGURED}
     return {**configured, "logging.disable": (logging.root.manager.disable,)}
 
 
-def _configuration(logger: Any) -> tuple[Any, ...]:
-    if not isinstance(logger, logging.Logger):
-        return _UNCONFIGURED
+def _may_be_configured(logger: Any) -> bool:
+    """False for most loggers: a process has hundreds, and each test looks at them twice."""
+    return isinstance(logger, logging.Logger) and bool(
+        logger.level or logger.handlers or logger.filters or logger.disabled or not logger.propagate
+    )
+
+
+def _configuration(logger: logging.Logger) -> tuple[Any, ...]:
     handlers = tuple(each for each in logger.handlers if not _is_neutral(each))
     return logger.level, handlers, tuple(logger.filters), logger.propagate, logger.disabled
 
@@ -151,12 +156,11 @@ def _restore_variable(name: str, value: str | None) -> None:
 _FIXED_SIGNALS = {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM}
 
 
+_SIGNALS = {each.name: each for each in signal.valid_signals() - _FIXED_SIGNALS if isinstance(each, signal.Signals)}
+
+
 def _signals() -> dict[str, Any]:
-    return {each.name: signal.getsignal(each) for each in signal.valid_signals() - _FIXED_SIGNALS if _is_named(each)}
-
-
-def _is_named(number: int) -> bool:
-    return isinstance(number, signal.Signals)
+    return {name: signal.getsignal(number) for name, number in _SIGNALS.items()}
 
 
 def _interpreter() -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.kit.forked import Forked, fork
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ Report = dict[str, Any]
 class Worker:
     """A process that runs ``worker.py``, and its reports so far."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Forked) -> None:
         self.reports: list[Report] = []
         self._process = process
         self._told = asyncio.Condition()
@@ -45,24 +46,12 @@ class Worker:
             "dies_with_outcome": dies_with_outcome,
             "given_pool": given_pool,
         }
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.flow.worker", json.dumps(told)),
-            cwd=ROOT,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return cls(process)
+        return cls(await fork("tests.flow.worker", json.dumps(told)))
 
     @classmethod
     async def start_program(cls, program: str, **told: Any) -> Worker:
         """A different program that reports in the same way."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", program, json.dumps(told)),
-            cwd=ROOT,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return cls(process)
+        return cls(await fork(program, json.dumps(told)))
 
     @property
     def is_gone(self) -> bool:
@@ -96,7 +85,6 @@ class Worker:
         return [report["amount"] for report in self.of("call")]
 
     def open_gate(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(b"open\n")
 
     def freeze(self) -> None:
@@ -123,13 +111,11 @@ class Worker:
         """End the worker, whatever the state of the test."""
         with suppress(ProcessLookupError):
             self._process.kill()
-        assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
         await self._reader
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         async for line in self._process.stdout:
             async with self._told:
                 self.reports.append(json.loads(line))
