@@ -30,9 +30,10 @@ PROGRESS = 60.0
 
 @dataclass(frozen=True)
 class Part:
-    """A run of pytest on one dialect."""
+    """A run of pytest."""
 
     name: str
+    #: One dialect, or several with commas.
     dialect: str
     arguments: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -50,17 +51,28 @@ def ignored(*folders: str) -> list[str]:
 
 #: Folders of tests that run on SQLite without servers; what starts processes there has the mark ``slow``.
 RULES = ("unit", "properties", "contract")
+#: Folders without tests on a database, so that the parts of the dialects need not collect them. ``tests/conftest.py``
+#: refuses such a test.
+WITHOUT_DATABASES = ("unit", "simulation", "browser", "benchmarks")
+#: A folder of tests that are all in one part, because each start of RabbitMQ costs 5 s of computing time.
+BROKERS = "brokers"
+
+
+def on_database(name: str, dialect: str, *elsewhere: str) -> Part:
+    """The tests with a database, without those of these folders, which are in other parts."""
+    return Part(name, dialect, ["-m", "database", *ignored(*WITHOUT_DATABASES, BROKERS, *elsewhere)])
+
 
 #: The longest come first, so that all end at about the same time. MySQL has no part by engine, because its driver and
 #: its engine are those of MariaDB.
 PARTS = [
-    Part("programs and pages", "sqlite", ["-m", "not database", *ignored("simulation", *RULES)]),
+    Part("programs and pages", "sqlite", ["-m", "not database", *ignored("simulation", BROKERS, *RULES)]),
     Part("postgres contract", "postgres", ["-m", "database", "tests/contract"]),
-    Part("sqlite", "sqlite", ["-m", "database"]),
-    Part("mariadb", "mariadb", ["-m", "database"]),
-    Part("mysql", "mysql", ["-m", "database"]),
-    Part("postgres others", "postgres", ["-m", "database", *ignored("contract", "brokers")]),
-    Part("postgres brokers", "postgres", ["-m", "database", "tests/brokers"]),
+    on_database("sqlite", "sqlite"),
+    on_database("mariadb", "mariadb"),
+    on_database("mysql", "mysql"),
+    Part("brokers", "sqlite,postgres,mariadb,mysql", ["tests/brokers"]),
+    on_database("postgres others", "postgres", "contract"),
     Part("simulation", "sqlite", ["-m", "not database", "tests/simulation"]),
     Part("rules", "sqlite", ["-m", "not database", *(f"tests/{folder}" for folder in RULES)]),
     by_engine("postgres"),

@@ -19,6 +19,7 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.testing import MovableClock
+from tests.__main__ import WITHOUT_DATABASES
 from tests.kit import opened_by
 from tests.kit.app import WALLETS, Look
 from tests.kit.brokers import Broker, OwnNats, OwnRabbitmq, OwnRedis, brokers
@@ -29,6 +30,8 @@ from tests.kit.servers import DIALECTS, Servers, Slot
 from tests.kit.virtual_time import pytest_asyncio_loop_factories
 
 __all__ = ["pytest_asyncio_loop_factories", "pytest_runtest_setup", "pytest_runtest_teardown"]  # hooks
+
+TESTS = Path(__file__).parent
 
 SERVERS = pytest.StashKey[Servers]()
 
@@ -169,6 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and FIXTURES.keys() & set(item.fixturenames):
             item.add_marker(pytest.mark.database)
+            if item.path.relative_to(TESTS).parts[0] in WITHOUT_DATABASES:
+                raise pytest.UsageError(f"{item.nodeid} has a database, but no part runs it: see tests/__main__.py")
         if not any(map(os.environ.get, LONG)):
             item.add_marker(pytest.mark.timeout(HANGS))
 

@@ -15,6 +15,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Coroutine, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -182,6 +183,7 @@ def test_every_test_that_the_guarantees_name_exists() -> None:
     assert {f"{file}::{name}" for file, name in named if name not in functions_of(ROOT / file)} == set()
 
 
+@cache
 def functions_of(file: Path) -> set[str]:
     """The names of the functions of a file, without importing it; empty if there is no such file."""
     tree = ast.parse(file.read_text("utf-8") if file.exists() else "")

@@ -327,12 +327,14 @@ def _postgres_programs_version(folder: Path) -> int:
 
 
 # fsync=off: the data lives as long as the session. synchronous_commit stays on, because the wait of a commit
-# decides the order in which other sessions see things.
+# decides the order in which other sessions see things. autovacuum=off: it starts a process each second for the tests'
+# many databases, and analyzes a table at a time that no test knows.
 POSTGRES_SETTINGS = [
     *("-c", "fsync=off"),
     *("-c", "full_page_writes=off"),
     *("-c", "synchronous_commit=on"),
     *("-c", "max_connections=200"),
+    *("-c", "autovacuum=off"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from tests.__main__ import PARTS, ROOT, Part, Result, quick
+from tests.__main__ import PARTS, ROOT, WITHOUT_DATABASES, Part, Result, quick
 from tests.kit.servers import DIALECTS
 
 SUMMARY = "....\n\n===== databases, brokers and programs =====\nsqlite: SQLite 3\nepmd: NOT TESTED, missing\n"
@@ -31,11 +31,19 @@ def test_a_part_that_selects_no_test_has_passed() -> None:
 def test_each_file_is_in_one_part_of_each_dialect_and_in_one_without_a_database() -> None:
     """Besides the part by engine, which runs some files once more."""
     files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
+    with_database = [file for file in files if file.parts[1] not in WITHOUT_DATABASES]
     parts = [part for part in PARTS if not part.environ]
 
-    for dialect, mark in [*((dialect, "database") for dialect in DIALECTS), ("sqlite", "not database")]:
-        of_dialect = [part for part in parts if part.dialect == dialect and mark in part.arguments]
-        assert Counter(file for part in of_dialect for file in files if has(part, file)) == Counter(files), dialect
+    for dialect in DIALECTS:
+        of_dialect = [part for part in parts if dialect in part.dialect.split(",") and selects(part, "database")]
+        found = Counter(file for part in of_dialect for file in with_database if has(part, file))
+        assert found == Counter(with_database), dialect
+    others = [part for part in parts if selects(part, "not database")]
+    assert Counter(file for part in others for file in files if has(part, file)) == Counter(files)
+
+
+def selects(part: Part, mark: str) -> bool:
+    return mark in part.arguments or "-m" not in part.arguments
 
 
 def has(part: Part, file: Path) -> bool:
