@@ -247,6 +247,7 @@ async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_n
     async with load_of(producer, 0.03) as load:
         leaving = await start()
         for _ in times(50, 2):
+            await leaving.until("call")  # it has the locks, which a process that starts could take
             staying = await start()
             await leaving.until("call", random.randrange(1, 40))
             await leaving.until("call", handler="slow")
