@@ -152,12 +152,12 @@ async def partitions(world: World) -> None:
 
 
 def uneven(world: World, cluster: Cluster) -> list[str]:
-    """The partitions without a holder, and the handlers whose partitions are not shared evenly.
+    """The handlers that are not declared or not shared evenly, and the partitions without a holder.
 
-    Partitions that get no new rows, because the number was lowered, are shared for themselves.
+    Partitions that get no new rows, because the number was lowered, are shared for themselves, also if the number is 1.
     """
     alive = [process.host for process in world.processes if process.is_alive]
-    found = list[str]()
+    found = [f"{handler} is not declared" for handler in HANDLERS if handler not in cluster.counts]
     for handler, count in cluster.counts.items():
         for partitions in (range(count.number), range(count.number, count.active)):
             shares = Counter[str]()
@@ -168,7 +168,7 @@ def uneven(world: World, cluster: Cluster) -> list[str]:
                 else:
                     shares[lock.host.name] += 1
             numbers = [shares[host.name] for host in alive]
-            if max(numbers) - min(numbers) > 1 and count.number > 1:
+            if max(numbers) - min(numbers) > 1:
                 found.append(f"{handler} is shared as {dict(shares)} among {len(alive)} processes")
     return found
 
