@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import runpy
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from examples.card import payments
 from examples.wallets import demo, domain, handlers
 from outboxio import Outbox, Transaction
 from tests.kit.app import Look, eventually
+from tests.kit.ports import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -301,9 +301,7 @@ def test_the_fastapi_application_runs_in_a_server(tmp_path: Path) -> None:
     """A real server in its own process: start, a request, SIGTERM, and a second start on the same file."""
     environment = {**os.environ, "DATABASE_URL": f"sqlite:///{tmp_path}/wallets.db"}
     for expected in (1000, 2000):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         arguments = ("-m", "uvicorn", "examples.fastapi_app:app", "--port", str(port))
         with subprocess.Popen(
             [sys.executable, *arguments], cwd=EXAMPLES.parent, env=environment, stderr=PIPE, text=True

@@ -19,8 +19,8 @@ from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
 from tests.kit.nats_notes import Noted, Other, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server
+from tests.kit.ports import free_port
 from tests.kit.programs import programs
-from tests.kit.proxy import free_port
 
 pytestmark = pytest.mark.above_statements
 

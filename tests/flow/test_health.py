@@ -18,7 +18,8 @@ import pytest
 from outboxio import Action, Event, Outbox, Transaction
 from tests.kit.app import Look, eventually
 from tests.kit.forked import Forked, fork
-from tests.kit.proxy import Proxy, free_port, proxy_to
+from tests.kit.ports import free_port
+from tests.kit.proxy import Proxy, proxy_to
 
 ROOT = Path(__file__).parents[2]
 

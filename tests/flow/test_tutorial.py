@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,6 +16,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.kit.ports import free_port
 from tests.kit.sources import ROOT
 from tests.kit.terminal import Terminal
 
@@ -94,10 +94,3 @@ def on_ports(text: str, ports: dict[str, str]) -> str:
     for usual, chosen in ports.items():
         text = re.sub(rf"(localhost|127\.0\.0\.1):{usual}", rf"\1:{chosen}", text)
     return text
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

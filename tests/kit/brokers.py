@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 from urllib.parse import urlsplit
 
+from tests.kit.ports import free_port
 from tests.kit.programs import programs
-from tests.kit.proxy import free_port
 from tests.kit.servers import (
     STARTING_TAKES_AT_MOST,
     CannotStart,

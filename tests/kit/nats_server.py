@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.kit.ports import free_port
 from tests.kit.programs import programs
-from tests.kit.proxy import free_port
 
 
 class NatsServer:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.kit.apart import run_apart
 from tests.kit.mysql import scheme_of
+from tests.kit.ports import free_port
 from tests.kit.programs import names_in, programs
-from tests.kit.proxy import free_port
 from tests.kit.servers import (
     DIALECTS,
     POSTGRES_SETTINGS,

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 from tests.kit.mysql import scheme_of
+from tests.kit.ports import free_port
 
 USUAL_PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Link:

@@ -22,7 +22,6 @@ import pwd
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import tempfile
@@ -39,6 +38,7 @@ import pytest
 
 from tests.kit import mysql, mysql_databases, postgres
 from tests.kit.apart import migrate, run_apart
+from tests.kit.ports import free_port
 from tests.kit.programs import PROGRAMS, names_in
 
 T = TypeVar("T")
@@ -344,7 +344,7 @@ def _postgres_programs(
     """Starts a server from the programs in a folder; ``bring`` copies them to where the server's user can run them."""
 
     def start(ends: ExitStack) -> str:
-        home, port = _private_directory(ends), _free_port()
+        home, port = _private_directory(ends), free_port()
         programs, data, log = bring(folder, home), home / "data", home / "log"
         _run_as_server_user(
             home, [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "-N"]
@@ -465,7 +465,7 @@ class MysqlFamily:
     def _start(self, programs: MysqlPrograms, ends: ExitStack) -> str:
         home = _private_directory(ends)
         self.initialise(programs, home)
-        return self.keep_running(programs, ends, home, _free_port(), remove=home)
+        return self.keep_running(programs, ends, home, free_port(), remove=home)
 
     def _container(self) -> Iterator[Offer]:
         if not docker_answers():
@@ -832,12 +832,6 @@ def _give_to_server_user(home: Path) -> None:
     if user := _server_user():
         for path in (home, *home.rglob("*")):
             os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tail(log: Path) -> str:
