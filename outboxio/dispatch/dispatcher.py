@@ -269,7 +269,7 @@ class Dispatcher:
         """Make the next reads sweeps; True if a last read did not start at the beginning of the index."""
         return self._finder.sweep_soon()
 
-    def find_came_back(self) -> None:
+    def sweep_all(self) -> None:
         """A stuck run has ended. Its rows lie behind the scan position, and the last sweep may have left them out."""
         self._finder.sweep_all()
         self._state.signals.find.set()

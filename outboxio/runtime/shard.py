@@ -166,7 +166,7 @@ class ShardRuntime:
     def _came_back(self) -> None:
         """A stuck run has ended. The run may belong to an earlier shard run."""
         if self.work is not None:
-            self.work.dispatcher.find_came_back()
+            self.work.dispatcher.sweep_all()
 
     # --- work ----------------------------------------------------------------------------------
 
