@@ -36,34 +36,19 @@ LARGEST = 2**17
 """Bytes of a request."""
 
 
-class Forked:
-    """A running program, with the part of ``asyncio.subprocess.Process`` that the tests use."""
+class Started:
+    """A running program, whose outputs the caller reads."""
 
-    def __init__(
-        self, pid: int, ended: socket.socket, stdin: asyncio.StreamWriter, *outputs: asyncio.StreamReader
-    ) -> None:
+    def __init__(self, pid: int, ended: socket.socket, stdin: asyncio.StreamWriter) -> None:
         self.pid = pid
         self.stdin = stdin
-        self.stdout = outputs[0]
         self.returncode: int | None = None
         """The exit code; negative for a signal."""
-        self._outputs = outputs
         self._ended = asyncio.create_task(self._end(ended))
-
-    @property
-    def stderr(self) -> asyncio.StreamReader:
-        return self._outputs[1]
 
     async def wait(self) -> int:
         """Wait until the program has ended, and return its exit code."""
         return await asyncio.shield(self._ended)
-
-    async def communicate(self) -> tuple[bytes, ...]:
-        """Wait until the program has ended, and return the rest of its outputs."""
-        self.stdin.close()
-        outputs = await asyncio.gather(*(output.read() for output in self._outputs))
-        await self.wait()
-        return tuple(outputs)
 
     def send_signal(self, number: int) -> None:
         if self.returncode is not None:
@@ -84,6 +69,27 @@ class Forked:
         return self.returncode
 
 
+class Forked(Started):
+    """A running program, with the part of ``asyncio.subprocess.Process`` that the tests use."""
+
+    def __init__(
+        self, pid: int, ended: socket.socket, stdin: asyncio.StreamWriter, outputs: Sequence[asyncio.StreamReader]
+    ) -> None:
+        super().__init__(pid, ended, stdin)
+        self.stdout, *_ = self._outputs = outputs
+
+    @property
+    def stderr(self) -> asyncio.StreamReader:
+        return self._outputs[1]
+
+    async def communicate(self) -> tuple[bytes, ...]:
+        """Wait until the program has ended, and return the rest of its outputs."""
+        self.stdin.close()
+        outputs = await asyncio.gather(*(output.read() for output in self._outputs))
+        await self.wait()
+        return tuple(outputs)
+
+
 async def fork(
     program: str,
     *arguments: str,
@@ -93,6 +99,19 @@ async def fork(
 ) -> Forked:
     """Run ``python -m program`` with pipes for its input and its output, and with the tests' standard error or a pipe
     for it."""
+    pid, ended, stdin, outputs = await _start(program, arguments, folder, environ, with_stderr=with_stderr)
+    return Forked(pid, ended, stdin, [await _reader(output) for output in outputs])
+
+
+async def start(program: str, *arguments: str) -> tuple[Started, int]:
+    """The same, with the file of its output, which the caller reads."""
+    pid, ended, stdin, [output] = await _start(program, arguments, ROOT, os.environ, with_stderr=False)
+    return Started(pid, ended, stdin), output
+
+
+async def _start(
+    program: str, arguments: Sequence[str], folder: Path, environ: Mapping[str, str], *, with_stderr: bool
+) -> tuple[int, socket.socket, asyncio.StreamWriter, list[int]]:
     loop = asyncio.get_running_loop()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pipes = [os.pipe() for _ in range(2 + with_stderr)]
@@ -113,8 +132,7 @@ async def fork(
     pid = int(mine.recv(LARGEST))
     mine.setblocking(False)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(to_stdin, "wb", 0))
-    readers = [await _reader(output) for output, _ in pipes[1:]]
-    return Forked(pid, mine, asyncio.StreamWriter(transport, protocol, None, loop), *readers)
+    return pid, mine, asyncio.StreamWriter(transport, protocol, None, loop), [output for output, _ in pipes[1:]]
 
 
 async def _reader(file: int) -> asyncio.StreamReader:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.kit.forked import Forked, fork
+from tests.kit.forked import Started, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,13 +19,21 @@ Report = dict[str, Any]
 
 
 class Worker:
-    """A process that runs ``worker.py``, and its reports so far."""
+    """A process that runs ``worker.py``, and its reports so far.
 
-    def __init__(self, process: Forked) -> None:
-        self.reports: list[Report] = []
+    The reports are those that the process has written, and not those that the event loop of the test has come to read:
+    a test that sees the outcome of a run in the database sees the report of the run.
+    """
+
+    def __init__(self, process: Started, output: int) -> None:
         self._process = process
-        self._told = asyncio.Condition()
-        self._reader = asyncio.create_task(self._read())
+        self._output = output
+        self._reports: list[Report] = []
+        self._rest = b""
+        self._has_closed = False
+        self._told = asyncio.Event()
+        os.set_blocking(output, False)
+        asyncio.get_running_loop().add_reader(output, self._hear)
 
     @classmethod
     async def start(
@@ -46,16 +55,23 @@ class Worker:
             "dies_with_outcome": dies_with_outcome,
             "given_pool": given_pool,
         }
-        return cls(await fork("tests.flow.worker", json.dumps(told)))
+        return await cls.start_program("tests.flow.worker", **told)
 
     @classmethod
     async def start_program(cls, program: str, **told: Any) -> Worker:
         """A different program that reports in the same way."""
-        return cls(await fork(program, json.dumps(told)))
+        process, output = await start(program, json.dumps(told))
+        return cls(process, output)
+
+    @property
+    def reports(self) -> list[Report]:
+        self._hear()
+        return self._reports
 
     @property
     def is_gone(self) -> bool:
-        return self._reader.done()
+        self._hear()
+        return self._has_closed
 
     def of(self, what: str, **like: Any) -> list[Report]:
         """The reports of a kind, with the given details."""
@@ -68,9 +84,11 @@ class Worker:
 
     async def until_it(self, holds: Callable[[], bool], timeout: float = 60) -> None:
         """Wait until a condition on the reports holds."""
-        async with self._told:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait_for(lambda: holds() or self._reader.done()), timeout)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not (holds() or self.is_gone):
+                    self._told.clear()
+                    await self._told.wait()
         assert holds(), f"not reported: {self.reports[-20:]}"
 
     async def until_running(self, *locks: str) -> None:
@@ -113,12 +131,21 @@ class Worker:
             self._process.kill()
         self._process.stdin.close()
         await self._process.wait()
-        await self._reader
+        while not self.is_gone:
+            self._told.clear()
+            await self._told.wait()
 
-    async def _read(self) -> None:
-        async for line in self._process.stdout:
-            async with self._told:
-                self.reports.append(json.loads(line))
-                self._told.notify_all()
-        async with self._told:
-            self._told.notify_all()
+    def _hear(self) -> None:
+        """Take in what the process has written so far."""
+        while not self._has_closed:
+            try:
+                written = os.read(self._output, 2**16)
+            except BlockingIOError:
+                return
+            if not written:
+                self._has_closed = True
+                asyncio.get_running_loop().remove_reader(self._output)
+                os.close(self._output)
+            *lines, self._rest = (self._rest + written).split(b"\n")
+            self._reports += map(json.loads, lines)
+            self._told.set()
