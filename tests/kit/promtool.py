@@ -18,9 +18,9 @@ def check_rules(path: Path) -> None:
     check("rules", str(path))
 
 
-def test_rules(path: Path) -> None:
-    """Run a file of tests of rules."""
-    _run("test", "rules", str(path))
+def test_rules(*paths: Path) -> None:
+    """Run files of tests of rules."""
+    _run("test", "rules", *map(str, paths))
 
 
 test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest shall not collect the function
