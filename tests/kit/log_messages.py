@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
-from tests.kit.sources import ROOT, modules
+from tests.kit.sources import ROOT, modules, tree_of
 
 PAGE = ROOT / "docs" / "reference" / "logs.md"
 HEADING = "## All messages"
@@ -19,6 +20,7 @@ RUN = "the run"
 """Stands for the fields of ``Run.log_fields``."""
 
 _TELLER = {"say": "INFO", "warn": "WARNING", "fail": "ERROR"}
+_METHODS = {"log", *map(str.lower, LEVELS), *_TELLER}
 _MACHINERY = ("outboxio/support/log.py", "outboxio/loops/flood.py", "outboxio/cli/logs.py")
 """The modules that pass messages on."""
 _OF_CLI = {("outboxio.worker", "INFO", "%s %s: %s", ("handler", "shard"))}
@@ -34,13 +36,14 @@ class Message(NamedTuple):
     fields: tuple[str, ...]
 
 
+@cache
 def messages() -> list[Message]:
     """All log messages, in the order of loggers and levels."""
     found = {Message(*one) for one in _OF_CLI}
     for path in modules():
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("outboxio/") and name not in _MACHINERY:
-            found |= set(_Module(name, ast.parse(path.read_text("utf-8"))).messages())
+            found |= set(_Module(name, tree_of(path)).messages())
     return sorted(found, key=lambda one: (one.logger, LEVELS.index(one.levels.split(", ")[0]), one.text))
 
 
@@ -53,7 +56,7 @@ class _Module:
     def messages(self) -> Iterator[Message]:
         for function in self._functions.values():
             for call in ast.walk(function):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS:
                     yield from self._message(call, call.func, function)
 
     def _message(self, call: ast.Call, method: ast.Attribute, function: AnyFunction) -> Iterator[Message]:
