@@ -5,17 +5,18 @@ The steps are commands, as an operator types them. A worker runs all the time, a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kit.forked import Forked, fork
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,84 +62,92 @@ class Shell:
             "OUTBOXIO_TARGET": "app:outbox", "COLUMNS": "160",
         }  # fmt: skip
 
-    def __call__(self, *words: str, code: int = 0, stdin: str | None = None) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "outboxio.cli", *words],
-            cwd=self.directory, env=self.environ, capture_output=True, text=True, input=stdin, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == code, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
+    async def __call__(self, *words: str, code: int = 0) -> str:
+        return await self.run("outboxio.cli", *words, code=code)
 
-    def json(self, *words: str, code: int = 0) -> Any:
-        told = self(*words, "--json", code=code)
+    async def run(self, program: str, *words: str, code: int = 0) -> str:
+        process = await self.start(program, *words)
+        try:
+            async with asyncio.timeout(60):
+                out, err = (each.decode() for each in await process.communicate())
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode == code, f"{words}: exit {process.returncode}\n{out}\n{err}"
+        return out + err
+
+    async def start(self, program: str, *words: str) -> Forked:
+        return await fork(program, *words, folder=self.directory, environ=self.environ, with_stderr=True)
+
+    async def json(self, *words: str, code: int = 0) -> Any:
+        told = await self(*words, "--json", code=code)
         return json.loads(told)
 
-    def until(self, *words: str, holds: Any) -> Any:
+    async def until(self, *words: str, holds: Any) -> Any:
         """The answer of a command once the condition holds."""
         end = time.monotonic() + 60
-        while not holds(answer := self.json(*words)):
+        while not holds(answer := await self.json(*words)):
             assert time.monotonic() < end, answer
         return answer
 
 
 @pytest.fixture
-def shell(tmp_path: Path, database_url: str) -> Shell:
+async def shell(tmp_path: Path, database_url: str) -> Shell:
     (tmp_path / "app.py").write_text(APP)
     made = Shell(tmp_path, database_url)
-    made("migrate")
+    await made("migrate")
     return made
 
 
-@contextmanager
-def worker(shell: Shell) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outboxio.cli", "worker"], cwd=shell.directory, env=shell.environ,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+@asynccontextmanager
+async def worker(shell: Shell) -> AsyncIterator[None]:
+    process = await shell.start("outboxio.cli", "worker")
+    output = asyncio.create_task(process.communicate())
     try:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        async with asyncio.timeout(30):
+            await output
 
 
 @pytest.mark.above_statements
-def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: Shell) -> None:
-    with worker(shell):
-        subprocess.run([sys.executable, "app.py"], cwd=shell.directory, env=shell.environ, check=True, timeout=60)
-        shell.until("status", holds=lambda answer: answer["total"]["DEAD"] == 20)
+async def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: Shell) -> None:
+    async with worker(shell):
+        await shell.run("app")
+        await shell.until("status", holds=lambda answer: answer["total"]["DEAD"] == 20)
 
         # The alert: a script that runs every minute.
-        alert = shell("status", "--fail-on", "new_dead", code=1)
+        alert = await shell("status", "--fail-on", "new_dead", code=1)
         assert "receipt" in alert
 
         # What is wrong, and what mends it?
-        doctor = shell.json("doctor", code=1)
+        doctor = await shell.json("doctor", code=1)
         [finding] = [finding for finding in doctor["findings"] if finding["rule"] == "new_dead"]
         assert finding["handler"] == "receipt"
         assert "outboxio " in finding["remedy"]
 
         # Which errors? All 20 orders are one group, although each message has another number.
-        [group] = shell.json("dead", "--since", "1h")["groups"]
+        [group] = (await shell.json("dead", "--since", "1h"))["groups"]
         assert (group["number"], group["handler_name"]) == (20, "receipt")
         assert group["fingerprint"].endswith("ConnectionError: mail:* refused order *")
 
         # One of them, with payload and traceback.
-        shown = shell("show", group["notification_id"], "--payload", "--tree")
+        shown = await shell("show", group["notification_id"], "--payload", "--tree")
         assert "refused order" in shown
         assert '"order"' in shown
 
         # The mail server is back. How many would be retried? Nobody is asked without a terminal.
         (shell.directory / "mail-server-is-up").touch()
         order = ["retry", "--handler", "receipt", "--error", group["fingerprint"], "--reason", "mail is back"]
-        assert shell.json(*order, "--dry-run")["matched"] == 20
-        assert "--yes" in shell(*order, code=2)
-        assert shell.json("status")["total"]["DEAD"] == 20, "nothing was changed"
-        assert shell.json(*order, "--yes")["done"] == 20
+        assert (await shell.json(*order, "--dry-run"))["matched"] == 20
+        assert "--yes" in await shell(*order, code=2)
+        assert (await shell.json("status"))["total"]["DEAD"] == 20, "nothing was changed"
+        assert (await shell.json(*order, "--yes"))["done"] == 20
 
         # Watch it succeed. The record says who, what and why.
-        shell.until("status", holds=lambda answer: answer["total"]["SUCCEEDED"] == 20)
-        [recorded] = shell.json("operations")["rows"]
+        await shell.until("status", holds=lambda answer: answer["total"]["SUCCEEDED"] == 20)
+        [recorded] = (await shell.json("operations"))["rows"]
         assert (recorded["kind"], recorded["done"], recorded["reason"]) == ("retry", 20, "mail is back")
         assert recorded["origin"] == "cli"
-        assert "no dead letters" in shell("dead")
+        assert "no dead letters" in await shell("dead")
