@@ -41,7 +41,8 @@ class Looker:
 
     def faults(self, rules: Sequence[str] = ()) -> list[str]:
         """What axe-core calls serious or critical on the page. ``rules``: only these; all by default."""
-        self.page.evaluate(AXE)
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE)
         options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
         found: dict[str, Any] = self.page.evaluate("options => axe.run(options)", options)
         return [
