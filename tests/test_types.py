@@ -343,7 +343,7 @@ def sources(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "checker",
     [
-        ("mypy", "--strict", "--config-file=", "--cache-dir=cache", *PYRIGHT["include"]),
+        ("mypy", "--strict", "--config-file=", "--cache-dir=/dev/null", *PYRIGHT["include"]),
         ("pyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable),
     ],
     ids=lambda checker: str(checker[0]),
