@@ -19,7 +19,7 @@ from tests.simulation.__main__ import command
 from tests.simulation.scenarios import SCENARIOS
 from tests.simulation.sharing import HANDLERS, Cluster, partitions, uneven
 
-SEEDS = 23
+SEEDS = 20
 SHARED_SEEDS = 24
 LOOKED_TOO_EARLY = 581, 593, 773  # the last fault ends before partitions are declared, or before former ones have moved
 REPEATED = "operators", 7
