@@ -20,7 +20,7 @@ from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.nats import NatsRelay
 from outboxio.integrations.nats.publisher import NO_STREAM, Outgoing, Publisher, Refusal, acknowledgement_of
 from tests.kit.app import Look, eventually
-from tests.kit.nats_notes import Noted, note, numbers_of, relay, stored, stream, succeeded
+from tests.kit.nats_notes import Noted, is_subscribed, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server
 
 pytestmark = pytest.mark.above_statements
@@ -67,7 +67,7 @@ async def replying(server: NatsServer, data: bytes, subject: str = "notes.>") ->
 
     client = await nats.connect(server.url)
     await client.subscribe(subject, cb=reply)
-    await client.flush()
+    await is_subscribed(client)
     try:
         yield got
     finally:
@@ -210,7 +210,7 @@ async def test_a_silent_subscriber_blocks_no_other_subject(
     add(broker.url, subject="{model_type}.x", publish_timeout=0.3, retry=RetryPolicy(base="1h"))
     client = await nats.connect(broker.url)
     await client.subscribe("heard.>")
-    await client.flush()
+    await is_subscribed(client)
     async with stream(broker):
         async with outbox.transaction("note") as tx:
             tx.emit(Noted(1), model_type="heard")
@@ -245,7 +245,7 @@ async def listening(server: NatsServer, subject: str) -> AsyncIterator[list[Msg]
         got.append(message)
 
     await client.subscribe(subject, cb=take)
-    await client.flush()
+    await is_subscribed(client)
     try:
         yield got
     finally:

@@ -17,6 +17,7 @@ from nats.js.api import StreamConfig
 from outboxio import ConfigurationError, Event, Outbox
 from outboxio.integrations.nats import NatsInbox
 from tests.kit.app import Look, eventually
+from tests.kit.nats_notes import is_subscribed
 from tests.kit.nats_server import NatsServer, nats_server
 
 pytestmark = pytest.mark.above_statements
@@ -248,7 +249,7 @@ async def test_a_message_that_jetstream_has_not_delivered_is_ignored(
     async with stream(broker) as jetstream:
         await stranger.subscribe("mine", cb=collect)
         await stranger.subscribe("$JS.API.CONSUMER.MSG.NEXT.NOTES.audit", cb=answer)
-        await stranger.flush()
+        await is_subscribed(stranger)
         async with inbox(outbox, broker.url).running():
             await answered.wait()
             await publish(jetstream, 1, 2)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import nats
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
 
@@ -23,6 +24,16 @@ class Noted(Event):
 
 class Other(Event):
     number: int
+
+
+async def is_subscribed(client: Client) -> None:
+    """Wait until the server knows the subscriptions of a client.
+
+    The client writes the PING of a ``flush()`` at once, before the commands that are pending: only the second PING
+    follows the subscriptions.
+    """
+    await client.flush()
+    await client.flush()
 
 
 @asynccontextmanager
