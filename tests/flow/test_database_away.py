@@ -14,7 +14,7 @@ import aiomysql
 import asyncpg
 import pytest
 
-from outboxio import DatabaseUnavailable, Outbox
+from outboxio import DatabaseUnavailable, Outbox, Settings
 from tests.kit.app import Emit, Journal, MoneyDeposited
 from tests.kit.fragile import breakable
 from tests.kit.leaks import Leaks
@@ -24,6 +24,9 @@ pytestmark = pytest.mark.with_tables
 
 Call = Callable[[Outbox], Awaitable[Any]]
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error, sqlite3.OperationalError, OSError)
+
+QUIET = Settings(notify=False)
+"""A wake-up of the first call is sent later, and would be cut in place of the second call."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,7 @@ async def test_a_drain_beside_running_is_unavailable_as_well(server_url: str, le
 async def test_a_connection_lost_in_a_drain_or_check_is_unavailable(server_url: str) -> None:
     calls: list[Call] = [Outbox.check, Outbox.drain]
     for call in calls:
-        async with cut(server_url) as (url, disturb), Outbox(url, namespace="app") as outbox:
+        async with cut(server_url) as (url, disturb), Outbox(url, namespace="app", settings=QUIET) as outbox:
             await call(outbox)
             await disturb()
             with pytest.raises(DatabaseUnavailable, match="'default'") as caught:
@@ -90,7 +93,7 @@ async def test_other_calls_pass_on_the_error_of_the_driver(database_url: str, na
         else:
             await getattr(outbox.inbox, name)(**message)
 
-    async with cut(database_url) as (url, disturb), Outbox(url, namespace="app") as outbox:
+    async with cut(database_url) as (url, disturb), Outbox(url, namespace="app", settings=QUIET) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         await call(outbox)
         await disturb()
