@@ -66,13 +66,13 @@ def on_database(name: str, dialect: str, *elsewhere: str) -> Part:
 #: The longest come first, so that all end at about the same time. MySQL has no part by engine, because its driver and
 #: its engine are those of MariaDB.
 PARTS = [
-    Part("programs and pages", "sqlite", ["-m", "not database", *ignored("simulation", BROKERS, *RULES)]),
     Part("postgres contract", "postgres", ["-m", "database", "tests/contract"]),
     on_database("sqlite", "sqlite"),
     on_database("mariadb", "mariadb"),
+    Part("programs and pages", "sqlite", ["-m", "not database", *ignored("simulation", BROKERS, *RULES)]),
+    on_database("postgres others", "postgres", "contract"),
     on_database("mysql", "mysql"),
     Part("brokers", "sqlite,postgres,mariadb,mysql", ["tests/brokers"]),
-    on_database("postgres others", "postgres", "contract"),
     Part("simulation", "sqlite", ["-m", "not database", "tests/simulation"]),
     Part("rules", "sqlite", ["-m", "not database", *(f"tests/{folder}" for folder in RULES)]),
     by_engine("postgres"),
