@@ -146,6 +146,7 @@ class _Real:
         return to_thread.run_sync(function, *args, limiter=limiter)
 
     def local(self, key: str, make: Callable[[], T], /) -> T:
+        # A key has one type of value, which the dictionary cannot say.
         try:
             return self._kept[key]  # type: ignore[no-any-return]
         except KeyError:

@@ -32,6 +32,7 @@ def checked_scenario(scenario: Any) -> Any:
 def checked_seeds(seeds: Iterable[int]) -> list[int]:
     """Raises TypeError or ValueError."""
     found = list(seeds)
+    # The caller may have no type checker.
     if wrong := [seed for seed in found if type(seed) is not int]:  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(f"seeds must be integers, not {wrong[0]!r}")
     if not found:
@@ -46,6 +47,7 @@ def checked_outbox(made: Any, url: str, engines: Collection[Any]) -> Outbox:
     """
     if not isinstance(made, Outbox):
         raise TypeError(f"make_outbox(database) must return an Outbox, and has returned {made!r}")
+    # Pyright is silenced where the simulation, a part of outboxio, reads the shards, the path and the engine inside.
     for name, shard in made._shards.items():  # pyright: ignore[reportPrivateUsage]
         database = shard.database
         if not isinstance(database, SqliteDatabase):

@@ -45,6 +45,7 @@ class InFlight:
     """Whether a process runs a handler, or has an outcome that is not written."""
 
     def __init__(self, outbox: Outbox) -> None:
+        # Runs in flight are internal to outboxio, and so is the simulation.
         self._shards: list[Any] = list(outbox._shards.values())  # pyright: ignore[reportPrivateUsage]
 
     @property

@@ -92,6 +92,7 @@ class Properties:
 
     def know(self, outbox: Outbox) -> None:
         """Learn the handlers of a process."""
+        # The options of handlers are internal to outboxio, and so is the simulation.
         registry = outbox._handlers  # pyright: ignore[reportPrivateUsage]
         self._ordered.update(handler.name for handler in registry if handler.options.ordered)
         self._parking.update(h.name for h in registry if h.options.ordered and h.options.on_dead_key is OnDeadKey.PARK)
