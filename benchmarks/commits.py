@@ -1,0 +1,109 @@
+"""``python -m benchmarks.commits ee733e2 HEAD``: commits of this repository in turn, on one machine in one run.
+
+Times of different runs say little; the ratio of two commits that are measured in turn says which one costs more. Each
+round runs every commit in every scenario, each in a process of its own on an empty database. A ``.`` in the place of a
+commit is the working tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.databases import as_they_come, choose, empty, take
+from benchmarks.rounds import PROJECT
+from tests.kit.servers import Server
+
+WORKER = Path(__file__).with_name("worker_of_commits.py")
+SCENARIOS = ("drain, 1 handler", "drain, 3 handlers", "actions, 32 callers", "idle, commit to handler")
+FIGURES = {"rate": ("/s", ",.0f"), "cpu_us": ("us CPU", ".1f"), "p50_ms": ("ms p50", ".2f"), "p90_ms": ("ms p90", ".2f")}
+LONGEST = 300.0  # seconds of one run
+
+Key = tuple[str, str]
+"""A scenario and a commit."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description="Commits in turn.")
+    parser.add_argument("commits", nargs="+", help="the first is what the others are compared with; . is this tree")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="postgres15", help="a database, as the tests call it (default: postgres15)")
+    parser.add_argument("--scenario", help="only scenarios that have these words in their names")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    as_they_come()
+    [(slot, servers)] = choose(None, options.only, os.environ)
+    scenarios = [name for name in SCENARIOS if (options.scenario or "") in name]
+    with closing(servers), checkouts(options.commits) as places:
+        server, database = take(servers, slot, "quick")
+        console.print(f"{database.id} {database.version}, {options.rounds} rounds in turn")
+        console.print(table(measure(server, places, scenarios, options.rounds, console), options.commits))
+    return 0
+
+
+@contextmanager
+def checkouts(commits: Sequence[str]) -> Iterator[Mapping[str, Path]]:
+    """A folder with the files of each commit."""
+    with tempfile.TemporaryDirectory(prefix="outboxio-commits-") as folder:
+        places = dict[str, Path]()
+        for number, commit in enumerate(commits):
+            places[commit] = PROJECT if commit == "." else Path(folder, str(number))
+            if commit != ".":
+                places[commit].mkdir()
+                archive = subprocess.run(["git", "archive", commit, "outboxio", "sql"], cwd=PROJECT, check=True, capture_output=True)
+                subprocess.run(["tar", "-x", "-C", places[commit]], input=archive.stdout, check=True)
+        yield places
+
+
+def measure(
+    server: Server, places: Mapping[str, Path], scenarios: Sequence[str], rounds: int, console: Console
+) -> Mapping[Key, Sequence[Mapping[str, float]]]:
+    """The figures of every round."""
+    measured, random = defaultdict[Key, list[Mapping[str, float]]](list), Random(0)
+    with console.status("") as status:
+        for number in range(1, rounds + 1):
+            for scenario in scenarios:
+                for commit in random.sample(list(places), len(places)):
+                    status.update(f"round {number}: {scenario}, {commit}")
+                    measured[scenario, commit].append(run(server, places[commit], scenario))
+    return measured
+
+
+def run(server: Server, place: Path, scenario: str) -> Mapping[str, float]:
+    with empty(server) as url:
+        done = subprocess.run(
+            [sys.executable, str(WORKER), url, scenario],
+            env={**os.environ, "PYTHONPATH": str(place), "PYTHONSAFEPATH": "1"},
+            capture_output=True, text=True, timeout=LONGEST,
+        )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{place}, {scenario}:\n{done.stderr}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, float])
+
+
+def table(measured: Mapping[Key, Sequence[Mapping[str, float]]], commits: Sequence[str]) -> Table:
+    """Medians, and the ratio of the last commit to the first: above 1 is better for rates, below 1 for all others."""
+    shown = Table("", "", *commits, f"{commits[-1]} / {commits[0]}", box=None, pad_edge=False)
+    for scenario in dict.fromkeys(name for name, _ in measured):
+        for figure in measured[scenario, commits[0]][0]:
+            unit, form = FIGURES[figure]
+            medians = [median(run[figure] for run in measured[scenario, commit]) for commit in commits]
+            shown.add_row(scenario, unit, *(format(one, form) for one in medians), f"{medians[-1] / medians[0]:.2f}")
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())
