@@ -68,7 +68,7 @@ def fields() -> dict[str, object]:
     envelope = current_envelope.get()
     if envelope is None or envelope.is_over:
         return {}
-    if not hasattr(envelope, "in_log"):
+    if envelope.in_log is None:
         envelope.in_log = as_fields(envelope.log_fields)
     trace_id = current_trace_id()
     return {**envelope.in_log, **({} if trace_id is None else {f"{PREFIX}trace_id": trace_id})}

@@ -9,6 +9,7 @@ transaction holds a snapshot, are made less often (``support/scan_position.py``)
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
@@ -21,7 +22,7 @@ from outboxio.dispatch.slots.waking import Waking
 from outboxio.dispatch.state import DispatchState
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.loops.loop import RoundResult
-from outboxio.model.notification import BEGINNING, DueQuery, Notification
+from outboxio.model.notification import BEGINNING, DueQuery, Notification, flaw_in, slot_of
 from outboxio.runs.cursor import SWEEP_IN_FLIGHT, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ordering import AdmissionGate
@@ -151,15 +152,12 @@ class Finder:
             self.pace.learn(began, time(), len(rows), is_sweep=is_sweep)
         return rows
 
-    def _learn(self, asked: Asked, rows: Iterable[Notification], now: float, due_by: datetime) -> bool:
+    def _learn(self, asked: Asked, rows: Sequence[Notification], now: float, due_by: datetime) -> bool:
         """Move the scan positions on; True if there are more due rows for which there is room."""
-        counts: Counts = {}
-        last: dict[tuple[str, int], Notification] = {}
-        for row in rows:
-            slot = (row.handler_name, row.partition_number)
-            counts[slot] = counts.get(slot, 0) + 1
-            if row.flaw is None:  # the position of a row that cannot be read is not known
-                last[slot] = row
+        counts: Counts = Counter(map(slot_of, rows))
+        if any(map(flaw_in, rows)):  # the position of a row that cannot be read is not known
+            rows = [row for row in rows if row.flaw is None]
+        last = dict(zip(map(slot_of, rows), rows, strict=True))
         full = {cursor.slot for cursor, query in asked if counts.get(cursor.slot, 0) >= query.limit}
         self._shares.learn([cursor.slot for cursor, _ in asked], counts, full)
         for cursor, _ in asked:

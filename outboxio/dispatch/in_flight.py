@@ -7,7 +7,10 @@ keeps a row from being started twice (decision 2).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from uuid import UUID
 
 from outboxio.model.handoff import Handoff
@@ -15,6 +18,10 @@ from outboxio.model.lock_name import Slot
 from outboxio.runs.cursor import Cursors, HandlerCursor
 from outboxio.runs.key_queues import KeyQueues
 from outboxio.runs.run import Run
+
+_id_of = attrgetter("notification.id")
+_needs_admission = attrgetter("queue.spec.needs_admission")
+_slot_of = attrgetter("notification.handler_name", "notification.partition_number")
 
 
 class InFlight:
@@ -37,43 +44,42 @@ class InFlight:
         self._finding = finding
         self._has_halted = has_halted
 
-    def add(self, run: Run, cursor: HandlerCursor) -> None:
-        """A row was found."""
-        self.rows[run.notification.id] = run
-        cursor.in_flight += 1
-        cursor.scan.found += 1
+    def add(self, runs: list[Run], cursor: HandlerCursor) -> list[Run]:
+        """Rows of a slot were found; those that were not in flight."""
+        present = list(map(self.rows.setdefault, map(_id_of, runs), runs))
+        if present != runs:
+            runs = list(compress(runs, map(is_, runs, present)))
+        cursor.in_flight += len(runs)
+        cursor.scan.found += len(runs)
+        return runs
 
     def release(self, run: Run) -> None:
         """Forget a row that was not settled: a later read finds the row again."""
-        self.forget((run.notification.id,))
+        self.forget([run.notification.id])
 
-    def forget(self, ids: Iterable[UUID]) -> None:
+    def forget(self, ids: Sequence[UUID]) -> None:
         """Rows are settled, or given back."""
-        rows, cursors = self.rows, self.cursors.by_slot
-        meanwhile = self.settled_meanwhile if self._finding.locked() else None
-        handoff = self.handoff
-        for notification_id in ids:
-            run = rows.pop(notification_id, None)
-            if run is None:
-                continue
-            if meanwhile is not None:
-                meanwhile.add(notification_id)
-            if handoff is not None:
-                handoff.settled.add(notification_id)
-            row = run.notification
-            cursor = cursors.get((row.handler_name, row.partition_number))
+        runs = list(filter(None, map(self.rows.pop, ids, repeat(None))))
+        if len(runs) < len(ids):
+            ids = list(map(_id_of, runs))
+        if self._finding.locked():
+            self.settled_meanwhile.update(ids)
+        if self.handoff is not None:
+            self.handoff.settled.update(ids)
+        for slot, number in Counter(map(_slot_of, runs)).items():
+            cursor = self.cursors.by_slot.get(slot)
             if cursor is not None:
-                cursor.in_flight -= 1
+                cursor.in_flight -= number
             else:
-                self._left_halted(row.handler_name, row.partition_number)
-            if run.queue.spec.needs_admission:
-                self.keys.left(run)
+                self._left_halted(slot, number)
+        for run in filter(_needs_admission, runs):
+            self.keys.left(run)
 
-    def _left_halted(self, handler_name: str, partition: int) -> None:
-        """A row of a slot that is not read has left. The slot may be halted, or its lock may be lost."""
-        cursor = self.cursors.halted.get((handler_name, partition))
+    def _left_halted(self, slot: tuple[str, int], number: int) -> None:
+        """Rows of a slot that is not read have left. The slot may be halted, or its lock may be lost."""
+        cursor = self.cursors.halted.get(slot)
         if cursor is not None:
-            cursor.in_flight -= 1
+            cursor.in_flight -= number
             if not cursor.in_flight:
                 self._has_halted()
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import groupby, repeat
 from uuid import UUID
 
 from outboxio.dispatch.in_flight import InFlight
@@ -27,9 +28,8 @@ from outboxio.errors import UnreadableRow
 from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import NewerRows
 from outboxio.loops.flood import Flood
-from outboxio.model.notification import DYING, Notification, State
+from outboxio.model.notification import DYING, Notification, State, are_ordinary, id_of, slot_of
 from outboxio.model.outcome import Outcome
-from outboxio.payloads.versions import VERSION_HEADER
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ports import StuckRows
@@ -73,58 +73,59 @@ class Intake:
 
     # --- taking rows in ------------------------------------------------------------------------
 
-    def take_in(
-        self, rows: Iterable[Notification], settled: Container[UUID]
-    ) -> tuple[int, dict[HandlerQueue, list[Run]]]:
+    def take_in(self, rows: Iterable[Notification], settled: Set[UUID]) -> tuple[int, dict[HandlerQueue, list[Run]]]:
         """Make rows ready that are not in flight; how many rows, and the rows that may have to wait.
 
         ``settled``: the rows that were settled while the read was under way. The read may show such rows as due.
         """
-        taken, undecided, filled = 0, dict[HandlerQueue, list[Run]](), dict[HandlerQueue, None]()
-        in_flight, cursors, stuck = self._in_flight.rows, self._cursors.by_slot, self._stuck_ids
-        remembered = self._settler.refused if self._settler.refused else None
-        for row in rows:
-            raw = row.raw_context
-            cursor = cursors.get((row.handler_name, row.partition_number))
-            if cursor is None or row.id in in_flight or row.id in settled or row.id in stuck:
+        taken, undecided = 0, dict[HandlerQueue, list[Run]]()
+        for slot, group in groupby(sorted(rows, key=slot_of), slot_of):
+            cursor = self._cursors.by_slot.get(slot)
+            if cursor is None:
                 continue
-            refused = None if remembered is None else remembered.of(row)
-            if refused is not None and refused.was_under(cursor.lease):
-                self._state.locks.suspect(cursor.lease)  # the row is unsettled, so another process holds a newer lease
+            some, queue = list(group), cursor.queue
+            for left_out in (settled, self._stuck_ids):
+                if left_out and not left_out.isdisjoint(map(id_of, some)):
+                    some = [row for row in some if row.id not in left_out]
+            if self._settler.refused:
+                some = [row for row in some if not self._is_suspect(row, cursor)]
+            elif queue.takes_ordinary and not cursor.is_paused and are_ordinary(some):
+                runs = self._in_flight.add(list(map(Run, some, repeat(queue), repeat(cursor.lease))), cursor)
+                self._add_ready(queue, runs)
+                taken += len(runs)
                 continue
-            queue, is_dying = cursor.queue, row.state == DYING
-            spec = queue.spec
-            run = HookRun(row, queue, cursor.lease) if is_dying else Run(row, queue, cursor.lease)
-            in_flight[row.id] = run
-            cursor.in_flight += 1
-            cursor.scan.found += 1
-            if spec.needs_admission and row.flaw is None:
-                row.flaw = row.flaw_of_context  # the order of a row is known only if the context can be read
-            if row.flaw is not None:
-                taken += self._end_unreadable(run)
-            elif refused is not None:
-                self._settle_again(run, refused)
-                taken += 1
-            elif queue.beginning is not None and run.precedes(queue.beginning):
-                self.skip(run)
-                taken += 1
-            elif (VERSION_HEADER in raw if type(raw) is str else row.may_have_version) and self._rest(run):
-                taken += 1
-            elif spec.needs_admission or cursor.is_paused:
-                undecided.setdefault(queue, []).append(run)
-            elif is_dying or spec.batch is not None:
-                taken += self._make_ready(run)
-            else:
-                if row.retention_us < queue.retention_renewed:
-                    row.retention_us = queue.retention_renewed
-                queue.ready.append(run)
-                filled[queue] = None
-                self._state.ready += 1
-                taken += 1
-        for queue in filled:
-            self._state.quiet.clear()
-            self._scheduler.enlist(queue)
+            found = [(HookRun if row.state == DYING else Run)(row, queue, cursor.lease) for row in some]
+            taken += sum(self._take(run, cursor, undecided) for run in self._in_flight.add(found, cursor))
         return taken, undecided
+
+    def _is_suspect(self, row: Notification, cursor: HandlerCursor) -> bool:
+        """True if the lock of a slot must be lost: a row is unsettled whose outcome was refused under this lease."""
+        refused = self._settler.refused.of(row)
+        if refused is None or not refused.was_under(cursor.lease):
+            return False
+        self._state.locks.suspect(cursor.lease)
+        return True
+
+    def _take(self, run: Run, cursor: HandlerCursor, undecided: dict[HandlerQueue, list[Run]]) -> int:
+        """Send a row along its way; how many runs became ready, or ended."""
+        queue, row = run.queue, run.notification
+        refused = self._settler.refused.of(row)
+        if queue.spec.needs_admission and row.flaw is None:
+            row.flaw = row.flaw_of_context  # the order of a row is known only if the context can be read
+        if row.flaw is not None:
+            return self._end_unreadable(run)
+        if refused is not None:
+            self._settle_again(run, refused)
+        elif queue.beginning is not None and run.precedes(queue.beginning):
+            self.skip(run)
+        elif row.may_have_version and self._rest(run):
+            pass
+        elif queue.spec.needs_admission or cursor.is_paused:
+            undecided.setdefault(queue, []).append(run)
+            return 0
+        else:
+            return self._make_ready(run)
+        return 1
 
     def _end_unreadable(self, run: Run) -> int:
         """End a row that cannot be read, so that no further row is harmed. The hooks of a verdict are called."""

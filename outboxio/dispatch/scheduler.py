@@ -118,6 +118,18 @@ class Scheduler:
             return run
         return None
 
+    def next_in_place(self, run: Run) -> Run:
+        """Take the next run of a queue, in the place of a run that is over."""
+        queue, state, ahead = run.queue, self._state, run.queue.ahead
+        del queue.running[run]
+        state.ended += 1
+        run = queue.ready.popleft()
+        queue.running[run] = None
+        state.ready -= 1
+        if ahead.may_have_more and len(queue.ready) == ahead.window // 2:
+            state.signals.find.set()
+        return run
+
     def _is_worker_free(self) -> bool:
         """True if a worker is free for a handler that has used up its share."""
         free = self._concurrency - self._state.running

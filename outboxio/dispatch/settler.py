@@ -191,7 +191,7 @@ class Settler:
             self._state.counters.count(bucket.state, settled)
         if bucket.state in (State.FAILED, DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
-        self._in_flight.forget(outcome.notification_id for outcome in bucket.outcomes)
+        self._in_flight.forget(bucket.ids)
         return []
 
     async def _settle_emitting(self, bucket: Bucket) -> int:
@@ -276,7 +276,7 @@ class Settler:
             return
         behind = self._take_behind(places) + [outcome for outcome in self.waiting if outcome.place in places]
         self.waiting = [outcome for outcome in self.waiting if outcome.place not in places]
-        self._in_flight.forget(outcome.notification_id for outcome in behind)
+        self._in_flight.forget([outcome.notification_id for outcome in behind])
         for outcome in behind:
             self._cursors.sweep_soon(outcome.lease.slot)
         self._find_again_soon()

@@ -11,7 +11,8 @@ from outboxio.errors import Unavailable
 from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
-from outboxio.model.outcome import Outcome, success
+from outboxio.model.notification import SUCCEEDED
+from outboxio.model.outcome import Outcome
 from outboxio.runs.run import INTERRUPTED, Run
 from outboxio.statistics.counters import Counters
 from outboxio.support.clock import ShardClock
@@ -36,8 +37,9 @@ class Endings:
         self._clock = clock
 
     def succeeded(self, run: Run, envelope: Envelope) -> Outcome:
-        outcome = success(run.notification, run.lease)
-        if envelope.has_emitted:
+        row = run.notification
+        outcome = Outcome(row.id, run.lease, SUCCEEDED, row.attempts + 1)
+        if envelope.recorded is not None:
             outcome.emitted = (envelope.send_later(action_of(run, envelope, self._clock)), envelope.emitted)
         return outcome
 

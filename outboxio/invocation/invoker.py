@@ -74,17 +74,20 @@ class HandlerInvoker:
     def home(self, task: asyncio.Task[Any] | None) -> None:
         self._endings.home = task
 
-    async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
-        """Call the handler, or the hooks that are owed; ``None`` if the run has no outcome."""
-        queue, before, is_dying = run.queue, None, run.notification.state == DYING
-        envelope: Envelope | None = None
+    async def call(self, run: Run, task: asyncio.Task[None], is_plain: bool = False) -> Outcome | None:
+        """Call the handler, or the hooks that are owed; ``None`` if the run has no outcome.
+
+        ``is_plain``: the handler is called at least once for a single row, and starts are not recorded.
+        """
+        envelope = before = None
         try:
-            envelope = self._opener.open_dead(run) if is_dying else self._open(run)
+            is_owed_hooks = not is_plain and run.notification.state == DYING
+            envelope = self._opener.open_dead(run) if is_owed_hooks else self._open(run)
             current_envelope.set(envelope)
             before = contextvars.copy_context()
-            if queue.is_plain and not is_dying:
-                await queue.function(cast(Any, envelope))
-            elif queue.is_watched:
+            if is_plain:
+                await run.queue.function(envelope)
+            elif run.queue.is_watched:
                 assert self._crashes is not None
                 await self._crashes.begin(run, (run,))
                 try:
@@ -94,7 +97,7 @@ class HandlerInvoker:
             else:
                 await self._deliver(run, envelope)
             envelope.is_over = True
-            if run.is_settled or run.cancelled_at is None or run.interrupted:
+            if run.cancelled_at is None or run.is_settled or run.interrupted:
                 outcome: Outcome | None = self._succeeded(run, envelope)
             else:
                 outcome = self._failed(run, timeout_error(run), task)  # the handler returned, but too late
@@ -106,7 +109,8 @@ class HandlerInvoker:
             outcome = self._failed(run, error, task)
         if run.cancelled_at is not None:
             task.uncancel()
-        run.is_clean = before is None or left_no_context(before)
+        if before is not None and not left_no_context(before):
+            run.is_clean = False
         return outcome
 
     def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:

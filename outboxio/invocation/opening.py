@@ -38,18 +38,15 @@ class EnvelopeOpener:
 
     def open(self, run: Run) -> Envelope:
         """Decode the event. If that fails, only this row fails."""
-        notification, queue = run.notification, run.queue
+        row, decoders = run.notification, run.queue.decoders
         try:
-            decode = queue.decoders.get(notification.event_type)
-            if decode is None:
-                decode = self._decoder(queue, notification)
-            if notification.payload in _NULL:
-                raise InvalidEvent(f"event {notification.event_type}", "its payload is NULL")
-            event = decode(notification.payload)
+            decode = decoders.get(row.event_type) or self._decoder(run.queue, row)
+            return EventEnvelope(decode(row.payload), row, self._context)
         except Exception as error:
             run.is_undecodable = not issubclass(type(error), _NOT_OF_THE_PAYLOAD)
+            if row.payload in _NULL:
+                raise InvalidEvent(f"event {row.event_type}", "its payload is NULL") from error
             raise
-        return EventEnvelope(event, notification, self._context)
 
     def open_again(self, run: Run, decoded: DecodedEvents) -> Envelope:
         """A new envelope for a row of a call that is split; an event that no call has changed is not decoded again."""
@@ -88,7 +85,7 @@ class EnvelopeOpener:
         """
         handler, event_type = queue.handler, notification.event_type
         if handler.options.raw:
-            return as_bytes
+            return _as_bytes
         cls = self._handlers.event_class(handler, event_type)
         if cls is None:
             if handler.topic is not None:
@@ -104,3 +101,9 @@ class EnvelopeOpener:
             queue.decoders[event_type] = decode
             return decode  # dispatch puts rows of newer versions to rest
         return upcasting(event_type, decode, notification.version, version, upcasters_of(cls))
+
+
+def _as_bytes(payload: Any) -> bytes:
+    if payload in _NULL:
+        raise ValueError("NULL")
+    return as_bytes(payload)

@@ -50,16 +50,16 @@ class TracedInvoker(HandlerInvoker):
         self._call_untold, self._call_batch_untold = super().call, super().call_batch
 
     def call(  # pyright: ignore[reportIncompatibleMethodOverride]  # no frame is added to the calls that are left alone
-        self, run: Run, task: asyncio.Task[None]
+        self, run: Run, task: asyncio.Task[None], is_plain: bool = False
     ) -> Coroutine[Any, Any, Outcome | None]:
+        calling = self._call_untold(run, task, is_plain)
         if not (run.notification.may_be_sampled or self._asks_always):
-            return self._call_untold(run, task)  # as nearly all calls
+            return calling  # as nearly all calls
         try:
             call = self._call_for(run.queue.handler, run.notification)
         except Exception as error:
-            call = None
             _log(error)
-        calling = self._call_untold(run, task)
+            return calling
         return calling if call is None else _surrounded(calling, call, run, self._claim)
 
     def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:

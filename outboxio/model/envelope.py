@@ -69,7 +69,7 @@ class HandlerContext(Struct, kw_only=True, eq=False):
         return {"namespace": self.namespace, "shard": self.shard}
 
 
-class EventEnvelope(Generic[E_co]):
+class EventEnvelope(Struct, Generic[E_co], eq=False):
     """An event with its context, as one handler receives it.
 
     ``event`` is the decoded event; in a raw handler, the stored JSON of the event. ``event_id`` stays the same over
@@ -83,22 +83,19 @@ class EventEnvelope(Generic[E_co]):
             await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
     """
 
-    __slots__ = ("_context", "_emitted", "_is_tx_shared", "_row", "_tx", "batch_size", "event", "in_log", "is_over")
-
-    batch_size: int
-    """Set in the first envelope of a batch only: the number of events of the call."""
-    in_log: Mapping[str, object]
-    """Set when the handler has written a log record: the fields of such records."""
-
-    def __init__(self, event: E_co, row: Notification, context: HandlerContext) -> None:
-        self.event = event
-        self._row = row
-        self._context = context
-        self._emitted: list[EventRecord] | None = None
-        self._tx: Transaction | None = None
-        self._is_tx_shared = False
-        self.is_over = False
-        """True if the handler has ended; tasks that the handler has spawned may go on."""
+    event: E_co
+    _row: Notification
+    _context: HandlerContext
+    recorded: list[EventRecord] | None = None
+    """The events that ``emit`` recorded in this run; ``None`` before the first."""
+    _tx: Transaction | None = None
+    _is_tx_shared: bool = False
+    is_over: bool = False
+    """True if the handler has ended; tasks that the handler has spawned may go on."""
+    batch_size: int | None = None
+    """The number of events of the call, in the first envelope of a batch only."""
+    in_log: Mapping[str, object] | None = None
+    """The fields of log records of the handler, as soon as it has written one."""
 
     @property
     def event_id(self) -> UUID:
@@ -284,9 +281,9 @@ class EventEnvelope(Generic[E_co]):
         if self._tx is not None and not self._is_tx_shared:
             self._tx.add(record)
             return
-        if self._emitted is None:
-            self._emitted = []
-        self._emitted.append(record)
+        if self.recorded is None:
+            self.recorded = []
+        self.recorded.append(record)
 
     def execute(self, action: Performs[Result_co], *, shard: str | None = None) -> Coroutine[Any, Any, Result_co]:
         """Run an action in a new transaction, on the shard of this event or on ``shard``.
@@ -360,18 +357,14 @@ class EventEnvelope(Generic[E_co]):
     @property
     def log_fields(self) -> Fields:
         """The fields of a log record of the handler. A batch has no fields of a single event."""
-        name, size = self._context.handler_name_of(self._row.handler_name), getattr(self, "batch_size", None)
+        name, size = self._context.handler_name_of(self._row.handler_name), self.batch_size
         of_row = self._row.log_fields if size is None else {"batch_size": size}
         return {**self._context.log_fields, **of_row, "handler": name}
 
     @property
-    def has_emitted(self) -> bool:
-        return self._emitted is not None
-
-    @property
     def emitted(self) -> list[EventRecord]:
         """The events that ``emit`` recorded in this run."""
-        return self._emitted or []
+        return self.recorded or []
 
     def __repr__(self) -> str:
         row = self._row

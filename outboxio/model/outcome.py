@@ -8,9 +8,10 @@ of its own, so the outcomes of a call with several rows of an ordering key are w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, cast
 from uuid import UUID
 
@@ -110,12 +111,12 @@ class Bucket(Struct, frozen=True, dict=True):
     @cached_property
     def by_id(self) -> list[Outcome]:
         """The outcomes in primary key order, so that writers do not deadlock."""
-        return sorted(self.outcomes, key=lambda outcome: outcome.notification_id.int)
+        return sorted(self.outcomes, key=_number_of)
 
     @property
     def ids(self) -> list[UUID]:
         """The ids in the order of :attr:`by_id`."""
-        return [outcome.notification_id for outcome in self.by_id]
+        return list(map(_id_of, self.by_id))
 
     @property
     def places(self) -> set[Place]:
@@ -125,8 +126,7 @@ class Bucket(Struct, frozen=True, dict=True):
     @property
     def leases(self) -> list[Lease]:
         """The leases that the statement must find unchanged, in the order in which every process locks them."""
-        distinct = {id(outcome.lease): outcome.lease for outcome in self.outcomes}
-        return sorted(distinct.values(), key=lambda lease: lease.name)
+        return sorted(_distinct_leases(self.outcomes), key=lambda lease: lease.name)
 
     @property
     def is_rest(self) -> bool:
@@ -138,10 +138,10 @@ class Bucket(Struct, frozen=True, dict=True):
         """True if the rows differ in due time and error."""
         return self.outcomes[0].error is not None
 
-    @property
+    @cached_property
     def emitted(self) -> list[Emitted]:
         """The events of these outcomes."""
-        return [outcome.emitted for outcome in self.outcomes if outcome.emitted is not None]
+        return list(filter(None, map(_emitted_of, self.outcomes)))
 
     def halves(self) -> tuple[Bucket, Bucket]:
         """The bucket cut in two, to find the value that a database refuses. The first half is written first."""
@@ -164,7 +164,10 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     mixes the two, because the statement asks if any lease of the bucket holds the handler's name.
     """
     some = list(outcomes)
-    over = _with_successors({id(outcome.lease): outcome.lease for outcome in some}.values())
+    over = _with_successors(_distinct_leases(some))
+    kinds = set(map(_kind_of, some)) if not (over or any(map(_emitted_of, some))) else set()
+    if len(kinds) == 1 and kinds.pop()[2:] == (None, None):
+        return [Bucket(some[0].state, some[0].attempts, some)]  # nearly always, under load
     # Rows of a key that emit and rows that do not share a bucket, because such rows may alternate.
     emitting = any(outcome.emitted is not None and outcome.place is not None for outcome in some)
     buckets: dict[int, list[Outcome]] = {}
@@ -189,9 +192,18 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     return [Bucket(alike[0].state, alike[0].attempts, alike) for _, alike in sorted(buckets.items())]
 
 
-def _with_successors(leases: Iterable[Lease]) -> set[int]:
+_id_of, _lease_of, _emitted_of = attrgetter("notification_id"), attrgetter("lease"), attrgetter("emitted")
+_number_of = attrgetter("notification_id.int")
+_kind_of = attrgetter("state", "attempts", "error", "place")
+
+
+def _distinct_leases(outcomes: Iterable[Outcome]) -> list[Lease]:
+    leases = list(map(_lease_of, outcomes))
+    return list(dict(zip(map(id, leases), leases, strict=True)).values())
+
+
+def _with_successors(leases: Sequence[Lease]) -> set[int]:
     """The ids of the leases that have a successor among ``leases``."""
-    leases = list(leases)
     newest: dict[str, int] = {}
     for lease in leases:
         newest[lease.name] = max(lease.term, newest.get(lease.name, 0))

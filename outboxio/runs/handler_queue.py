@@ -129,6 +129,12 @@ class HandlerQueue:
         self.is_watched = is_watched
         self.is_plain = self.spec.delivery is Delivery.AT_LEAST_ONCE and self.spec.batch is None and not is_watched
 
+    @property
+    def takes_ordinary(self) -> bool:
+        """True if an ordinary row is ready as soon as the row is found."""
+        spec = self.spec
+        return not (spec.batch or spec.needs_admission or self.beginning or self.retention_renewed)
+
     def allow(self, number: int) -> None:
         """Let so many runs go on at the same time, or fewer while the handler rests."""
         self.quota.allowed, rest = number, self.quota.rest

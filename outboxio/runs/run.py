@@ -105,7 +105,7 @@ class Run(Struct, eq=False, gc=False):
     def begin_again(self) -> None:
         """The run waits for a new start, as if no run had been made."""
         self.go_on()
-        self.started = 0.0
+        self.started, self.is_clean = 0.0, True
         self.session = self.task = self.unavailable = None
 
     def precedes(self, beginning: datetime) -> bool:

@@ -150,7 +150,7 @@ class Invoker:
     def redact(self, text: str) -> str:
         return text
 
-    async def call(self, run: Run, task: asyncio.Task[None]) -> Outcome | None:
+    async def call(self, run: Run, task: asyncio.Task[None], is_plain: bool = False) -> Outcome | None:
         try:
             await cast(Any, run.queue.function)(run)
         except BaseException as error:
@@ -284,7 +284,7 @@ class Parts:
         """A row in flight whose run is nowhere yet."""
         cursor = self.cursor(name, partition)
         run = Run(row_of(number, name, partition=partition), cursor.queue, cursor.lease)
-        self.in_flight.add(run, cursor)
+        self.in_flight.add([run], cursor)
         return run
 
     def outcome(self, run: Run, state: State = State.SUCCEEDED, error: str | None = None) -> Outcome:
@@ -293,7 +293,7 @@ class Parts:
 
     def take(self, *rows: Notification) -> int:
         """Let rows be found, and call workers."""
-        taken, _ = self.intake.take_in(rows, ())
+        taken, _ = self.intake.take_in(rows, set())
         self.workers.call()
         return taken
 

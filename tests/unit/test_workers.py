@@ -107,10 +107,10 @@ async def test_a_worker_that_fails_is_replaced_and_its_row_has_failed(caplog: py
     parts = Parts(queue_of())
     call, failures = parts.workers._invoker.call, [RuntimeError("broken")]
 
-    async def fail_once(run: Any, task: Any) -> Any:
+    async def fail_once(run: Any, task: Any, is_plain: bool) -> Any:
         if failures:
             raise failures.pop()
-        return await call(run, task)
+        return await call(run, task, is_plain)
 
     parts.workers._invoker.call = fail_once  # type: ignore[method-assign]
     parts.take(row_of(1), row_of(2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import starmap
+from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
@@ -301,12 +303,14 @@ class PostgresNotifications:
         return record_of(dict(zip(OF_NOTIFICATION, row, strict=True)), self._shard)
 
 
+_due_of, _retention_of = attrgetter("next_retry_us"), attrgetter("retention_us")
+
+
 def as_notifications(rows: Iterable[Any]) -> list[Notification]:
     """Notifications of rows of ``DUE_COLUMNS``. Only the two moments can be NULL."""
-    found = [Notification(*row) for row in rows]
-    for row in found:
-        if row.retention_us is None or row.next_retry_us is None:  # pyright: ignore[reportUnnecessaryComparison]  # see _micros
-            checked(row)
+    found = list(starmap(Notification, rows))
+    if None in map(_due_of, found) or None in map(_retention_of, found):
+        return list(map(checked, found))
     return found
 
 
