@@ -29,7 +29,12 @@ from tests.kit.servers import Server
 
 WORKER = Path(__file__).with_name("worker_of_commits.py")
 SCENARIOS = ("drain, 1 handler", "drain, 3 handlers", "actions, 32 callers", "idle, commit to handler")
-FIGURES = {"rate": ("/s", ",.0f"), "cpu_us": ("us CPU", ".1f"), "p50_ms": ("ms p50", ".2f"), "p90_ms": ("ms p90", ".2f")}
+FIGURES = {
+    "rate": ("/s", ",.0f"),
+    "cpu_us": ("us CPU", ".1f"),
+    "p50_ms": ("ms p50", ".2f"),
+    "p90_ms": ("ms p90", ".2f"),
+}
 LONGEST = 300.0  # seconds of one run
 
 Key = tuple[str, str]
@@ -63,7 +68,9 @@ def checkouts(commits: Sequence[str]) -> Iterator[Mapping[str, Path]]:
             places[commit] = PROJECT if commit == "." else Path(folder, str(number))
             if commit != ".":
                 places[commit].mkdir()
-                archive = subprocess.run(["git", "archive", commit, "outboxio", "sql"], cwd=PROJECT, check=True, capture_output=True)
+                archive = subprocess.run(
+                    ["git", "archive", commit, "outboxio", "sql"], cwd=PROJECT, check=True, capture_output=True
+                )
                 subprocess.run(["tar", "-x", "-C", places[commit]], input=archive.stdout, check=True)
         yield places
 
