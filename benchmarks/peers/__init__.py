@@ -35,6 +35,8 @@ class Peer(Struct, frozen=True):
     """The events of the peer in each size, where the usual number would take too long."""
     in_processes: bool = True
     """True if the script can work in several processes."""
+    python: tuple[int, int] = (3, 11)
+    """The oldest Python that the peer runs on."""
     variant: str = ""
     """The difference, where a peer takes part a second time; the script gets the variant."""
 
@@ -51,6 +53,7 @@ class Peer(Struct, frozen=True):
         return self.script.endswith(".mjs")
 
 
+# https://worker.graphile.org/docs/performance: a local queue, and batches of completions.
 _GRAPHILE_OPTIONS = "local queue of 500, batch delays 0, concurrency 24"
 _GRAPHILE = Peer(
     "graphile-worker",
@@ -87,6 +90,37 @@ PEERS = (
         "one stage, a row per job and call; an event row per change of state",
         "concurrency 10, pool of 10",
         {"full": 2000, "quick": 500, "tiny": 50},
+    ),
+    Peer(
+        "oban",
+        "0.7.0",
+        ("oban==0.7.0", "psycopg[binary]==3.3.9", "uvloop==0.23.0"),
+        "run_oban.py",
+        "one stage, a row per job; claimed, and acknowledged one by one; finished jobs are kept",
+        "limit 500, pool of 10, uvloop, on Python 3.12 or later",
+        {"full": 5000, "quick": 2000, "tiny": 50},
+        python=(3, 12),
+    ),
+    Peer(
+        "dbos",
+        "3.4.0",
+        ("dbos==3.4.0", "psycopg[binary]==3.3.9"),
+        "run_dbos.py",
+        "a durable workflow without steps for each event; finished workflows are kept, with their results",
+        "a queue without a limit, polled every 50 ms, async workflows",
+        {"full": 2000, "quick": 500, "tiny": 50},
+        in_processes=False,
+    ),
+    Peer(
+        "ekbatan",
+        "0.1.0",
+        ("ekbatan[postgres]==0.1.0", "psycopg[binary]==3.3.9"),
+        "run_ekbatan.py",
+        "two stages, full context in each row, as outboxio; one batch after the other, handlers on threads",
+        "fan-out by 2,000, handling by 1,000, polls of 10 ms, pool of 8, on Python 3.13",
+        {"full": 10_000, "quick": 2000, "tiny": 50},
+        in_processes=False,
+        python=(3, 13),
     ),
     _GRAPHILE,
     replace(
@@ -129,12 +163,23 @@ def _with_python(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence
     python = home / "bin" / "python"
 
     def make() -> None:
-        _run([sys.executable, "-m", "venv", str(home)])
+        _run([_python(peer.python), "-m", "venv", str(home)])
         pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
-        _run([*pip, "msgspec", *peer.packages])
+        _run([*pip, *peer.packages])
 
     _once(peer, home, make, say)
     return [str(python), str(HERE / peer.script)]
+
+
+def _python(oldest: tuple[int, int]) -> str:
+    """A Python of this version or later: this one, one on the PATH, or one of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    on_path = filter(None, (shutil.which(f"python3.{minor}") for minor in range(oldest[1], oldest[1] + 4)))
+    code = f"import sys, venv, ensurepip; sys.exit(sys.version_info < {oldest})"
+    for python in (sys.executable, *on_path, *map(str, sorted(pyenv.glob("versions/3.*/bin/python")))):
+        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            return python
+    raise CannotInstall(f"it needs Python {'.'.join(map(str, oldest))} or later, which is not here")
 
 
 def _with_node(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[str]:
@@ -152,7 +197,7 @@ def _with_node(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[s
 
 
 def _once(peer: Peer, home: Path, make: Callable[[], None], say: Callable[[str], None]) -> None:
-    stamp, wanted = home / "installed.json", json.dumps([sys.version_info[:2], *peer.packages])
+    stamp, wanted = home / "installed.json", json.dumps([sys.version_info[:2], peer.python, *peer.packages])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     say(f"Installing {peer.name} {peer.version} into {home} ...")
