@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full chaos chaos-mutants simulate simulate-mutants
+.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full bench-commits chaos chaos-mutants simulate simulate-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -54,11 +54,14 @@ style: $(VENV)/.with-dev
 types: $(VENV)/.with-dev
 	@echo 'types'   && $(BIN)/mypy --no-error-summary && PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: $(VENV)/.with-bench ## measure the speed, beside bare SQL and other projects; DATABASE=<url>, SCENARIO=drain,execute
+bench: $(VENV)/.with-bench ## measure the speed beside bare SQL and other projects, and compare with the kept ratios; DATABASE=<url>, SCENARIO=drain,execute, ARGS=--strict
 	@$(BENCH) --size quick $(ARGS)
 
-bench-full: $(VENV)/.with-bench ## measure in large sizes; ARGS=--write writes docs/reference/performance.md
+bench-full: $(VENV)/.with-bench ## measure in large sizes, less than an hour; ARGS=--write writes docs/reference/performance.md and the figures of all pages
 	@$(BENCH) --size full $(ARGS)
+
+bench-commits: $(VENV)/.with-bench ## measure commits in turn; OLD=ee733e2, NEW=. for this tree, ARGS='--rounds 9 --scenario drain'
+	@$(BIN)/python -m benchmarks.commits $(or $(OLD),HEAD~1) $(or $(NEW),.) $(ARGS)
 
 chaos: $(VENV)/.with-dev ## kill processes, stop servers, and check the promises; ARGS='--seed 7 --seconds 20'
 	@$(BIN)/python -m tests.chaos --database $(or $(ONLY),all) --runs 2 --seconds 15 $(ARGS)

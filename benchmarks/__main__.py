@@ -15,14 +15,14 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from benchmarks import document, machine, report, rounds
+from benchmarks import aims, chart, document, kept, machine, report, rounds
 from benchmarks.contestants import Contestant, everybody
 from benchmarks.databases import NotHere, as_they_come, choose, take
-from benchmarks.results import OURS, Results, Taker, joined
+from benchmarks.results import Results, Taker, joined
+from benchmarks.rounds import PROJECT
 from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES, Scenario
 from tests.kit.servers import Servers, Slot
 
-DOCS = Path(__file__).parent.parent / "docs" / "reference"
 KEPT = Path("benchmarks.json")
 WIDTH = 140
 
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # In a file or a pipe the window cannot be made wider.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     options = _options(arguments)
+    if options.write:
+        chart.require()
     if options.read:
         results = joined([msgspec.json.decode(path.read_bytes(), type=Results) for path in options.read])
     else:
@@ -39,16 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.show(results, console)
     if not options.read:
         console.print(f"[dim]Everything that was measured is in {options.json}[/]")
+    before = kept.read()
+    worse = bool(before and kept.regressions(results, before)) or bool(aims.missed(results))
     if options.write:
         for path in document.write(results, options.write):
             console.print(f"[dim]Written: {path}[/]")
-    return int(any(run.contestant == OURS for run in results.failures()))
+    peers = {taker.name for taker in results.takers if taker.kind == "peer"}
+    failed = any(run.contestant not in peers for run in results.failures())
+    return int(failed or (worse and options.strict))
 
 
 def measure(options: argparse.Namespace, console: Console) -> Results:
     """Run the chosen scenarios."""
     as_they_come()
-    scenarios = _scenarios(options.scenario, options.setting)
+    scenarios = _scenarios(options.scenario, options.setting, options.size)
     chosen = choose(options.database, options.only, os.environ)
     wants_peers = options.peers and any(setting.peers for scenario in scenarios for setting in scenario.settings)
     at_all = wants_peers and any(slot.dialect == "postgres" for slot, _ in chosen)
@@ -64,10 +70,19 @@ def measure(options: argparse.Namespace, console: Console) -> Results:
         missing={},
         runs=[],
     )
+    contestants = _chosen(contestants, options.contestant)
+    plans = {
+        slot.dialect: rounds.schedule(
+            rounds.contests(slot.dialect, scenarios, contestants), options.size, options.rounds, options.seed
+        )
+        for slot, _ in chosen
+    }
+    seconds = sum(c.seconds(dialect, options.size) for dialect, planned in plans.items() for _, c in planned)
+    console.print(f"[dim]{sum(map(len, plans.values()))} runs: about {seconds / 60:.0f} minutes on a quiet machine[/]")
     try:
         for slot, servers in chosen:
             with closing(servers):
-                _measure_on(slot, servers, results, scenarios, contestants, options, console)
+                _measure_on(slot, servers, results, plans[slot.dialect], options, console)
     except KeyboardInterrupt:
         console.print("[yellow]Stopped; what was measured until now:[/]")
     return results
@@ -77,8 +92,7 @@ def _measure_on(
     slot: Slot,
     servers: Servers,
     results: Results,
-    scenarios: Sequence[Scenario],
-    contestants: Sequence[Contestant],
+    planned: Sequence[tuple[int, rounds.Contest]],
     options: argparse.Namespace,
     console: Console,
 ) -> None:
@@ -88,8 +102,6 @@ def _measure_on(
         results.missing[slot.id] = str(reason)
         return
     results.databases.append(database)
-    contests = rounds.contests(slot.dialect, scenarios, _chosen(contestants, options.contestant), options.size)
-    planned = rounds.schedule(contests, options.size, options.rounds, options.seed)
     with console.status("") as status:
         for place, (number, contest) in enumerate(planned, 1):
             status.update(f"{database.id}  {place} of {len(planned)}, round {number}  {contest.label}")
@@ -101,7 +113,7 @@ def _measure_on(
 
 
 def keep(results: Results, path: Path) -> None:
-    """Write the results down; after each run, because all runs together may take hours."""
+    """Write the results down; after each run, because all runs together take long."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
@@ -110,20 +122,24 @@ def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contes
     return [contestant for contestant in contestants if not wanted or contestant.name in wanted]
 
 
-def _scenarios(names: str | None, words: str | None = None) -> list[Scenario]:
-    """The chosen scenarios, each with the chosen settings."""
+def _scenarios(names: str | None, words: Sequence[str] | None = None, size: str = "full") -> list[Scenario]:
+    """The chosen scenarios, each with the chosen settings. A scenario that is named has a round in each size."""
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in BY_NAME]:
         raise SystemExit(f"no scenario {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
-    scenarios = [BY_NAME[name] for name in wanted] or list(SCENARIOS)
+    named = [BY_NAME[name] for name in wanted]
+    named = [replace(s, rounds={**s.rounds, size: max(1, s.rounds[size])}) for s in named]
+    scenarios = named or list(SCENARIOS)
     if not words:
         return scenarios
     found = [
-        replace(s, settings=chosen) for s in scenarios if (chosen := tuple(t for t in s.settings if words in t.name))
+        replace(s, settings=chosen)
+        for s in scenarios
+        if (chosen := tuple(setting for setting in s.settings if any(word in setting.name for word in words)))
     ]
     if not found:
         names_of_settings = ", ".join(repr(setting.name) for scenario in scenarios for setting in scenario.settings)
-        raise SystemExit(f"no setting has {words!r} in its name; there are {names_of_settings}")
+        raise SystemExit(f"no setting has {' or '.join(words)!r} in its name; there are {names_of_settings}")
     return found
 
 
@@ -134,16 +150,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--database", metavar="URL", help="a server of your own; MySQL and MariaDB must have no database eventlog")
     add("--only", metavar="NAMES", help="dialects or versions, as the tests call them: postgres18,mysql")
     add("--scenario", metavar="NAMES", help=f"of {', '.join(BY_NAME)}")
-    add("--setting", metavar="WORDS", help="only settings of a scenario whose names have these words in them")
+    add("--setting", metavar="WORDS", nargs="+", help="only settings of which the name has one of these in it")
     add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, one-visit, or a peer's name")
     add("--rounds", type=int, help="instead of each scenario's own number")
     add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")
     add("--no-peers", dest="peers", action="store_false", help="without other projects")
+    add("--strict", action="store_true", help="fail also for regressions and missed aims")
     add("--json", type=Path, default=KEPT, metavar="FILE", help=f"where all figures go (default: {KEPT})")
     add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what such files hold together")
     add(
-        "--write", type=Path, nargs="?", const=DOCS, metavar="FOLDER",
-        help="write performance.md and its chart (default: into docs/reference/)",
+        "--write", type=Path, nargs="?", const=PROJECT, metavar="FOLDER",
+        help="write performance.md, its chart and benchmarks.json, and the figures of the other pages (default: here)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     options.database, options.scenario = options.database or None, options.scenario or None

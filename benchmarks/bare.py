@@ -76,25 +76,20 @@ def now() -> datetime:
     return datetime.now(UTC).replace(tzinfo=None)
 
 
-async def drain(tables: Tables, task: Task, stages: Sequence[str] = ("fanout", "dispatch")) -> Figures:
-    """Fan out and dispatch so many committed events; or only one of the stages, with the other stage done before or
-    left out.
-    """
+async def drain(tables: Tables, task: Task, *, dispatching: bool = True) -> Figures:
+    """Fan out and dispatch so many committed events, or fan them out only."""
     events, types, handlers = task["events"], task["types"], task["handlers"]
     dispatch = _plain if task.options.get("plain") else _pipelined
     async with metered(task.url, task.dialect) as meter:
         await tables.make(events, types, handlers)
         await checkpoint(task.url, task.dialect)
-        if "fanout" not in stages:
-            await _fan_out(tables, events)
         await meter.start()
         async with asyncio.TaskGroup() as group:
-            if "fanout" in stages:
-                group.create_task(_fan_out(tables, events))
-            if "dispatch" in stages:
+            group.create_task(_fan_out(tables, events))
+            if dispatching:
                 group.create_task(dispatch(tables, events * handlers))
         meter.stop()
-        expected = events, events * handlers if "dispatch" in stages else 0
+        expected = events, events * handlers if dispatching else 0
         found = await tables.count()
         assert found == expected, f"{found} delivered and succeeded of {expected}"
         await tables.close()

@@ -180,25 +180,18 @@ SELECT n, 0 FROM d
 DEPOSIT = "UPDATE wallets SET balance = balance + 1 WHERE id = %s"
 BALANCE = "SELECT balance FROM wallets WHERE id = %s"
 INSERT = f"""
-INSERT INTO {{table}} ({COLUMNS})
+INSERT INTO eventlog.events ({COLUMNS})
 VALUES (%s, 'bench', %s, 'Deposit', %s, %s, %s, %s, 'Wallet', 'Deposited', %s, %s, FALSE)
 """
 
 
 class Writer:
-    """Writes into a separate table with the columns of the reference, or the same rows as outboxio into outboxio's
-    table.
-    """
+    """Writes the same rows as an action into outboxio's table."""
 
-    def __init__(self, url: str, *, same_rows: bool) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._same_rows = same_rows
-        self._table = "eventlog.events" if same_rows else "bare.events"
-        self._insert = INSERT.format(table=self._table)
 
     async def open(self, callers: int) -> None:
-        if not self._same_rows:
-            await _make(self._url, EVENTS)
         for statement in (WALLETS, FILL_WALLETS):
             await run(self._url, statement)
         self._pool: Any = await aiomysql.create_pool(
@@ -217,7 +210,7 @@ class Writer:
                 params = json.dumps({"wallet": wallet})
                 payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
                 row = (str(uuid7()), str(uuid7()), params, moment, moment, str(wallet), payload, moment)
-                await cursor.execute(self._insert, row)
+                await cursor.execute(INSERT, row)
                 await connection.commit()
             except BaseException:
                 await connection.rollback()
@@ -225,11 +218,9 @@ class Writer:
 
     async def count(self) -> int:
         async with self._pool.acquire() as connection:
-            [(number,)] = await _run(connection, f"SELECT count(*) FROM {self._table}")
+            [(number,)] = await _run(connection, "SELECT count(*) FROM eventlog.events")
         return int(number)
 
     async def close(self) -> None:
         self._pool.close()
         await self._pool.wait_closed()
-        if not self._same_rows:
-            await run(self._url, "DROP DATABASE bare")

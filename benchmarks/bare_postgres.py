@@ -13,7 +13,6 @@ import asyncpg
 from benchmarks import bare
 from benchmarks.bare import BATCH, now
 from benchmarks.workload import COLUMNS, fill, run
-from outboxio.storage.postgres.insertion import INSERT_EVENTS
 from outboxio.support.ids import uuid7
 
 EVENTS = """
@@ -122,24 +121,18 @@ FILL_WALLETS = f"INSERT INTO wallets SELECT i, 0 FROM generate_series(0, {bare.W
 DEPOSIT = "UPDATE wallets SET balance = balance + 1 WHERE id = $1 RETURNING balance"
 
 INSERT = f"""
-INSERT INTO bare.events ({COLUMNS})
+INSERT INTO eventlog.events ({COLUMNS})
 VALUES ($1, 'bench', $2, 'Deposit', $3, $4, $4, $5, 'Wallet', 'Deposited', $6, $4, FALSE)
 """
 
 
 class Writer:
-    """Writes into a separate table with the columns of the reference, or the same rows as outboxio into outboxio's
-    table.
-    """
+    """Writes the same rows as an action into outboxio's table."""
 
-    def __init__(self, url: str, *, same_rows: bool) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._same_rows = same_rows
-        self._table = "eventlog.events" if same_rows else "bare.events"
 
     async def open(self, callers: int) -> None:
-        if not self._same_rows:
-            await run(self._url, EVENTS)
         await run(self._url, f"{WALLETS}; {FILL_WALLETS}")
         self._pool: Any = await asyncpg.create_pool(self._url, min_size=callers, max_size=callers)
 
@@ -149,16 +142,10 @@ class Writer:
             balance = await connection.fetchval(DEPOSIT, wallet)
             params = json.dumps({"wallet": wallet})
             payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
-            if self._same_rows:
-                await connection.execute(
-                    INSERT_EVENTS, "bench", uuid7(), "Deposit", params, moment, moment, None, None, None, None, 0,
-                    [str(uuid7())], [str(wallet)], ["Wallet"], ["Deposited"], [payload], [None], [None], [None],
-                )  # fmt: skip
-            else:
-                await connection.execute(INSERT, uuid7(), uuid7(), params, moment, str(wallet), payload)
+            await connection.execute(INSERT, uuid7(), uuid7(), params, moment, str(wallet), payload)
 
     async def count(self) -> int:
-        return int(await self._pool.fetchval(f"SELECT count(*) FROM {self._table}"))
+        return int(await self._pool.fetchval("SELECT count(*) FROM eventlog.events"))
 
     async def close(self) -> None:
         await self._pool.close()

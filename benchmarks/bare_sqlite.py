@@ -188,9 +188,10 @@ SELECT n, 0 FROM d
 """
 DEPOSIT = "UPDATE wallets SET balance = balance + 1 WHERE id = ?1 RETURNING balance"
 INSERT = f"""
-INSERT INTO {{table}} ({COLUMNS})
+INSERT INTO eventlog_events ({COLUMNS})
 VALUES (?1, 'bench', ?2, 'Deposit', ?3, ?4, ?4, ?5, 'Wallet', 'Deposited', ?6, ?4, FALSE)
 """
+COUNT_EVENTS = "SELECT count(*) FROM eventlog_events"
 
 
 class InOneVisit:
@@ -199,16 +200,13 @@ class InOneVisit:
     The transactions are functions, not coroutines: no code of the application runs between their statements.
     """
 
-    def __init__(self, url: str, *, same_rows: bool) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._same_rows = same_rows
-        self._table = "eventlog_events" if same_rows else "bare_events"
-        self._insert = INSERT.format(table=self._table)
         self._thread = _Thread(url)
 
     async def open(self, callers: int) -> None:
         await self._thread.open()
-        for statement in (*(() if self._same_rows else EVENTS), WALLETS, FILL_WALLETS):
+        for statement in (WALLETS, FILL_WALLETS):
             await run(self._url, statement)
 
     async def deposit(self, wallet: int) -> None:
@@ -217,12 +215,11 @@ class InOneVisit:
     def _deposit(self, connection: sqlite3.Connection, wallet: int) -> None:
         connection.execute("BEGIN IMMEDIATE")
         [balance] = connection.execute(DEPOSIT, (wallet,)).fetchone()
-        connection.execute(self._insert, _row(wallet, balance))
+        connection.execute(INSERT, _row(wallet, balance))
         connection.execute("COMMIT")
 
     async def count(self) -> int:
-        sql = f"SELECT count(*) FROM {self._table}"
-        [number] = await self._thread.run(lambda connection: connection.execute(sql).fetchone())
+        [number] = await self._thread.run(lambda connection: connection.execute(COUNT_EVENTS).fetchone())
         return int(number)
 
     async def close(self) -> None:
@@ -238,7 +235,6 @@ class StatementByStatement:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._insert = INSERT.format(table="eventlog_events")
         self._turn = asyncio.Lock()
 
     async def open(self, callers: int) -> None:
@@ -250,11 +246,11 @@ class StatementByStatement:
         async with self._turn:
             await self._connection.execute("BEGIN IMMEDIATE")
             [[balance]] = await self._connection.execute_fetchall(DEPOSIT, (wallet,))
-            await self._connection.execute(self._insert, _row(wallet, balance))
+            await self._connection.execute(INSERT, _row(wallet, balance))
             await self._connection.execute("COMMIT")
 
     async def count(self) -> int:
-        [[number]] = await self._connection.execute_fetchall("SELECT count(*) FROM eventlog_events")
+        [[number]] = await self._connection.execute_fetchall(COUNT_EVENTS)
         return int(number)
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ COLOURS = {"ours": "#0e7490", "bare": "#94a3b8", "peer": "#c026d3"}
 INK = "#334155"
 
 
+def require() -> None:
+    """Refuse to begin a run that could not draw its chart."""
+    if find_spec("matplotlib") is None:
+        raise SystemExit("the chart needs matplotlib: pip install 'outboxio[bench]'")
+
+
 def draw(results: Results, path: Path) -> None:
     """Write the chart as a PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("the chart needs matplotlib: pip install 'outboxio[bench]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.peers import PEERS, install
-from benchmarks.scenarios import Scenario, Setting
+from benchmarks.scenarios import EVERYWHERE, Scenario, Setting
 from benchmarks.task import Task
 
 
@@ -22,7 +22,7 @@ class Contestant(Struct, frozen=True):
     kind: str
     """``ours``, ``bare`` or ``peer``."""
     promises: str
-    dialects: frozenset[str]
+    dialects: Sequence[str]
     command: Callable[[Task], Sequence[str]]
     takes_part: Callable[[Scenario, Setting], bool]
     why_not: str = ""
@@ -39,15 +39,13 @@ def _elsewhere(command: Sequence[str], variant: str, task: Task) -> Sequence[str
     return [*command, replace(task, options={**task.options, "variant": variant}).as_argument()]
 
 
-_EVERYWHERE = frozenset({"postgres", "mysql", "mariadb", "sqlite"})
-
 OURS = (
     Contestant(
         "outboxio",
         "outboxio",
         "ours",
         "two stages, full context in each row, fenced outcomes; rows are kept",
-        _EVERYWHERE,
+        EVERYWHERE,
         _here,
         lambda scenario, setting: True,
     ),
@@ -56,7 +54,7 @@ OURS = (
         "bare",
         "bare",
         "two stages, full context in each row; no locks, retries, errors or timeouts",
-        _EVERYWHERE,
+        EVERYWHERE,
         _here,
         lambda scenario, setting: "bare" in scenario.contestants and setting.bare,
     ),
@@ -65,7 +63,7 @@ OURS = (
         "bare, one loop",
         "bare",
         "the same in the simplest form: find, a task per row, settle",
-        _EVERYWHERE,
+        EVERYWHERE,
         lambda task: _here(Task("drain", "bare", task.dialect, task.url, {**task.options, "plain": True})),
         lambda scenario, setting: "bare-plain" in scenario.contestants and setting.peers,
     ),
@@ -74,7 +72,7 @@ OURS = (
         "by hand, same rows",
         "bare",
         "a transaction written by hand that writes the same rows into outboxio's table",
-        _EVERYWHERE,
+        EVERYWHERE,
         _here,
         lambda scenario, setting: "by-hand" in scenario.contestants,
     ),
@@ -83,7 +81,7 @@ OURS = (
         "by hand, one visit to the thread",
         "bare",
         "the same rows, the whole transaction as a single function in the writing thread, where no coroutine can run",
-        frozenset({"sqlite"}),
+        ("sqlite",),
         _here,
         lambda scenario, setting: "one-visit" in scenario.contestants,
     ),
@@ -105,7 +103,7 @@ def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestan
                 peer.label,
                 "peer",
                 f"{peer.promises}; {peer.settings}",
-                frozenset({"postgres"}),
+                ("postgres",),
                 partial(_elsewhere, installed.command, peer.variant),
                 partial(_peer_takes_part, peer.in_processes),
                 installed.why_not,

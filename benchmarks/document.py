@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import kept, pages
 from benchmarks.aims import judged
 from benchmarks.chart import draw
 from benchmarks.databases import Database
@@ -12,20 +13,19 @@ from benchmarks.report import spread
 from benchmarks.results import OURS, Line, Results
 from benchmarks.scenarios import Scenario
 
-REPEAT = {
-    "full": "make bench-full ARGS=--write",
-    "quick": "make bench ARGS=--write",
-    "tiny": "make bench ARGS='--size tiny --write'",
-}
 
+def write(results: Results, root: Path) -> list[Path]:
+    """Write the page, its chart and the kept ratios, and return their paths.
 
-def write(results: Results, folder: Path) -> list[Path]:
-    """Write the page and its chart, and return their paths."""
+    A full run also writes the figures of the other pages.
+    """
+    folder = root / "docs" / "reference"
     folder.mkdir(parents=True, exist_ok=True)
-    page, chart = folder / "performance.md", folder / "performance.png"
+    page, chart, ratios = folder / "performance.md", folder / "performance.png", folder / kept.PATH.name
     draw(results, chart)
     page.write_text("\n".join(_page(results, chart.name)) + "\n", "utf-8")
-    return [page, chart]
+    kept.write(results, ratios)
+    return [page, chart, ratios, *(pages.write(results, root) if results.size == "full" else ())]
 
 
 def _page(results: Results, chart: str) -> Iterator[str]:
@@ -39,6 +39,8 @@ def _page(results: Results, chart: str) -> Iterator[str]:
         "ratio compares outboxio with the row: more than 1 means that outboxio is faster. Lost comparisons "
         "stay in the table."
     )
+    yield ""
+    yield f"All figures of this page are from {pages.run_of(pages.Figures(results))}."
     yield ""
     yield f"![Events per second, outboxio and others]({chart})"
     yield ""
@@ -55,8 +57,7 @@ def _page(results: Results, chart: str) -> Iterator[str]:
 
 
 def _heading(database: Database) -> str:
-    names = {"postgres": "PostgreSQL", "mysql": "MySQL", "mariadb": "MariaDB", "sqlite": "SQLite"}
-    return f"{names[database.dialect]} {database.version.partition('-')[0].partition(' ')[0]}"
+    return f"{pages.NAMES[database.dialect]} {database.version.partition('-')[0].partition(' ')[0]}"
 
 
 def _scenario(results: Results, database: Database, scenario: Scenario) -> Iterator[str]:
@@ -93,10 +94,12 @@ def _scenario(results: Results, database: Database, scenario: Scenario) -> Itera
 
 
 def _aims(results: Results) -> Iterator[str]:
-    found = list(judged(results))
+    found = judged(results)
     if not found:
         return
     yield "## Aims"
+    yield ""
+    yield f"{sum(not verdict.holds for verdict in found)} of {len(found)} aims are missed; these come first."
     yield ""
     yield from _row(["", "aim", "database", "wanted", "found"])
     yield from _row(["---", "---", "---", "---:", "---:"])
@@ -140,10 +143,11 @@ def _conditions(results: Results) -> Iterator[str]:
     yield "## How to repeat the measurement"
     yield ""
     yield "```sh"
-    yield "make bench                                        # small sizes, a minute or two for each database"
-    yield "make bench-full                                   # large sizes, an hour or two"
+    yield "make bench                                        # small sizes, compared with the ratios of this page"
+    yield "make bench-full                                   # large sizes, less than an hour; prints the expected time"
     yield "make bench DATABASE=postgresql://... SCENARIO=drain,execute"
-    yield f"{REPEAT[results.size]:49} # a page like this one"
+    yield "make bench-full ARGS=--write                      # this page, and the figures of all other pages"
+    yield "make bench-commits OLD=ee733e2                    # two commits in turn, on this machine"
     yield "```"
 
 

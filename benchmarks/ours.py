@@ -39,12 +39,6 @@ async def settled(outbox: Outbox, number: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def fanned_out(outbox: Outbox, events: int) -> None:
-    """Fan out so many events, and handle none."""
-    async with outbox.running(handling=False):
-        await delivered(outbox, events)
-
-
 async def delivered(outbox: Outbox, events: int) -> None:
     """Wait until so many events are fanned out."""
     work: Any = outbox._shards["default"].work
@@ -79,35 +73,22 @@ async def fanout(task: Task) -> Figures:
     return meter.per(task["events"])
 
 
-async def dispatch(task: Task) -> Figures:
-    """The second stage alone."""
-    total = task["events"] * task["handlers"]
-    async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
-        await fanned_out(outbox, task["events"])
-        await meter.start()
-        async with outbox.running(fanout=False):
-            await settled(outbox, total)
-            meter.stop()
-        await require(outbox, SUCCEEDED=total, undelivered=0)
-    return meter.per(task["events"])
-
-
 @asynccontextmanager
 async def prepared(task: Task) -> AsyncIterator[Outbox]:
     """An outbox with empty handlers, and their events."""
     async with empty_outbox(task.url) as outbox:
         await commit_events(task, task["events"], task["types"])
-        subscribe(outbox, task["types"], task["handlers"], task.options.get("partitions", 1))
+        subscribe(outbox, task["types"], task["handlers"])
         yield outbox
 
 
-def subscribe(outbox: Outbox, types: int, handlers: int, partitions: int) -> None:
+def subscribe(outbox: Outbox, types: int, handlers: int) -> None:
     async def handle(envelope: EventEnvelope[Any]) -> None:
         return None
 
     classes = event_types(types)
     for number in range(handlers):
-        outbox.handler(*classes, name=f"h{number}", partitions=partitions)(handle)
+        outbox.handler(*classes, name=f"h{number}")(handle)
 
 
 async def require(outbox: Outbox, **counts: int) -> None:

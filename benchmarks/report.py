@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks import kept
 from benchmarks.aims import judged
 from benchmarks.databases import Database
 from benchmarks.results import OURS, Line, Results
@@ -33,13 +34,15 @@ def show(results: Results, console: Console) -> None:
             console.print()
             console.print(Text.assemble((f"{taker.label}  ", "bold"), (f"takes no part: {taker.why_not}", "yellow")))
     _show_aims(results, console)
+    _show_regressions(results, console)
     console.print()
 
 
 def _show_aims(results: Results, console: Console) -> None:
-    found = list(judged(results))
+    found = judged(results)
     if not found:
         return
+    missed = sum(not verdict.holds for verdict in found)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     for header in ("", "aim", "database", "wanted", "found"):
         table.add_column(header, justify="right" if header in ("wanted", "found") else "left")
@@ -47,8 +50,26 @@ def _show_aims(results: Results, console: Console) -> None:
         mark = Text("ok", "green") if verdict.holds else Text("NO", "bold red")
         table.add_row(mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found)
     console.print()
-    console.print(Padding(Text("Aims", "bold"), (0, 0, 1, 0)))
+    title = Text.assemble(("Aims  ", "bold"), (f"{missed} of {len(found)} missed", "bold red" if missed else "green"))
+    console.print(Padding(title, (0, 0, 1, 0)))
     console.print(table)
+
+
+def _show_regressions(results: Results, console: Console) -> None:
+    before = kept.read()
+    if before is None or results.size == "tiny":
+        return
+    found = kept.regressions(results, before)
+    console.print()
+    console.print(
+        Text.assemble(
+            ("Regressions  ", "bold"),
+            (f"{len(found)} ratio{'s' * (len(found) > 1)}" if found else "no ratio", "bold red" if found else "green"),
+            f" more than {kept.MARGIN:.0%} below those of {before.commit}, {before.made}, size {before.size}",
+        )
+    )
+    for one in found:
+        console.print(f"  {one.where}: {one.now:.2f} x, was {one.before:.2f} x")
 
 
 def _show_scenario(results: Results, database: Database, scenario: Scenario, console: Console) -> None:

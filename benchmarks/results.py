@@ -38,6 +38,8 @@ class Run(Struct, frozen=True):
     options: dict[str, Any]
     figures: Figures = {}
     error: str = ""
+    took: float = 0.0
+    """Seconds, the start of the process and its rows included."""
 
 
 class Line(Struct, frozen=True):
@@ -103,6 +105,12 @@ class Results(Struct):
         if line.taker.name == OURS or not ours or not theirs:
             return None
         return ours / theirs if metric.more_is_better else theirs / ours
+
+    def lead(self, database: str, scenario: str, setting: str, contestant: str) -> float | None:
+        """How outboxio does beside a contestant, by the most important figure."""
+        lines = self.lines(database, scenario, setting)
+        line = next((line for line in lines if line.taker.name == contestant), None)
+        return None if line is None else self.ratio(BY_NAME[scenario].headline, lines, line)
 
     def notes(self, database: str, scenario: Scenario) -> Iterator[str]:
         """How outboxio's own settings compare, in words."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +26,9 @@ from benchmarks.scenarios import Scenario, Setting
 from benchmarks.task import Figures, Task
 from tests.kit.servers import Server
 
-TAKES_AT_MOST = {"full": 1800.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
+TAKES_AT_MOST = {"full": 300.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
+START_TAKES, PEER_TAKES = 3.0, 9.0  # seconds of one run
+ROWS_PER_SECOND = {"postgres": 13_000, "mysql": 7_000, "mariadb": 9_000, "sqlite": 15_000}  # written, and handled
 PROJECT = Path(__file__).parent.parent
 
 _FEWER = {peer.contestant: peer.events for peer in PEERS if peer.events}
@@ -41,17 +45,31 @@ class Contest(Struct, frozen=True):
     def label(self) -> str:
         return f"{self.scenario.name}, {self.setting.name}: {self.contestant.label}"
 
+    def options(self, size: str) -> dict[str, Any]:
+        options = self.setting.options(size)
+        if fewer := _FEWER.get(self.contestant.name):
+            options["events"] = fewer[size]
+        return options
 
-def contests(
-    dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant], size: str
-) -> list[Contest]:
-    """All that there is to run on a database of a dialect, in a size."""
+    def seconds(self, dialect: str, size: str) -> float:
+        """About how long a run takes, the start of the process and its rows included."""
+        options = self.options(size)
+        if self.contestant.kind == "peer":
+            return PEER_TAKES
+        rows = options.get("events", 0) * options.get("handlers", 1) + options.get("finished", 0)
+        rows += options.get("warm_up", 0) + 5 * options.get("actions", 0)
+        waits = options.get("seconds", 0) + options.get("pause", 0) * options.get("events", 0)
+        return START_TAKES + options.get("processes", 0) / 2 + waits + rows / ROWS_PER_SECOND[dialect]
+
+
+def contests(dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant]) -> list[Contest]:
+    """All that there is to run on a database of a dialect."""
     return [
         Contest(scenario, setting, contestant)
         for scenario in scenarios
         if dialect in scenario.dialects
         for setting in scenario.settings
-        if size in setting.sizes
+        if dialect in setting.dialects
         for contestant in contestants
         if dialect in contestant.dialects and not contestant.why_not and contestant.takes_part(scenario, setting)
     ]
@@ -70,19 +88,18 @@ def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: i
 
 def run(contest: Contest, number: int, server: Server, database: Database, size: str) -> Run:
     """A single run; an error is a result, too."""
-    options = contest.setting.options(size)
-    if fewer := _FEWER.get(contest.contestant.name):
-        options["events"] = fewer[size]
+    options = contest.options(size)
     told = Run(
         database.id, contest.scenario.name, contest.setting.name, contest.contestant.name, number, options
     )  # fmt: skip
+    begun = time.monotonic()
     try:
         with empty(server) as url:
             task = Task(contest.scenario.name, contest.contestant.name, database.dialect, url, options)
             figures = _figures(contest.contestant.command(task), TAKES_AT_MOST[size])
     except _Failed as error:
-        return msgspec.structs.replace(told, error=str(error))
-    return msgspec.structs.replace(told, figures=figures)
+        return msgspec.structs.replace(told, error=str(error), took=time.monotonic() - begun)
+    return msgspec.structs.replace(told, figures=figures, took=time.monotonic() - begun)
 
 
 class _Failed(Exception):

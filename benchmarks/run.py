@@ -15,33 +15,25 @@ Run = Callable[[Task], Awaitable[Figures]]
 OURS: dict[str, Run] = {
     "drain": ours.drain,
     "fanout": ours.fanout,
-    "dispatch": ours.dispatch,
     "execute": ours.execute,
     "latency": under_load.latency,
     "sustained": under_load.sustained,
-    "concurrency": under_load.concurrency,
-    "neighbour": under_load.neighbour,
     "backlog": under_load.backlog,
-    "memory": under_load.memory,
     "produce": under_load.produce_for_another,
     "scale": scale.scale,
     "scale-beside": scale.scale,
     "scale-worker": scale.work,
-    "partitions": under_load.partitions,
 }
 
 
 async def _bare(task: Task) -> Figures:
     if task.scenario == "execute":
-        same_rows = task.contestant != "bare"
-        if same_rows:
-            async with ours.empty_outbox(task.url):
-                pass
-        return await bare.execute(_writer(task, same_rows=same_rows), task)
+        async with ours.empty_outbox(task.url):
+            pass
+        return await bare.execute(_writer(task), task)
     if task.scenario == "sustained":
         return await under_load.sustained_bare(_tables(task), task)
-    stages = {"drain": ("fanout", "dispatch")}.get(task.scenario, (task.scenario,))
-    return await bare.drain(_tables(task), task, stages)
+    return await bare.drain(_tables(task), task, dispatching=task.scenario == "drain")
 
 
 def _tables(task: Task) -> bare.Tables:
@@ -54,16 +46,16 @@ def _tables(task: Task) -> bare.Tables:
             return bare_mysql.Tables(task.url, task.dialect)
 
 
-def _writer(task: Task, *, same_rows: bool) -> bare.Writer:
+def _writer(task: Task) -> bare.Writer:
     match task.dialect:
         case "postgres":
-            return bare_postgres.Writer(task.url, same_rows=same_rows)
+            return bare_postgres.Writer(task.url)
         case "sqlite" if task.contestant == "by-hand":
             return bare_sqlite.StatementByStatement(task.url)
         case "sqlite":
-            return bare_sqlite.InOneVisit(task.url, same_rows=same_rows)
+            return bare_sqlite.InOneVisit(task.url)
         case _:
-            return bare_mysql.Writer(task.url, same_rows=same_rows)
+            return bare_mysql.Writer(task.url)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ async def drain(task: Task, one_of: int | None) -> Figures:
         await outbox.migrate()
         await commit_events(task, task["events"], 1)
         await trace_events(task, one_of)
-        subscribe(outbox, 1, 1, 1)
+        subscribe(outbox, 1, 1)
         async with metered(task.url, task.dialect) as meter:
             await meter.start()
             async with outbox.running():

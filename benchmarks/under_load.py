@@ -1,4 +1,4 @@
-"""outboxio in daily life: idle, under steady load, beside slow handlers, behind a long backlog."""
+"""outboxio in daily life: idle, under steady load, behind a long backlog."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import msgspec
 
 from benchmarks import bare
 from benchmarks.meter import checkpoint, metered, percentiles, resident_bytes
-from benchmarks.ours import commit_events, drain, empty_outbox, fanned_out, require, settled
+from benchmarks.ours import commit_events, empty_outbox, require, settled
 from benchmarks.task import Figures, Task
 from benchmarks.workload import event_types, finish_events, insertion, old_snapshot, running
-from outboxio import Event, EventEnvelope, Outbox, Settings
+from outboxio import Event, EventEnvelope, Outbox
 from tests.kit.app import Look
 from tests.kit.spies import counters
 
@@ -75,7 +75,7 @@ async def latency(task: Task) -> Figures:
     """
     arrivals = Arrivals()
     async with empty_outbox(task.url) as outbox:
-        outbox.handler(Stamped, name="arrivals", partitions=task.options.get("partitions", 1))(arrivals)
+        outbox.handler(Stamped, name="arrivals")(arrivals)
         async with outbox.running():
             await asyncio.sleep(0.3)  # until the system is idle
             if task["producer"] == "here":
@@ -84,11 +84,6 @@ async def latency(task: Task) -> Figures:
                 committed = await _produced_elsewhere(task)
             await arrivals.number(task["events"])
     return {"units": task["events"], **percentiles(arrivals.waits(committed))}
-
-
-async def partitions(task: Task) -> Figures:
-    """A process that owns all partitions of its handler: single events on an idle system, or draining."""
-    return await (latency(task) if "producer" in task.options else drain(task))
 
 
 # --- sustained -------------------------------------------------------------------------------------
@@ -274,60 +269,6 @@ async def _produce_plainly(task: Task) -> list[float]:
     return committed
 
 
-# --- slow handlers -----------------------------------------------------------------------------------
-
-
-async def concurrency(task: Task) -> Figures:
-    """Notifications whose handler sleeps, many at once. The ideal is their number over the concurrency, in sleeps."""
-    number, at_once, sleep = task["notifications"], task["concurrency"], task["sleep"]
-    async with empty_outbox(task.url, settings=Settings(concurrency=at_once)) as outbox:
-        await commit_events(task, number, 1)
-
-        @outbox.handler(*event_types(1), name="sleeper")
-        async def sleeper(envelope: EventEnvelope[Any]) -> None:
-            await asyncio.sleep(sleep)
-
-        await fanned_out(outbox, number)
-        async with metered(task.url, task.dialect) as meter:
-            await meter.start()
-            async with outbox.running(fanout=False):
-                await settled(outbox, number)
-                meter.stop()
-        await require(outbox, SUCCEEDED=number)
-    ideal = number / at_once * sleep
-    return {**meter.per(number), "ideal_seconds": ideal, "times_ideal": meter.seconds / ideal}
-
-
-async def neighbour(task: Task) -> Figures:
-    """Fast notifications beside as many notifications of a handler that sleeps, or alone, until the last fast run."""
-    fast, ran, done = task["fast"], 0, asyncio.Event()
-    settings = Settings(shutdown_timeout=0)  # the sleepers are not waited for
-    async with empty_outbox(task.url, settings=settings) as outbox:
-        fast_type, slow_type = event_types(2)
-        await commit_events(task, 2 * fast, 2)
-
-        @outbox.handler(fast_type, name="fast")
-        async def quick(envelope: EventEnvelope[Any]) -> None:
-            nonlocal ran
-            ran += 1
-            if ran == fast:
-                done.set()
-
-        if task["beside"]:
-
-            @outbox.handler(slow_type, name="slow")
-            async def sleeper(envelope: EventEnvelope[Any]) -> None:
-                await asyncio.sleep(task["sleep"])
-
-        await fanned_out(outbox, fast + fast * task["beside"])
-        async with metered(task.url, task.dialect) as meter:
-            await meter.start()
-            async with outbox.running(fanout=False):
-                await done.wait()
-                meter.stop()
-    return meter.per(fast)
-
-
 # --- long backlogs -----------------------------------------------------------------------------------
 
 
@@ -367,10 +308,3 @@ async def backlog(task: Task) -> Figures:
         "resident_mb": most / 1e6,
         "windows": windows,
     }
-
-
-async def memory(task: Task) -> Figures:
-    """The peak memory of this process while it drains a long backlog."""
-    figures = await backlog(msgspec.structs.replace(task, options={"finished": 0, "held": False, **task.options}))
-    del figures["windows"], figures["last_to_first"]
-    return figures

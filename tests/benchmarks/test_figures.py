@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import aims, document, report, rounds, scale
+from benchmarks import aims, document, kept, pages, report, rounds, scale
 from benchmarks.__main__ import _scenarios
 from benchmarks.contestants import OURS as BUILT_IN
 from benchmarks.databases import Database
 from benchmarks.results import Results, Run, Taker, joined
-from benchmarks.scenarios import BY_NAME, SCENARIOS, SIZES
+from benchmarks.scenarios import BY_NAME, EVERYWHERE, SCENARIOS, SIZES
 
 DRAIN, ONE = BY_NAME["drain"], "1 type, 1 handler"
 TAKERS = [
@@ -30,7 +31,15 @@ def results(*rates: tuple[str, int, float], errors: dict[str, str] | None = None
     runs += [Run("postgres15", "drain", ONE, name, 1, {}, {}, why) for name, why in (errors or {}).items()]
     database = Database("postgres15", "postgres", "15.1", "programs in /somewhere", "as they come")
     return Results(
-        "today", "full", 1, {"memory": "2 GiB"}, {"Python": "3.14"}, TAKERS, [database], {"mysql": "no"}, runs
+        "today",
+        "full",
+        1,
+        {"memory": "2 GiB"},
+        {"Python": "3.14", "commit": "abc"},
+        TAKERS,
+        [database],
+        {"mysql": "no"},
+        runs,
     )
 
 
@@ -38,6 +47,7 @@ def figures(rate: float) -> dict[str, Any]:
     return {"units": 100, "seconds": 100 / rate, "rate": rate, "cpu_us": 9.0, "statements": 0.01}
 
 
+BESIDE_BARE = "postgres: drain, 1 type, 1 handler: beside bare"
 THREE_ROUNDS = [("outboxio", 1, 900.0), ("outboxio", 2, 1000.0), ("outboxio", 3, 1100.0), ("bare", 1, 2000.0)]
 
 
@@ -45,22 +55,23 @@ def test_every_setting_is_measured_in_full() -> None:
     for scenario in SCENARIOS:
         assert set(SIZES) == set(scenario.rounds)
         for setting in scenario.settings:
-            assert {"full", "tiny"} <= set(setting.sizes) <= set(SIZES)
+            assert set(setting.sizes) == set(SIZES)
             assert not setting.beside or setting.beside in [other.name for other in scenario.settings]
 
 
 def test_settings_are_chosen_by_words_of_their_names_and_words_that_none_has_are_refused() -> None:
-    [drain] = _scenarios("drain,sustained", "200")
-    assert (drain.name, [setting.name for setting in drain.settings]) == ("drain", ["200 types"])
+    drain, sustained = _scenarios("drain,sustained,fanout", ["20 types", "plain"])
+    assert (drain.name, [setting.name for setting in drain.settings]) == ("drain", ["20 types"])
+    assert [setting.name for setting in sustained.settings] == ["the same, written by plain SQL"]
     assert _scenarios("drain") == [DRAIN]
     with pytest.raises(
         SystemExit, match=r"no setting has '300' in its name; there are '1 type, 1 handler', '20 types'"
     ):
-        _scenarios("drain", "300")
+        _scenarios("drain", ["300"])
 
 
 def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
-    contests = rounds.contests("sqlite", [DRAIN], BUILT_IN, "full")
+    contests = rounds.contests("sqlite", [DRAIN], BUILT_IN)
     planned = rounds.schedule(contests, "full", None, seed=7)
 
     by_round = [[contest.label for number, contest in planned if number == n] for n in (1, 2, 3)]
@@ -71,13 +82,21 @@ def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
 
 
 def test_peers_run_only_where_they_can() -> None:
-    contests = rounds.contests("mysql", SCENARIOS, BUILT_IN, "quick")
+    contests = rounds.contests("mysql", SCENARIOS, BUILT_IN)
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "latency"} == {"outboxio"}
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "execute"} == {
         "outboxio",
-        "bare",
         "by-hand",
     }
+
+
+def test_a_full_run_of_outboxio_and_bare_pipelines_leaves_ten_minutes_of_an_hour_to_the_peers() -> None:
+    planned = [
+        (dialect, contest)
+        for dialect in EVERYWHERE
+        for _, contest in rounds.schedule(rounds.contests(dialect, SCENARIOS, BUILT_IN), "full", None, seed=1)
+    ]
+    assert sum(contest.seconds(dialect, "full") for dialect, contest in planned) <= 50 * 60
 
 
 def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
@@ -135,9 +154,34 @@ def test_the_page_has_every_row_those_that_lose_and_those_that_failed_too() -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is for the benchmarks only")
 def test_the_page_is_written_with_its_chart(tmp_path: Path) -> None:
-    page, chart = document.write(results(*THREE_ROUNDS), tmp_path)
+    (tmp_path / "README.md").write_text("about <!-- figures: drain -->9<!-- /figures --> events a second", "utf-8")
+    page, chart, ratios, readme = document.write(results(*THREE_ROUNDS), tmp_path)
     assert f"]({chart.name})" in page.read_text("utf-8")
+    assert "at commit abc (today), with up to 3 rounds, on one machine: 2 GiB" in page.read_text("utf-8")
     assert chart.read_bytes().startswith(b"\x89PNG")
+    assert kept.read(ratios) == kept.Kept("today", "abc", "full", {BESIDE_BARE: 0.5})
+    assert "about <!-- figures: drain -->1,000<!-- /figures --> events" in readme.read_text("utf-8")
+
+
+def test_a_ratio_that_is_lower_by_more_than_the_margin_is_a_regression() -> None:
+    before = kept.Kept("yesterday", "abc", "full", {BESIDE_BARE: 0.66, "sqlite: drain: beside bare": 2.0})
+    assert kept.regressions(results(*THREE_ROUNDS), before) == []
+    worse = results(("outboxio", 1, 900.0), ("bare", 1, 2000.0))
+    assert kept.regressions(worse, before) == [kept.Regression(BESIDE_BARE, 0.66, 0.45)]
+
+
+def test_figures_stand_between_their_marks_and_the_rest_of_a_page_stays() -> None:
+    page = "<!-- figures: peers -->\n\nold\n\n<!-- /figures -->\n\n<!-- figures: idle -->old<!-- /figures -->!\n"
+    found = pages.filled(page, results(*THREE_ROUNDS))
+    assert found == pages.filled(found, results(*THREE_ROUNDS))
+    assert "\n| bare | 2,000 | 0.50 x |\n| outboxio | 1,000 |  |\n\n<!-- /figures -->" in found
+    assert found.endswith("<!-- figures: idle -->-<!-- /figures -->!\n")
+
+
+def test_each_part_of_a_page_with_figures_has_a_name_that_a_full_run_writes() -> None:
+    names = {name for page in pages.PAGES for name, _ in pages.marked((rounds.PROJECT / page).read_text("utf-8"))}
+    assert names == set(pages.FIGURES)
+    assert all(write(pages.Figures(results(*THREE_ROUNDS))) for write in pages.FIGURES.values())
 
 
 def test_the_figures_of_several_processes_are_of_the_time_in_which_all_work() -> None:
@@ -161,5 +205,18 @@ def test_the_processes_of_a_setting_are_compared_with_one_process() -> None:
     settings = {setting.name: setting for setting in BY_NAME["scale"].settings}
     assert settings["empty, 8 processes"].beside == "empty, 1 process"
     assert settings["empty, 8 processes"].options("full") == {
-        "events": 300_000, "processes": 8, "partitions": 16, "handler": "nothing",
+        "events": 150_000, "processes": 8, "partitions": 16, "handler": "nothing",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/explanation/how-fast.md"])
+def test_the_figures_of_the_pages_about_speed_are_on_the_performance_page(page: str) -> None:
+    measured = (rounds.PROJECT / "docs/reference/performance.md").read_text("utf-8")
+    tables = [
+        text for name, text in pages.marked((rounds.PROJECT / page).read_text("utf-8")) if name in ("five", "peers")
+    ]
+    rows = [row for text in tables for row in text.strip().splitlines()[2:]]
+    figures = {figure for row in rows for cell in row.split("|")[2:] for figure in re.findall(r"\d[\d,.]*\d", cell)}
+
+    assert len(figures) > 20
+    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)} == set()

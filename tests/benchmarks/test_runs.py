@@ -1,4 +1,4 @@
-"""The benchmarks still run: a scenario of each kind, with a few hundred events, on the embedded database."""
+"""The benchmarks still run: every contestant that needs no other project, with a few hundred events."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from benchmarks.contestants import OURS
 from benchmarks.results import Results
 
-SCENARIOS = ("fanout", "execute", "sustained", "neighbour", "backlog")
+DRAIN, EXECUTE = "1 type, 1 handler", "32 callers"
+MEASURED = {
+    "sqlite": {"drain": DRAIN, "fanout": DRAIN, "execute": EXECUTE, "sustained": "plain SQL", "backlog": "finished"},
+    "postgres": {"drain": DRAIN, "execute": EXECUTE},
+}
 PROJECT = Path(__file__).parents[2]
 
 
 UNRESTRICTED = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOXIO_TEST_")}
 
 
-def test_what_is_asked_for_is_measured(tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
-    command = [sys.executable, "-m", "benchmarks", "--size", "tiny", "--only", "sqlite", "--rounds", "1", "--no-peers"]
-    command += ["--scenario", ",".join(SCENARIOS), "--json", str(kept)]
+@pytest.mark.parametrize("dialect", MEASURED)
+def test_every_contestant_of_ours_measures_what_is_asked_for(dialect: str, tmp_path: Path) -> None:
+    kept, scenarios = tmp_path / "kept.json", MEASURED[dialect]
+    command = [sys.executable, "-m", "benchmarks", "--size", "tiny", "--only", dialect, "--rounds", "1", "--no-peers"]
+    command += ["--scenario", ",".join(scenarios), "--setting", *set(scenarios.values()), "--json", str(kept)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, env=UNRESTRICTED, timeout=300)
 
     assert done.returncode == 0, done.stdout + done.stderr
     results = msgspec.json.decode(kept.read_bytes(), type=Results)
+    if dialect not in {database.dialect for database in results.databases}:
+        pytest.skip(f"no {dialect} here: {results.missing}")
     assert [run.error for run in results.failures()] == []
-    assert {run.scenario for run in results.runs} == set(SCENARIOS)
+    assert {run.scenario for run in results.runs} == set(scenarios)
+    assert {run.contestant for run in results.runs} == {one.name for one in OURS if dialect in one.dialects}
     assert "Executing actions" in done.stdout
 
 

@@ -66,25 +66,3 @@ def test_the_page_of_decisions_lists_every_decision_record_with_its_title() -> N
         number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
         rows.append(f"| [{number}]({file.name}) | {title} |")
     assert listed == rows
-
-
-def test_the_figures_of_the_page_about_speed_are_on_the_performance_page() -> None:
-    page = (EXPLANATION / "how-fast.md").read_text("utf-8").partition("## Where outboxio is slower")[0]
-    measured = (ROOT / "docs" / "reference" / "performance.md").read_text("utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    figures = {figure for row in rows for cell in row.split("|")[2:] for figure in re.findall(r"\d[\d,.]*\d", cell)}
-
-    assert len(figures) > 25
-    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)} == set()
-
-
-def test_the_figures_of_the_readme_are_on_the_performance_page() -> None:
-    readme, measured = (
-        (ROOT / "README.md").read_text("utf-8"),
-        (ROOT / "docs" / "reference" / "performance.md").read_text("utf-8"),
-    )
-    _, _, *rows = readme.split("Five figures")[1].split("\n\n")[1].splitlines()
-    figures = {figure for row in rows for cell in row.split("|")[2:] for figure in re.findall(r"\d[\d,.]*\d", cell)}
-
-    assert len(figures) > 20
-    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", measured)} == set()
