@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.notification import DOCUMENTS, Context, NotificationRecord
@@ -49,9 +49,13 @@ def micros(column: str) -> str:
 
 _DUE = ("id", "handler_name", "event_type", "payload", "state", "attempts", "next_retry_at", "retention_from",
         "sequence", "partition_number")  # fmt: skip
-_DUE_VALUES = ", ".join(micros(column) if column in _MOMENTS else column for column in _DUE)
-DUE_ROW = f"json_array({_DUE_VALUES}, json_array({', '.join(Context.__struct_fields__)}))"
-"""A due row as a JSON array, in the order of the fields of ``Notification``."""
+
+
+def due_row(micros: Callable[[str], str] = micros) -> str:
+    """A due row as a JSON array, in the order of the fields of ``Notification``; ``micros`` is of a moment's column."""
+    columns = (micros(column) if column in _MOMENTS else column for column in _DUE)
+    return f"json_array({', '.join(columns)}, json_array({', '.join(Context.__struct_fields__)}))"
+
 
 RECORD = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
 RECORD_OBJECT = "json_object(" + ", ".join(f"'{column}', {column}" for column in RECORD) + ")"

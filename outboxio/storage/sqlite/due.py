@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import DueQuery, Notification, Position, checked, unreadable
 from outboxio.storage.left_alone import LeftAlone
-from outboxio.storage.sqlite.columns import DUE_ROW
+from outboxio.storage.sqlite.columns import due_row, micros
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.errors import cannot_be_read
 from outboxio.storage.sqlite.values import as_json, as_text
@@ -41,13 +41,24 @@ _DUE = f"""
 """
 # An index scan for each handler name, from the scan position of the name: finished rows and the backlog of a handler
 # without free workers are not read. No row is claimed, because the process holds the cluster lock of the handler. Each
-# row becomes a text inside of the scan: 24 columns of each row for json_group_array would take half as long again.
-FIND_DUE = f"SELECT '[' || coalesce(group_concat(due), '') || ']' FROM (SELECT {DUE_ROW} AS due {_DUE})"
+# row becomes a text inside of the scan: 24 columns of each row for json_group_array would take half as long again. All
+# rows of a fan-out round have the same timestamps, so the first one is converted once: for each row, the conversion
+# would take 45 % of the query.
+_ROW = due_row(
+    lambda column: (
+        f"CASE WHEN {column} = (SELECT moment FROM first) THEN (SELECT us FROM first) ELSE {micros(column)} END"
+    )
+)
+FIND_DUE = f"""
+WITH first AS MATERIALIZED (
+  SELECT next_retry_at AS moment, {micros("next_retry_at")} AS us {_DUE.replace(":limit", "1")})
+SELECT '[' || coalesce(group_concat(due), '') || ']' FROM (SELECT {_ROW} AS due {_DUE})
+"""
 
 # Row by row, if a row cannot become a JSON text: first the rowids of all due rows, then each row in two statements.
 FIND_DUE_ROWIDS = f"SELECT json_group_array(rowid) FROM (SELECT rowid {_DUE})"
 _ROWID = f"eventlog_event_notifications NOT INDEXED WHERE rowid = :rowid AND {UNFINISHED}"
-READ_DUE = f"SELECT {DUE_ROW} FROM {_ROWID}"
+READ_DUE = f"SELECT {due_row()} FROM {_ROWID}"
 READ_ID = f"SELECT hex(id) FROM {_ROWID}"
 
 
