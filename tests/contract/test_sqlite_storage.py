@@ -342,7 +342,7 @@ PLANS = {
     "notifications of types": (events.NOTIFY_TYPES, f"{UNDELIVERED} AND sequence<?)"),
     "subscriptions to a type": (events.NOTIFY_TYPES, "SEARCH s USING AUTOMATIC INDEX (event_type=?)"),
     "types delivered": (events.MARK_TYPES_DELIVERED, f"{UNDELIVERED} AND sequence<?)"),
-    "events of types delivered": (events.MARK_TYPES_DELIVERED, EVENT_BY_ID),
+    "events of types delivered": (events.MARK_TYPES_DELIVERED, "USING INTEGER PRIMARY KEY (rowid=?)"),
     "topics that wait": (events.TOPICS.find_waiting, UNDELIVERED_TOPIC),
     "a batch of a topic": (events.TOPICS.measure, f"{UNDELIVERED_TOPIC})"),
     "notifications of a topic": (events.TOPICS.notify, f"{UNDELIVERED_TOPIC} AND sequence<?)"),

@@ -120,8 +120,8 @@ WHERE {_TAKEN}
 ON CONFLICT (event_id, handler_name) DO NOTHING
 """
 MARK_TYPES_DELIVERED = f"""
-UPDATE eventlog_events INDEXED BY sqlite_autoindex_eventlog_events_1 SET delivered = TRUE WHERE id IN (
-  SELECT e.id FROM json_each(:taken) t CROSS JOIN eventlog_events e INDEXED BY eventlog_events_undelivered
+UPDATE eventlog_events NOT INDEXED SET delivered = TRUE WHERE sequence IN (
+  SELECT e.sequence FROM json_each(:taken) t CROSS JOIN eventlog_events e INDEXED BY eventlog_events_undelivered
   WHERE {_TAKEN})
 """
 
