@@ -334,7 +334,7 @@ LINE = "USING INDEX eventlog_event_notifications_line (namespace=? AND handler_n
 PARKED = "USING INDEX eventlog_event_notifications_parked (namespace=? AND handler_name=?"
 
 PLANS = {
-    "types that wait": (events.TYPES.find_waiting, UNDELIVERED),
+    "types that wait": (events.SURVEY, f"{UNDELIVERED})"),
     "a batch of a type": (events.TYPES.measure, f"{UNDELIVERED})"),
     "notifications of a type": (events.TYPES.notify, f"{UNDELIVERED} AND sequence<?)"),
     "a type delivered": (events.TYPES.mark_delivered, f"{UNDELIVERED} AND sequence<?)"),
@@ -343,7 +343,7 @@ PLANS = {
     "subscriptions to a type": (events.NOTIFY_TYPES, "SEARCH s USING AUTOMATIC INDEX (event_type=?)"),
     "types delivered": (events.MARK_TYPES_DELIVERED, f"{UNDELIVERED} AND sequence<?)"),
     "events of types delivered": (events.MARK_TYPES_DELIVERED, "USING INTEGER PRIMARY KEY (rowid=?)"),
-    "topics that wait": (events.TOPICS.find_waiting, UNDELIVERED_TOPIC),
+    "topics that wait": (events.SURVEY, f"{UNDELIVERED_TOPIC})"),
     "a batch of a topic": (events.TOPICS.measure, f"{UNDELIVERED_TOPIC})"),
     "notifications of a topic": (events.TOPICS.notify, f"{UNDELIVERED_TOPIC} AND sequence<?)"),
     "a topic delivered": (events.TOPICS.mark_delivered, f"{UNDELIVERED_TOPIC} AND sequence<?)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -23,9 +24,8 @@ from outboxio.support.ids import uuid7
 # Every live subscription of all processes: an old version that fans out serves the handlers of a newer version. A name
 # that is an alias of a live handler gets no new rows. If handler A has the alias B and handler B the alias A, because a
 # rename was taken back, the name that was seen earlier gets no new rows.
-SUBSCRIBED = """
-SELECT json_group_array(
-  json_array(s.handler_name, nullif(s.event_type, ''), nullif(s.topic, ''), s.priority, s.ordered))
+_SUBSCRIBED = """
+SELECT s.handler_name, nullif(s.event_type, '') AS event_type, nullif(s.topic, '') AS topic, s.priority, s.ordered
 FROM eventlog_subscriptions s
 WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_name NOT IN (
   SELECT a.value FROM eventlog_subscriptions r, json_each(r.aliases) a
@@ -36,16 +36,34 @@ WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_
       AND (o.last_seen_date, o.handler_name) > (r.last_seen_date, r.handler_name)))
 """
 
-# The next four statements exist for event types and for topics. Each statement names the index, because with statistics
-# of a small table the planner would scan a large table. The plus keeps older versions of SQLite from searching the
-# index by IS NOT NULL. In a transaction with the write lock, all statements see the same rows.
+# The statements with {column} exist for event types and for topics. Each statement names the index, because with
+# statistics of a small table the planner would scan a large table. The plus keeps older versions of SQLite from
+# searching the index by IS NOT NULL. In a transaction with the write lock, all statements see the same rows.
 
-# The keys that have undelivered events.
-FIND_WAITING = """
-SELECT json_group_array(k.value) FROM json_each(:keys) k WHERE EXISTS (
-  SELECT 1 FROM eventlog_events e INDEXED BY {index}
-  WHERE e.namespace = :namespace AND e.{column} = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL)
+# The ranges of the first events of each type, up to the limit. In SQLite, a subquery of FROM may not refer to a
+# neighbouring table, but a subquery of a column may.
+_RANGES = """
+SELECT json_group_array(json(k.batch)) FROM (
+  SELECT (
+    SELECT json_array(k.value, min(sequence), max(sequence), count(*)) FROM (
+      SELECT e.sequence FROM eventlog_events e INDEXED BY eventlog_events_undelivered
+      WHERE e.namespace = :namespace AND e.event_type = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL
+      ORDER BY e.sequence LIMIT :limit)
+  ) AS batch FROM {keys} k) k
 """
+# The only query of an idle poll, and the first of a round: all subscriptions, the ranges of the subscribed types, and
+# the subscribed topics that have undelivered events. It is one statement, because after each statement the thread may
+# wait up to 5 ms for the GIL while the event loop is busy.
+SURVEY = f"""
+WITH subscribed AS MATERIALIZED ({_SUBSCRIBED})
+SELECT json_array(
+  json((SELECT json_group_array(json_array(handler_name, event_type, topic, priority, ordered)) FROM subscribed)),
+  json(({_RANGES.format(keys="(SELECT DISTINCT event_type AS value FROM subscribed WHERE event_type IS NOT NULL)")})),
+  json((SELECT json_group_array(k.topic) FROM (SELECT DISTINCT topic FROM subscribed WHERE topic IS NOT NULL) k
+    WHERE EXISTS (SELECT 1 FROM eventlog_events e INDEXED BY eventlog_events_undelivered_topic
+      WHERE e.namespace = :namespace AND e.topic = k.topic AND e.delivered = FALSE AND +e.event_type IS NOT NULL))))
+"""
+MEASURE_TYPES = _RANGES.format(keys="json_each(:keys)")
 
 # The range, the types and the topics of the first events of a key, up to the limit of the key.
 MEASURE = """
@@ -95,17 +113,7 @@ WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND
   AND e.sequence <= :last
 """
 
-# The same for all event types at once, if no handler wants a topic or an order; types with the same limit are measured
-# together. In SQLite, a subquery of FROM may not refer to a neighbouring table, but a subquery of a column may.
-MEASURE_TYPES = """
-SELECT json_group_array(json(k.batch)) FROM (
-  SELECT (
-    SELECT json_array(k.value, min(sequence), max(sequence), count(*)) FROM (
-      SELECT e.sequence FROM eventlog_events e INDEXED BY eventlog_events_undelivered
-      WHERE e.namespace = :namespace AND e.event_type = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL
-      ORDER BY e.sequence LIMIT :limit)
-  ) AS batch FROM json_each(:keys) k) k
-"""
+# The same for all event types at once, if no handler wants a topic or an order.
 _TAKEN = """
 e.namespace = :namespace AND e.event_type = json_extract(t.value, '$[0]') AND e.delivered = FALSE
   AND +e.event_type IS NOT NULL AND e.sequence <= json_extract(t.value, '$[1]')
@@ -130,7 +138,7 @@ SELECT count(*) FROM eventlog_events INDEXED BY eventlog_events_undelivered
 WHERE namespace = :namespace AND delivered = FALSE AND event_type IS NOT NULL
 """
 
-# As in MEASURE_TYPES, the subquery of a column may refer to a neighbouring table.
+# As in _RANGES, the subquery of a column may refer to a neighbouring table.
 WAITING = """
 SELECT json_object('number', coalesce(sum(json_extract(k.batch, '$[0]')), 0),
   'oldest', min(json_extract(k.batch, '$[1]')))
@@ -174,12 +182,31 @@ WHERE TRUE ON CONFLICT (event_id, handler_name) DO NOTHING
 """
 
 
+_Range = tuple[str, int | None, int | None, int]
+"""An event type: the lowest and the highest sequence, and the number of events."""
+
+
 class _Subscribed(Struct, frozen=True, array_like=True):
     handler_name: str
     event_type: str | None
     topic: str | None
     priority: int
     ordered: int
+
+
+class _Survey(Struct, frozen=True, array_like=True):
+    subscribed: list[_Subscribed]
+    ranges: list[_Range]
+    topics: list[str]
+
+    @classmethod
+    def read(cls, connection: sqlite3.Connection, scope: Mapping[str, Any], limit: int) -> _Survey:
+        return _survey.decode(fetch_value(connection, SURVEY, {**scope, "limit": limit}))
+
+    @property
+    def waiting(self) -> list[Key]:
+        """The subscribed keys that have undelivered events, types first."""
+        return [*(Key(TYPES, row[0]) for row in self.ranges if row[3]), *(Key(TOPICS, topic) for topic in self.topics)]
 
 
 class _Batch(Reach, frozen=True, gc=False):
@@ -213,26 +240,20 @@ class Kind:
     """Event types or topics, with the statements for such keys."""
 
     def __init__(self, column: str, index: str, sign: str) -> None:
-        self.column = column
         self.sign = sign
-        self.find_waiting, self.measure, self.notify, self.mark_delivered, self.count_waiting = (
+        self.measure, self.notify, self.mark_delivered, self.count_waiting = (
             statement.format(column=column, index=index)
-            for statement in (FIND_WAITING, MEASURE, INSERT_NOTIFICATIONS, MARK_DELIVERED, WAITING)
+            for statement in (MEASURE, INSERT_NOTIFICATIONS, MARK_DELIVERED, WAITING)
         )
-
-    def of(self, subscribed: Iterable[_Subscribed]) -> list[str]:
-        """The subscribed keys of this kind."""
-        wanted = (getattr(s, self.column) for s in subscribed)
-        return list(dict.fromkeys(key for key in wanted if key is not None))
 
 
 TYPES = Kind("event_type", "eventlog_events_undelivered", "")
 TOPICS = Kind("topic", "eventlog_events_undelivered_topic", "#")
 
-_subscriptions = msgspec.json.Decoder(list[_Subscribed])
+_survey = msgspec.json.Decoder(_Survey)
 _strings = msgspec.json.Decoder(list[str])
 _batch = msgspec.json.Decoder(_Batch)
-_ranges = msgspec.json.Decoder(list[tuple[str, int | None, int | None, int]])
+_ranges = msgspec.json.Decoder(list[_Range])
 
 
 class SqliteEvents:
@@ -249,11 +270,8 @@ class SqliteEvents:
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         scope = {"namespace": namespace, "seen_since": as_text(seen_since)}
-
-        def is_any_waiting(connection: sqlite3.Connection) -> bool:
-            return bool(_waiting(connection, scope, _subscribed(connection, scope)))
-
-        return await self._connections.read(is_any_waiting)
+        survey = await self._connections.read(lambda connection: _Survey.read(connection, scope, 1))
+        return bool(survey.waiting)
 
     async def count_undelivered(self, namespace: str) -> int:
         return int(await self._connections.inspect(COUNT_UNDELIVERED, {"namespace": namespace}))
@@ -293,12 +311,13 @@ def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutRe
     events: dict[str, int] = {}
     made = 0
     with in_transaction(connection):
-        subscribed = _subscribed(connection, scope)
-        waiting = _waiting(connection, scope, subscribed)
-        limits = _limits(request, waiting)
-        takes, full = (_take_keys if any(s.topic or s.ordered for s in subscribed) else _take_types)(
-            connection, scope, waiting, limits, subscribed
-        )
+        [(usual, _)] = Counter(request.limits.values() or (1,)).most_common(1)
+        survey = _Survey.read(connection, scope, usual)
+        limits = _limits(request, survey.waiting)
+        if any(s.topic or s.ordered for s in survey.subscribed):
+            takes, full = _take_keys(connection, scope, survey.waiting, limits, survey.subscribed)
+        else:
+            takes, full = _take_types(connection, scope, survey, usual, limits)
         for take in takes:
             made += connection.execute(take.notify, take.parameters).rowcount
             marked = connection.execute(take.mark_delivered, take.parameters).rowcount
@@ -316,27 +335,28 @@ def _limits(request: FanoutRequest, waiting: Sequence[Key]) -> dict[str, int]:
 
 
 def _take_types(
-    connection: sqlite3.Connection,
-    scope: Mapping[str, Any],
-    waiting: Sequence[Key],
-    limits: Mapping[str, int],
-    subscribed: Iterable[_Subscribed],
+    connection: sqlite3.Connection, scope: Mapping[str, Any], survey: _Survey, usual: int, limits: Mapping[str, int]
 ) -> tuple[Iterable[_Take], set[str]]:
-    """A round of event types only, without order: a measurement for each size of limit, two statements that write."""
-    found: dict[str, Reach] = {}
-    for limit in sorted(set(limits.values())):
-        keys = as_json(key.value for key in waiting if limits[key.name] == limit)
-        measured = fetch_value(connection, MEASURE_TYPES, {**scope, "keys": keys, "limit": limit})
-        for event_type, first, last, size in _ranges.decode(measured):
-            if first is not None and last is not None:
-                found[event_type] = Reach(first, last, size)
+    """A round of event types only, without order: two statements that write.
+
+    The types that have the ``usual`` limit are measured already; a further measurement for each other limit.
+    """
+    ranges = [row for row in survey.ranges if row[3] and limits[row[0]] == usual]
+    for limit in sorted({*limits.values()} - {usual}):
+        keys = as_json(event_type for event_type in limits if limits[event_type] == limit)
+        ranges += _ranges.decode(fetch_value(connection, MEASURE_TYPES, {**scope, "keys": keys, "limit": limit}))
+    found = {
+        event_type: Reach(first, last, size)
+        for event_type, first, last, size in ranges
+        if first is not None and last is not None
+    }
     upto, full = share_out(found, limits, ())
     if not upto:
         return (), full
     parameters = {
         **scope,
         "taken": as_json(upto.items()),
-        "subscriptions": as_json(s for s in subscribed if s.event_type in upto),
+        "subscriptions": as_json(s for s in survey.subscribed if s.event_type in upto),
     }
     return [_Take(NOTIFY_TYPES, MARK_TYPES_DELIVERED, parameters, {key: found[key].size for key in upto})], full
 
@@ -379,20 +399,6 @@ def _advancing_together(waiting: Iterable[Key], subscribed: Iterable[_Subscribed
     types = {s.event_type for s in subscribed if s.ordered}
     topics = {s.topic for s in subscribed if s.ordered and s.topic is not None}
     return (key for key in waiting if (key.value in topics if key.kind is TOPICS else topics or key.value in types))
-
-
-def _waiting(connection: sqlite3.Connection, scope: Mapping[str, Any], subscribed: Sequence[_Subscribed]) -> list[Key]:
-    """The subscribed keys that have undelivered events, types first."""
-    found: list[Key] = []
-    for kind in (TYPES, TOPICS):
-        if keys := kind.of(subscribed):
-            waiting = fetch_value(connection, kind.find_waiting, {**scope, "keys": as_json(keys)})
-            found += [Key(kind, value) for value in _strings.decode(waiting)]
-    return found
-
-
-def _subscribed(connection: sqlite3.Connection, scope: Mapping[str, Any]) -> list[_Subscribed]:
-    return _subscriptions.decode(fetch_value(connection, SUBSCRIBED, scope))
 
 
 def _new_ids() -> dict[str, Any]:
