@@ -64,7 +64,7 @@ NO_READING = {
 ROWS = dict.fromkeys(("asyncpg", "aiomysql"), "SELECT 1 FROM {table} WHERE {condition} FOR UPDATE")
 
 #: A text in each waiting statement, within the part of a statement that PostgreSQL shows.
-FAN_OUT = {"asyncpg": "limits AS MATERIALIZED", "aiomysql": "INSERT INTO eventlog.event_notifications"}
+FAN_OUT = {"asyncpg": "AS limits(key", "aiomysql": "INSERT INTO eventlog.event_notifications"}
 FIND = {"asyncpg": "SELECT n.* FROM unnest", "aiomysql": "CONCAT('['"}
 SETTLE = {"asyncpg": "UPDATE eventlog.event_notifications", "aiomysql": "SET n.state ="}
 ANNOUNCE = "INSERT INTO eventlog.subscriptions"
