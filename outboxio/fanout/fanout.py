@@ -113,6 +113,8 @@ class Fanout:
         finally:
             if handoff is not None:
                 handoff.close()
+        if handoff is not None and handoff.taken and not done.full:
+            await asyncio.sleep(0)  # the handlers start first
         self._shares.learn(limits if done.looked_at is None else done.looked_at, done.events, done.full)
         self._scan.learn(done, bounds, began, time())
         found = sum(done.events.values())

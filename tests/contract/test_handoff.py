@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
@@ -79,6 +80,24 @@ async def test_what_is_handed_over_need_not_be_found(make_outbox: MakeOutbox) ->
         await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=20))
     assert journal.amounts == list(range(20))
     assert sum(numbers) < 10  # where nobody is woken, a poll may come in between
+
+
+async def test_a_handler_starts_before_fan_out_counts_the_event(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=QUIET)
+    counted, came = list[int](), asyncio.Event()
+
+    @outbox.handler(MoneyDeposited, name="h")
+    async def handle(_: object) -> None:
+        counted.append(outbox.statistics["default"].fanned_out)
+        came.set()
+
+    async with outbox.running():
+        await keeps_up(outbox)
+        await outbox.executor.execute(Emit((1,)))
+        await came.wait()
+        await eventually(lambda: outbox.statistics["default"].fanned_out == 1)
+
+    assert counted == [0]
 
 
 async def test_only_rows_for_which_nothing_has_to_be_decided_are(make_outbox: MakeOutbox) -> None:
