@@ -101,12 +101,16 @@ class BaseLoopConnection(ABC):
         async with self.opened() as connection:
             return await work(connection)
 
-    async def use_if_open(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run ``work`` on the open connection. Raises :class:`ConnectionResetError` if the connection has ended."""
-        if self.is_open:
-            async with self._turn:
-                if (connection := self.current) is not None:
-                    return await work(connection)
+    async def use_if_open(self, work: Callable[[Any], Awaitable[Any]], *, only: Any = None) -> Any:
+        """Run ``work`` on the open connection. Raises :class:`ConnectionResetError` if the connection has ended.
+
+        ``only``: the driver's connection that must be the open connection.
+        """
+        self._guard.enter()
+        async with self._turn:
+            connection = self.current
+            if connection is not None and connection is (only or connection):
+                return await work(connection)
         raise ConnectionResetError("the connection has ended")
 
     async def ready(self) -> None:

@@ -132,10 +132,10 @@ class PostgresKeySession:
 
     async def _use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run a statement on the session that was opened: a new session would hold no lock."""
-        if not self.is_open:
+        if self._connection is None:
             raise ConnectionResetError("the lock session has ended")
         try:
-            return await self._session.use_if_open(work)
+            return await self._session.use_if_open(work, only=self._connection)
         except BaseException:
             self.drop()
             raise
