@@ -212,8 +212,8 @@ async def test_two_failures_of_a_process_are_told_apart_with_nobody_elses_code(a
 
 #: Words of PostgreSQL's grammar, which no schema can redefine: before a bracket, and as types.
 GRAMMAR = {
-    "any", "array", "as", "by", "coalesce", "conflict", "e", "events", "from", "greatest", "key", "o", "operator",
-    "then", "values",
+    "any", "array", "as", "by", "coalesce", "conflict", "e", "events", "from", "greatest", "key", "o", "operator", "or",
+    "then", "values", "where",
 }  # fmt: skip
 GRAMMAR_TYPES = {"int", "bigint", "smallint", "timestamp", "varchar", "boolean"}
 
@@ -230,7 +230,7 @@ def unqualified(statement: str) -> set[str]:
     flat = re.sub(ASSIGNMENTS, lambda found: found[0].replace("=", " "), flat)
     types = {name for name in re.findall(r"::\s*([a-z_]+)", flat) if name not in GRAMMAR_TYPES}
     functions = {name for name in re.findall(r"\b([a-z_]+)\s*\(", flat, re.IGNORECASE) if name.lower() not in GRAMMAR}
-    operators = set(re.findall(r"[-+/<>=~!@#%^&|`]+|(?<![.(])\*(?!\s*(?:FROM|\)|$))", flat.replace("::", " ")))
+    operators = set(re.findall(r"[-+/<>=~!@#%^&|`]+|(?<![.(])\*(?!\s*(?:FROM|;|\)|$))", flat.replace("::", " ")))
     words = {word for word in ("IN", "LIKE", "BETWEEN", "DISTINCT", "NULLIF") if re.search(rf"\b{word}\b", flat)}
     return types | functions | operators | words
 

@@ -94,6 +94,39 @@ async def test_a_temporary_table_is_gone_with_its_action(postgres_url: str) -> N
         assert await outbox.executor.execute(doing(shadow)) == await outbox.executor.execute(doing(shadow))
 
 
+#: What a session of PostgreSQL is like.
+STATE_OF_POSTGRES = """
+SELECT pg_backend_pid(), current_user, session_user, current_setting('role'), current_setting('work_mem'),
+  current_setting('application_name'), to_regclass('pg_temp.own')::text,
+  (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()),
+  (SELECT count(*) FROM pg_cursors WHERE is_holdable), (SELECT count(*) FROM pg_listening_channels())
+"""
+
+#: What actions change of it: by a statement, and unseen in a function.
+CHANGES_OF_POSTGRES = [
+    "SET ROLE {tenant}", "SET SESSION AUTHORIZATION {tenant}", "SET work_mem = '1MB'", "SELECT pg_advisory_lock(7)",
+    "CREATE TEMPORARY TABLE own (n INT)", "DECLARE kept CURSOR WITH HOLD FOR SELECT 1", "LISTEN own", "DEALLOCATE ALL",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_POSTGRES)
+async def test_no_change_of_a_session_outlives_its_action(postgres_url: str, tenant: str, change: str) -> None:
+    async def ask(tx: Transaction) -> tuple[Any, ...]:
+        return tuple(await tx.fetchrow(STATE_OF_POSTGRES) or ())
+
+    statement = change.format(tenant=tenant)
+    unseen = f"DO $do$ BEGIN EXECUTE $sql${statement}$sql$; END $do$"
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        before = await outbox.executor.execute(doing(ask))
+        for each in (statement, unseen, unseen):
+            for error in (None, LookupError()):
+                if each is unseen and "CURSOR" in change:
+                    continue
+                with suppress(LookupError):
+                    await outbox.executor.execute(becoming(each, error))
+                assert await outbox.executor.execute(doing(ask)) == before, (each, error)
+
+
 class Impatient(asyncpg.Connection):
     """An application's own kind of connection, which resets no setting."""
 

@@ -85,6 +85,11 @@ def encoding_of(connection: Any) -> TextEncoding:
     return encoding_called(_told(connection, "server_encoding"))
 
 
+def user_of(connection: Any) -> str | None:
+    """The session user, as the server has reported it. The server reports each change."""
+    return _told(connection, "session_authorization")
+
+
 def is_standby(connection: Any) -> bool:
     """True if the server has reported to be a standby."""
     return _told(connection, "in_hot_standby") == "on"

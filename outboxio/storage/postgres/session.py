@@ -22,7 +22,7 @@ from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.storage.postgres.plans import Plans, is_outdated
 from outboxio.storage.postgres.received import consume_all, insert_received
-from outboxio.storage.postgres.server_info import encoding_of
+from outboxio.storage.postgres.server_info import encoding_of, user_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit, to_the_end
@@ -128,7 +128,6 @@ class PostgresSession:
         self._transaction: Any = None
         self._is_untouched = False
         self._wrote = False
-        self._reads = False
 
     @property
     def unit(self) -> SessionUnit | None:
@@ -143,7 +142,6 @@ class PostgresSession:
         await self._start(self._connection.transaction())
 
     async def begin_reading(self) -> None:
-        self._reads = True
         await self._start(self._connection.transaction(readonly=True))
 
     async def _start(self, transaction: Any) -> None:
@@ -193,7 +191,7 @@ class PostgresSession:
         if self._is_gone():
             return
         if self._connection.is_in_transaction():
-            if self._reads and self._is_ours:
+            if self._is_ours:
                 self._connection.end_with_reset()
             async with asyncio.timeout(ENDING_TIMEOUT):
                 await self._transaction.rollback()
@@ -206,7 +204,10 @@ class PostgresSession:
 
     def in_transaction(self) -> bool:
         # On a closed connection the next statement raises the driver's own error.
-        return self._is_gone() or bool(self._connection.is_in_transaction())
+        try:
+            return bool(self._connection.is_in_transaction() or self._connection.is_closed())
+        except asyncpg.InterfaceError:  # a pool has taken the closed connection back
+            return True
 
     def would_end(self, sql: str) -> str | None:
         return ending_in(sql, self._connection)
@@ -323,15 +324,30 @@ class PostgresSession:
 RESET_IDENTITY = "RESET SESSION AUTHORIZATION;\nRESET ROLE;\n"
 DISCARD_TABLES = "\nDISCARD TEMP;"
 
+# Most actions change neither. So a prepared statement of each connection releases the advisory locks, and returns a row
+# if there is a role or a temporary table; then the statements above follow. It is prepared, because planning it would
+# take longer than all other statements of a reset.
+RELEASE = "outboxio_release"
+PREPARE_RELEASE = f"""
+PREPARE {RELEASE} AS SELECT 1 WHERE pg_catalog.pg_advisory_unlock_all() IS NULL
+  OR pg_catalog.current_setting('role') OPERATOR(pg_catalog.<>) 'none'
+  OR pg_catalog.pg_my_temp_schema() OPERATOR(pg_catalog.<>) '0'
+"""
+QUICK_RESET = f"CLOSE ALL;\nUNLISTEN *;\nRESET ALL;\nEXECUTE {RELEASE}"
+NO_ROW = "SELECT 0"
+
 
 class ActionConnection(OurConnection):
     """A connection of our own pool. The statements that reset the session travel in the same message as COMMIT."""
 
-    __slots__ = ("_has_listeners", "_is_ending", "is_reset", "refusals")
+    __slots__ = ("_has_listeners", "_is_ending", "_quick", "_user", "is_reset", "refusals")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_ending = self._has_listeners = False
+        self._user = user_of(self)
+        self._quick: bool | None = None if self._user is not None else False
+        """True if QUICK_RESET is prepared; False if it is of no use; ``None`` before the first reset."""
         self.is_reset = True
         """True if the session has the state of a new connection."""
         self.refusals = 0
@@ -350,11 +366,21 @@ class ActionConnection(OurConnection):
             self._refuse_to_end(query)
         return super().execute(query, timeout=timeout)
 
-    async def _end(self, query: str, timeout: float | None) -> str:
+    async def _end(self, query: str, timeout: float | None) -> None:
         self._is_ending = False
-        status: str = await super().execute(f"{query}\n{self.get_reset_query()}", timeout=timeout)
-        self.is_reset = not self._has_listeners
-        return status
+        quick = self._quick
+        reset = QUICK_RESET if quick else self.get_reset_query()
+        if quick is None:
+            reset += PREPARE_RELEASE
+        try:
+            status = await super().execute(f"{query}\n{reset}", timeout=timeout)
+        except (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError) as error:
+            if RELEASE not in str(error):
+                raise
+            status = ""  # the transaction has ended, but the application, or a proxy, has changed the statement
+        is_clean = status == NO_ROW and user_of(self) == self._user if quick else bool(status)
+        self._quick = quick is not False and is_clean
+        self.is_reset = is_clean and not self._has_listeners
 
     def _refuse_to_end(self, query: str) -> None:
         """Refuse statements that end the transaction: the driver would not notice a new transaction."""
