@@ -218,7 +218,7 @@ class SessionEvents:
         return self.sink
 
     def _writes_at_once(self, session: Session) -> bool:
-        return not session.in_nested_transaction() and _is_committing(session) and in_greenlet()
+        return _is_committing(session) and not session.in_nested_transaction() and in_greenlet()
 
     def _write(self, session: Session) -> None:
         root = session.get_transaction()

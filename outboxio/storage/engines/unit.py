@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
@@ -63,8 +64,7 @@ class Unit:
                 options["binds"] = {each: self._in_transaction(bind) for each, bind in binds.items()}
             self._session = self._maker(**options)
             own = self._session.sync_session
-            for name in REFUSED:
-                setattr(own, name, _refusal(action_name, f"session.{name}()"))
+            vars(own).update(_refusals(action_name))
             own.begin()  # from here on SQLAlchemy itself refuses session.begin(), whose end would commit
         return self._session
 
@@ -147,8 +147,14 @@ class Unit:
             connection.close()
 
 
-def _refusal(action_name: str, call: str) -> Callable[..., NoReturn]:
-    def refuse(*args: object, **options: object) -> NoReturn:
-        raise TransactionEnded(action_name, call)
+@lru_cache(maxsize=1000)
+def _refusals(action_name: str) -> Mapping[str, Callable[..., NoReturn]]:
+    """The methods in ``REFUSED``, for the sessions of an action."""
 
-    return refuse
+    def refusal(name: str) -> Callable[..., NoReturn]:
+        def refuse(*args: object, **options: object) -> NoReturn:
+            raise TransactionEnded(action_name, f"session.{name}()")
+
+        return refuse
+
+    return {name: refusal(name) for name in REFUSED}
