@@ -60,6 +60,20 @@ class Transaction:
             tx.emit(MoneyDeposited(self.wallet_id, self.amount), model_id=self.wallet_id, model_type="Wallet")
     """
 
+    _busy = _closed = False  # most transactions keep this value and those below
+    was_joined = False
+    """True if actions have joined the transaction. They may have written events."""
+    is_committed = False
+    """True if the COMMIT of the rows and events has succeeded."""
+    owner: object = None
+    """The outbox of the transaction, from :func:`work_in` on."""
+    claimed: frozenset[UUID] = frozenset()
+    """The notifications that a handler's transaction has locked."""
+    _untold: list[Rows] | None = None
+    """Rows of which watchers are told after the COMMIT, in a transaction that outboxio commits later."""
+    _raised: SessionEvents | None = None
+    """The events that objects of the session raise, from the first use of the session on."""
+
     def __init__(
         self,
         session: Session,
@@ -76,8 +90,6 @@ class Transaction:
         self._session = session
         self._emitter = emitter
         self._cause = cause
-        self._busy = False
-        self._closed = False
         self.action_id = action.action_id
         """The id that all rows of this execution share."""
         self.action_name = action.action_name
@@ -91,18 +103,8 @@ class Transaction:
         """True for a handler's transaction: ``envelope.tx``, or an action that joined ``envelope.tx``."""
         self.is_reading = is_reading
         """True for a transaction of ``outbox.connection()``, in which the database refuses to write."""
-        self._untold: list[Rows] | None = untold if untold is not None else [] if in_handler else None
-        """Rows of which watchers are told after the COMMIT, in a transaction that outboxio commits later."""
-        self.was_joined = False
-        """True if actions have joined the transaction. They may have written events."""
-        self.owner: object = None
-        """The outbox of the transaction, from :func:`work_in` on."""
-        self._raised: SessionEvents | None = None
-        """The events that objects of the session raise, from the first use of the session on."""
-        self.claimed: frozenset[UUID] = frozenset()
-        """The notifications that a handler's transaction has locked."""
-        self.is_committed = False
-        """True if the COMMIT of the rows and events has succeeded."""
+        if in_handler or untold is not None:
+            self._untold = [] if untold is None else untold
 
     @property
     def connection(self) -> Any:

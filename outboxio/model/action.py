@@ -133,6 +133,8 @@ class RetryCounter:
 
 def as_entries(retry: Retries) -> tuple[Retry, ...]:
     """The entries as a tuple; :class:`ConfigurationError` for a value of any other type."""
+    if retry == ():
+        return ()  # as most actions have it
     if isinstance(retry, Retry):
         return (retry,)
     given: Any = retry  # callers may not be typed

@@ -7,6 +7,7 @@ msgspec encodes and decodes structs, dataclasses and attrs classes. Pydantic doe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 from outboxio.payloads.ekbatan import EkbatanCodec, has_style
@@ -52,6 +53,7 @@ Decoder = Callable[[Any], Any]
 does not fit names the field."""
 
 
+@lru_cache(maxsize=1000)
 def encoder_of(cls: type) -> Encoder:
     """The encoder of a class."""
     if has_style(cls):
@@ -68,5 +70,6 @@ def decoder_of(cls: type) -> Decoder:
 
 def encode_any(value: object, subject: str, *, stores_nul: bool, check: Check | None = None) -> str:
     """The JSON object of a value of any class, such as the parameters of an action."""
-    encoded: str = encoder_of(type(value))(value, subject, stores_nul=stores_nul, check=check)
+    cls: Any = type(value)
+    encoded: str = encoder_of(cls)(value, subject, stores_nul=stores_nul, check=check)
     return encoded

@@ -25,11 +25,10 @@ def uuid7() -> UUID:
     if now < latest.ns:
         now = latest.ns
     latest.ns = now + _FRACTION
-    milliseconds, nanoseconds = divmod(now, 1_000_000)
-    fraction = (nanoseconds << 12) // 1_000_000
+    time = (now << 12) // 1_000_000  # in 4,096ths of a millisecond
     random = machine.random_bits() & _RANDOM_BITS
     made = _new(UUID)  # the checks of the constructor take longer than all the rest, and always pass here
-    _set(made, "int", (milliseconds << 80) | (fraction << 64) | _VERSION_AND_VARIANT | random)
+    _set(made, "int", (time >> 12 << 80) | ((time & 0xFFF) << 64) | _VERSION_AND_VARIANT | random)
     _set(made, "is_safe", _UNKNOWN)
     return made
 
