@@ -1,7 +1,7 @@
 # One word for each task: the demo, the tests, the checks. `make` alone lists all words.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full bench-commits chaos chaos-mutants simulate simulate-mutants
+.PHONY: help demo shop relay saga docs docs-build test lint style types format bench bench-full bench-commits costs chaos chaos-mutants simulate simulate-mutants
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -16,6 +16,7 @@ ONLY ?=
 ARGS ?=
 SEED ?=
 SCENARIO ?=
+REASON ?=
 
 help: ## list all words
 	@echo 'outboxio, a transactional outbox for asyncio'
@@ -62,6 +63,9 @@ bench-full: $(VENV)/.with-bench ## measure in large sizes, less than an hour; AR
 
 bench-commits: $(VENV)/.with-bench ## measure commits in turn; OLD=ee733e2, NEW=. for this tree, ARGS='--rounds 9 --scenario drain'
 	@$(BIN)/python -m benchmarks.commits $(or $(OLD),HEAD~1) $(or $(NEW),.) $(ARGS)
+
+costs: $(VENV)/.with-dev ## count what an event costs, and write tests/costs/costs.toml; REASON="..." if a figure rose
+	@$(BIN)/python -m tests.costs $(if $(REASON),--reason "$(REASON)") $(ARGS)
 
 chaos: $(VENV)/.with-dev ## kill processes, stop servers, and check the promises; ARGS='--seed 7 --seconds 20'
 	@$(BIN)/python -m tests.chaos --database $(or $(ONLY),all) --runs 2 --seconds 15 $(ARGS)

@@ -109,9 +109,9 @@ def number_of_statements(message: bytes) -> int:
 
 
 @contextmanager
-def watched(*, keeps_texts: bool = False) -> Iterator[Wire]:
+def watched(wire: Wire | None = None, *, keeps_texts: bool = False) -> Iterator[Wire]:
     """Watch every message of this process. SQLite connections are watched if they are opened inside."""
-    wire = Wire(keeps_texts=keeps_texts)
+    wire = wire or Wire(keeps_texts=keeps_texts)
     transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
     write, connect = transport.write, sqlite3.connect
 
