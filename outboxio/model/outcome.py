@@ -165,7 +165,7 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     """
     some = list(outcomes)
     over = _with_successors(_distinct_leases(some))
-    kinds = set(map(_kind_of, some)) if not (over or any(map(_emitted_of, some))) else set()
+    kinds = set[Any]() if over or any(map(_emitted_of, some)) else set(map(_kind_of, some))
     if len(kinds) == 1 and kinds.pop()[2:] == (None, None):
         return [Bucket(some[0].state, some[0].attempts, some)]  # nearly always, under load
     # Rows of a key that emit and rows that do not share a bucket, because such rows may alternate.
