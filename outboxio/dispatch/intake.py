@@ -91,8 +91,9 @@ class Intake:
                 some = [row for row in some if not self._is_suspect(row, cursor)]
             elif queue.takes_ordinary and not cursor.is_paused and are_ordinary(some):
                 runs = self._in_flight.add(list(map(Run, some, repeat(queue), repeat(cursor.lease))), cursor)
-                self._add_ready(queue, runs)
-                taken += len(runs)
+                if runs:
+                    self._add_ready(queue, runs)
+                    taken += len(runs)
                 continue
             found = [(HookRun if row.state == DYING else Run)(row, queue, cursor.lease) for row in some]
             taken += sum(self._take(run, cursor, undecided) for run in self._in_flight.add(found, cursor))

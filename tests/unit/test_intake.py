@@ -134,3 +134,11 @@ async def test_an_admitted_row_whose_lock_another_process_had_meanwhile_is_relea
     parts.hold(parts.cursor("ledger").queue)
     parts.intake.start(run)
     assert (parts.in_flight.rows, parts.state.ready) == ({}, 0)
+
+
+async def test_a_read_of_rows_in_flight_alone_leaves_a_quiet_dispatcher_quiet() -> None:
+    parts = Parts(queue_of())
+    parts.in_flight_run(1)
+    assert parts.take(row_of(1)) == 0
+    assert parts.state.quiet.is_set()
+    await parts.close()
