@@ -29,7 +29,7 @@ AT_IMPORT = {
     "sqlite/events.py": {"Kind"},
     "sqlite/ordering.py": {"_head", "_next_key", "_heads_behind"},
     "sqlite/probes.py": {"_next_waiting", "_next_parking"},
-    "sqlite/columns.py": {"micros", "names", "values"},
+    "sqlite/columns.py": {"due_row", "micros", "names", "values"},
     "statements.py": {"Lexicon", "_postgres", "_mysql"},
 }
 

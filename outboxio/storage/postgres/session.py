@@ -204,10 +204,7 @@ class PostgresSession:
 
     def in_transaction(self) -> bool:
         # On a closed connection the next statement raises the driver's own error.
-        try:
-            return bool(self._connection.is_in_transaction() or self._connection.is_closed())
-        except asyncpg.InterfaceError:  # a pool has taken the closed connection back
-            return True
+        return self._is_gone() or bool(self._connection.is_in_transaction())
 
     def would_end(self, sql: str) -> str | None:
         return ending_in(sql, self._connection)
