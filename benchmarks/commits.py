@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import median, quantiles
 
 import msgspec
 from rich.console import Console
@@ -102,14 +102,26 @@ def run(server: Server, place: Path, scenario: str) -> Mapping[str, float]:
 
 
 def table(measured: Mapping[Key, Sequence[Mapping[str, float]]], commits: Sequence[str]) -> Table:
-    """Medians, and the ratio of the last commit to the first: above 1 is better for rates, below 1 for all others."""
-    shown = Table("", "", *commits, f"{commits[-1]} / {commits[0]}", box=None, pad_edge=False)
+    """Medians, and the ratio of each commit to the first: above 1 is better for rates, below 1 for all others.
+
+    A ratio is the median of the ratios within each round: a machine may run at half of its speed for a while.
+    """
+    others = commits[1:]
+    shown = Table("", "", *commits, *(f"{other} / {commits[0]}" for other in others), box=None, pad_edge=False)
     for scenario in dict.fromkeys(name for name, _ in measured):
         for figure in measured[scenario, commits[0]][0]:
             unit, form = FIGURES[figure]
-            medians = [median(run[figure] for run in measured[scenario, commit]) for commit in commits]
-            shown.add_row(scenario, unit, *(format(one, form) for one in medians), f"{medians[-1] / medians[0]:.2f}")
+            rounds = {commit: [run[figure] for run in measured[scenario, commit]] for commit in commits}
+            medians = [format(median(rounds[commit]), form) for commit in commits]
+            shown.add_row(scenario, unit, *medians, *(ratios(rounds[commits[0]], rounds[other]) for other in others))
     return shown
+
+
+def ratios(first: Sequence[float], other: Sequence[float]) -> str:
+    """The median of the ratios within each round, and the quartiles."""
+    each = sorted(new / old for old, new in zip(first, other, strict=True))
+    lower, middle, upper = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+    return f"{middle:.2f} ({lower:.2f} to {upper:.2f})"
 
 
 if __name__ == "__main__":

@@ -73,13 +73,15 @@ class Intake:
 
     # --- taking rows in ------------------------------------------------------------------------
 
-    def take_in(self, rows: Iterable[Notification], settled: Set[UUID]) -> tuple[int, dict[HandlerQueue, list[Run]]]:
+    def take_in(self, rows: Sequence[Notification], settled: Set[UUID]) -> tuple[int, dict[HandlerQueue, list[Run]]]:
         """Make rows ready that are not in flight; how many rows, and the rows that may have to wait.
 
         ``settled``: the rows that were settled while the read was under way. The read may show such rows as due.
         """
         taken, undecided = 0, dict[HandlerQueue, list[Run]]()
-        for slot, group in groupby(sorted(rows, key=slot_of), slot_of):
+        if len(set(map(slot_of, rows))) > 1:
+            rows = sorted(rows, key=slot_of)
+        for slot, group in groupby(rows, slot_of):
             cursor = self._cursors.by_slot.get(slot)
             if cursor is None:
                 continue
