@@ -89,7 +89,7 @@ def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: i
 def run(contest: Contest, number: int, server: Server, database: Database, size: str) -> Run:
     """A single run; an error is a result, too."""
     options = contest.options(size)
-    told = Run(
+    base = Run(
         database.id, contest.scenario.name, contest.setting.name, contest.contestant.name, number, options
     )  # fmt: skip
     begun = time.monotonic()
@@ -98,8 +98,8 @@ def run(contest: Contest, number: int, server: Server, database: Database, size:
             task = Task(contest.scenario.name, contest.contestant.name, database.dialect, url, options)
             figures = _figures(contest.contestant.command(task), TAKES_AT_MOST[size])
     except _Failed as error:
-        return msgspec.structs.replace(told, error=str(error), took=time.monotonic() - begun)
-    return msgspec.structs.replace(told, figures=figures, took=time.monotonic() - begun)
+        return msgspec.structs.replace(base, error=str(error), took=time.monotonic() - begun)
+    return msgspec.structs.replace(base, figures=figures, took=time.monotonic() - begun)
 
 
 class _Failed(Exception):

@@ -29,15 +29,15 @@ class Peer:
 
     async def fill(self, events):
         """Commit the backlog."""
-        raise NotImplementedError
+        raise NotImplementedError  # each peer has its own
 
     async def work(self):
-        """Handle the backlog, and what comes after it."""
-        raise NotImplementedError
+        """Handle the backlog and all later events."""
+        raise NotImplementedError  # each peer has its own
 
     async def is_done(self):
         """True if no job is unfinished in the database."""
-        raise NotImplementedError
+        raise NotImplementedError  # each peer has its own
 
 
 def run(kind, loop_factory=None):
@@ -76,10 +76,10 @@ async def _drain(peer, events):
 
 async def _work(peer, _events):
     await peer.open()
-    told, ended = asyncio.Event(), asyncio.Event()
-    asyncio.get_running_loop().add_reader(0, lambda: (told if os.read(0, 100) else ended).set())
+    started, ended = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_reader(0, lambda: (started if os.read(0, 100) else ended).set())
     _progress(peer)
-    await told.wait()
+    await started.wait()
     working = asyncio.ensure_future(peer.work())
     while not ended.is_set():
         if working.done():

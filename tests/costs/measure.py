@@ -77,7 +77,7 @@ class Measurement:
         return sorted(calls, key=lambda found: (-found[0], found[1].co_filename, found[1].co_qualname))
 
     def _run(self, database: str, traffic: Traffic) -> None:
-        asyncpg.connection._uid = FIRST_STATEMENT  # type: ignore[attr-defined]
+        asyncpg.connection._uid = FIRST_STATEMENT  # type: ignore[attr-defined]  # private to asyncpg
         calls = Calls(with_instructions="instructions" in self._metrics and has_instructions())
         counting_calls = calls if "calls" in self._metrics else nullcontext()  # which takes long
 

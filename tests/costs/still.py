@@ -86,7 +86,7 @@ class StillLoop(asyncio.SelectorEventLoop):
         self, sock: socket.socket, protocol: asyncio.BaseProtocol, *args: Any, **rest: Any
     ) -> Any:
         self._traffic.opened(sock.fileno(), protocol)
-        return super()._make_socket_transport(sock, protocol, *args, **rest)  # type: ignore[misc]
+        return super()._make_socket_transport(sock, protocol, *args, **rest)  # type: ignore[misc]  # of asyncio, not typed
 
     def time(self) -> float:
         return self._still.now
@@ -143,7 +143,7 @@ class StillMachine:
     def local(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._kept:
             self._kept[key] = make()
-        return self._kept[key]  # type: ignore[no-any-return]
+        return self._kept[key]  # type: ignore[no-any-return]  # kept as Any
 
     def sqlite_thread(self, connect: Callable[[], sqlite3.Connection]) -> NoThread:
         return NoThread(connect, self._traffic)
