@@ -169,3 +169,16 @@ async def test_hooks_are_called_beside_the_workers() -> None:
     assert sorted(told) == [1, 2]
     assert (parts.hooks.tasks, parts.state.hooks) == ({}, 0)
     await parts.close()
+
+
+async def test_a_handler_that_never_waits_has_16_rows_in_a_row() -> None:
+    ran = list[str]()
+
+    async def handle(run: Any) -> None:
+        ran.append(run.queue.handler.name)
+
+    parts = Parts(queue_of(name="a", function=handle, handlers=2), queue_of(name="b", function=handle, handlers=2))
+    parts.take(*(row_of(number, "a") for number in range(1, 33)), *(row_of(number, "b") for number in range(33, 65)))
+    await parts.quiet()
+    assert "".join(ran) == 2 * (16 * "a" + 16 * "b")
+    await parts.close()
