@@ -113,7 +113,7 @@ class Bucket(Struct, frozen=True, dict=True):
         """The outcomes in primary key order, so that writers do not deadlock."""
         return sorted(self.outcomes, key=_number_of)
 
-    @property
+    @cached_property
     def ids(self) -> list[UUID]:
         """The ids in the order of :attr:`by_id`."""
         return list(map(_id_of, self.by_id))
