@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from outboxio import Outbox
 from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.storage.operation_rows import NOBODY
-from outboxio.storage.protocols import OperationRepository
+from outboxio.storage.tables.operations import NOBODY, Operations
 from outboxio.support.ids import uuid7
 from tests.kit.app import Emit, Journal, MoneyDeposited
 from tests.kit.inside import database_of
@@ -22,7 +21,7 @@ LATER = NOW + timedelta(seconds=31)
 
 
 @pytest.fixture
-def operations(outbox: Outbox) -> OperationRepository:
+def operations(outbox: Outbox) -> Operations:
     return database_of(outbox).operations
 
 
@@ -46,7 +45,7 @@ def order(created: datetime = NOW) -> Operation:
     )
 
 
-async def test_an_operation_is_read_as_it_was_written(operations: OperationRepository) -> None:
+async def test_an_operation_is_read_as_it_was_written(operations: Operations) -> None:
     written = order()
     await operations.insert("app", written, "worker")
     assert await operations.get("app", written.id) == written
@@ -62,7 +61,7 @@ async def test_an_operation_is_read_as_it_was_written(operations: OperationRepos
 
 
 async def test_operations_of_a_different_namespace_are_neither_seen_nor_changed(
-    operations: OperationRepository,
+    operations: Operations,
 ) -> None:
     written = order()
     await operations.insert("app", written, NOBODY)
@@ -76,7 +75,7 @@ async def test_operations_of_a_different_namespace_are_neither_seen_nor_changed(
     assert await operations.get("app", written.id) == written
 
 
-async def test_operations_are_listed_newest_first_and_in_pages(operations: OperationRepository) -> None:
+async def test_operations_are_listed_newest_first_and_in_pages(operations: Operations) -> None:
     same = NOW + timedelta(seconds=9)
     orders = [order(created=NOW + timedelta(seconds=second)) for second in range(3)]
     orders += [order(created=same) for _ in range(3)]
@@ -92,7 +91,7 @@ async def test_operations_are_listed_newest_first_and_in_pages(operations: Opera
     assert found == newest_first
 
 
-async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(operations: OperationRepository) -> None:
+async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(operations: Operations) -> None:
     written = order()
     await operations.insert("app", written, "the dead")
     seen_before = LATER - timedelta(seconds=30)
@@ -108,7 +107,7 @@ async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(oper
     assert await operations.stale("app", seen_before, 10) == []
 
 
-async def test_an_operation_without_a_worker_waits_for_nobody(operations: OperationRepository) -> None:
+async def test_an_operation_without_a_worker_waits_for_nobody(operations: Operations) -> None:
     written = order(created=LATER)
     await operations.insert("app", written, NOBODY)
     assert await operations.stale("app", NOW, 10) == [written.id]
@@ -116,7 +115,7 @@ async def test_an_operation_without_a_worker_waits_for_nobody(operations: Operat
     assert await operations.stale("app", NOW, 10) == []
 
 
-async def test_only_a_running_operation_can_be_stopped(operations: OperationRepository) -> None:
+async def test_only_a_running_operation_can_be_stopped(operations: Operations) -> None:
     written = order()
     await operations.insert("app", written, "worker")
     assert not await operations.is_to_stop("app", written.id)
@@ -128,7 +127,7 @@ async def test_only_a_running_operation_can_be_stopped(operations: OperationRepo
     assert not await operations.order_stop("app", uuid4())
 
 
-async def test_old_operations_are_removed_and_running_operations_stay(operations: OperationRepository) -> None:
+async def test_old_operations_are_removed_and_running_operations_stay(operations: Operations) -> None:
     running, ended = order(), [order(created=NOW + timedelta(seconds=second)) for second in range(4)]
     for one in (running, *ended):
         await operations.insert("app", one, "worker")
@@ -140,7 +139,7 @@ async def test_old_operations_are_removed_and_running_operations_stay(operations
     assert {one.id for one in await operations.select("app", 10, None)} == {running.id, ended[3].id}
 
 
-async def test_the_states_of_notifications_are_read_by_id(outbox: Outbox, operations: OperationRepository) -> None:
+async def test_the_states_of_notifications_are_read_by_id(outbox: Outbox, operations: Operations) -> None:
     outbox.handler(MoneyDeposited, name="first")(
         Journal(lambda envelope: ValueError() if envelope.event.amount == 1 else None)
     )

@@ -21,8 +21,8 @@ from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP, as_request, fr
 from outboxio.operations.ordering.bulk import BulkRun
 from outboxio.operations.ordering.recorder import Numbers, Order, added_up
 from outboxio.operations.orders import given_id, given_ids
-from outboxio.storage.operation_rows import NOBODY
 from outboxio.storage.protocols import Taken
+from outboxio.storage.tables.operations import NOBODY
 from outboxio.support.aio import to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.log import log_of

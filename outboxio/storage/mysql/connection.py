@@ -116,20 +116,25 @@ class LoopConnection(BaseLoopConnection):
             return await fetch(connection, " UNION ALL ".join([part] * number), args)
 
     async def execute(self, statement: Statement, args: Arguments = None, timeout: float | None = None) -> int:
-        """Run an autocommit statement; the number of rows that changed.
+        """Run an autocommit statement; the number of rows that changed."""
+        return int(
+            await self.repeated(lambda connection: execute(connection, self._server.spell(statement), args, timeout))
+        )
+
+    async def repeated(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run an autocommit statement on the connection.
 
         After a deadlock, which undoes the whole statement, the statement runs again, at most ``MOST_DEADLOCKS`` times:
         processes that start together write the same rows.
         """
         async with self.opened() as connection:
-            sql = self._server.spell(statement)
             for _ in range(MOST_DEADLOCKS):
                 try:
-                    return await execute(connection, sql, args, timeout)
+                    return await work(connection)
                 except Exception as error:
                     if errors.number(error) != errors.DEADLOCK:
                         raise
-            return await execute(connection, sql, args, timeout)
+            return await work(connection)
 
     async def in_transaction(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run ``work`` on the connection in a transaction, committed unless ``work`` raises."""

@@ -40,9 +40,9 @@ from outboxio.storage.mysql.flavour import FLAVOURS, MARIADB, MYSQL, Server, for
 from outboxio.storage.mysql.key_session import MysqlKeySession
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
-from outboxio.storage.mysql.operations import MysqlOperations
 from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
+from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
 from outboxio.storage.mysql.reports import MysqlReports
 from outboxio.storage.mysql.resting import MysqlResting
@@ -53,9 +53,9 @@ from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.starts import MysqlStarts
-from outboxio.storage.mysql.subscriptions import MysqlSubscriptions
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
 from outboxio.storage.protocols import ClusterLock
+from outboxio.storage.tables import Tables
 from outboxio.support.aio import heeding_cancellation, to_the_end
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ NOW = for_flavours("SELECT CAST(UTC_TIMESTAMP(6) AS DATETIME(6))")
 CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
 
 
-class MysqlDatabase(ServerDatabase[LoopConnection]):
+class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     stores_nul = True
     wakes_across_processes = False
     _place_of = staticmethod(where)
@@ -94,9 +94,8 @@ class MysqlDatabase(ServerDatabase[LoopConnection]):
         self.starts = MysqlStarts(self._find, self._settle, self._admin)
         self.resting = MysqlResting(self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
-        self.subscriptions = MysqlSubscriptions(self._admin)
+        Tables.__init__(self, MysqlPort(self._admin, self._server), name)
         self.partitions = MysqlPartitions(self._admin)
-        self.operations = MysqlOperations(self._admin, name)
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = MysqlEventSearch(self._admin, self._server, self.search)
         self.probes = MysqlProbes(self._admin, self._server)

@@ -44,10 +44,10 @@ from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.key_session import PostgresKeySession
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
-from outboxio.storage.postgres.operations import PostgresOperations
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
+from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.probes import PostgresProbes
 from outboxio.storage.postgres.reports import PostgresReports
 from outboxio.storage.postgres.resting import PostgresResting
@@ -66,8 +66,8 @@ from outboxio.storage.postgres.server_info import (
 )
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
 from outboxio.storage.postgres.starts import PostgresStarts
-from outboxio.storage.postgres.subscriptions import PostgresSubscriptions
 from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
+from outboxio.storage.tables import Tables
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
@@ -99,7 +99,7 @@ def where(url: str | None) -> str:
 DRIVER = ServerCalls(is_usable, hang_up, drop, OurConnection.waits_for, sessions_of)
 
 
-class PostgresDatabase(ServerDatabase[LoopConnection]):
+class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     dialect = "postgres"
     _place_of = staticmethod(where)
     stores_nul = False
@@ -126,9 +126,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection]):
         self.starts = PostgresStarts(self._find, self._settle, self._admin)
         self.resting = PostgresResting(self._admin)
         self.retention = PostgresRetention(self._admin)
-        self.subscriptions = PostgresSubscriptions(self._admin)
+        Tables.__init__(self, PostgresPort(self._admin), name)
         self.partitions = PostgresPartitions(self._admin)
-        self.operations = PostgresOperations(self._admin, name)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)
         self.probes = PostgresProbes(self._admin)

@@ -18,7 +18,6 @@ from outboxio.storage.protocols.cold import (
     RestingRepository,
     RetentionRepository,
     Schema,
-    SubscriptionRepository,
 )
 from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
 from outboxio.storage.protocols.events import (
@@ -50,7 +49,6 @@ from outboxio.storage.protocols.operating import (
     HandlerMinute,
     InstanceReport,
     LastError,
-    OperationRepository,
     ParkedKey,
     Piece,
     ProbeRepository,
@@ -123,7 +121,6 @@ __all__ = [
     "LockGrant",
     "NewNotification",
     "NotificationRepository",
-    "OperationRepository",
     "OperatorStore",
     "OrderingRepository",
     "Orders",
@@ -145,7 +142,6 @@ __all__ = [
     "SessionUnit",
     "StartRepository",
     "StartedRun",
-    "SubscriptionRepository",
     "Taken",
     "TransactionLost",
     "Waiting",

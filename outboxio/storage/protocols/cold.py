@@ -8,18 +8,13 @@ from typing import Protocol
 from uuid import UUID
 
 from outboxio.errors import RightsMissing
-from outboxio.handlers.subscription import Subscription
-from outboxio.model.lock_name import LockName, Slot
+from outboxio.model.lock_name import Slot
 from outboxio.model.notification import NotificationRecord, Position, RestQuery
 from outboxio.model.outcome import Lease
 from outboxio.storage.protocols.operating import DeferredFigures
 from outboxio.storage.protocols.values import (
-    Announced,
     ClusterView,
-    Holder,
     Instance,
-    Orders,
-    Pause,
     PurgeResult,
     Rehomed,
     Waiting,
@@ -147,59 +142,6 @@ class RetentionRepository(Protocol):
     async def purge_consumed(self, before: datetime, limit: int) -> int:
         """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; the number of rows."""
         ...
-
-
-class SubscriptionRepository(Protocol):
-    """The ``subscriptions`` and ``pauses`` tables, and the first announcement of each handler."""
-
-    async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
-        """Write the subscriptions of this process's handlers, seen at ``now``."""
-        ...
-
-    async def announced(self, namespace: str) -> list[Announced]:
-        """The subscriptions of all handlers of a namespace, of any age."""
-        ...
-
-    async def begin(self, begun: Mapping[LockName, datetime | None], owner: str) -> None:
-        """Write in ``leases`` when handlers were first announced. A date that is already there stays.
-
-        ``None``: now, by the database's clock.
-        """
-        ...
-
-    async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
-        """The dates that the first :meth:`begin` of any process wrote under these names."""
-        ...
-
-    async def holders(self, names: Sequence[LockName]) -> dict[LockName, Holder]:
-        """The last holders of these locks, for an operator. A lock that was never taken has none."""
-        ...
-
-    async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
-        """The names, aliases included, of all handlers that a process announced after ``seen_since``."""
-        ...
-
-    async def names_of(self, namespace: str, handler_name: str) -> set[str]:
-        """The handler name, and all aliases that were ever announced with the name."""
-        ...
-
-    async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
-        """Write that a handler is paused. A pause that lasts keeps the beginning."""
-        ...
-
-    async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
-        """Write that the pause of a handler has ended: 1, or 0 if the handler was not paused."""
-        ...
-
-    async def pauses(self, namespace: str) -> list[Pause]:
-        """All pauses, ended pauses included: the retention of rows that waited counts from the end of the pause."""
-        ...
-
-    async def orders(self, namespace: str) -> Orders:
-        """All pauses and all numbers of partitions, in a single statement, because each process asks every second."""
-        ...
-
-    async def forget(self, namespace: str, handler_name: str) -> int: ...
 
 
 class PartitionRepository(Protocol):

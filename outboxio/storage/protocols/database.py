@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outboxio.storage.protocols.cold import (
     EventStore,
@@ -14,7 +14,6 @@ from outboxio.storage.protocols.cold import (
     RestingRepository,
     RetentionRepository,
     Schema,
-    SubscriptionRepository,
 )
 from outboxio.storage.protocols.events import EventSearchRepository
 from outboxio.storage.protocols.hot import (
@@ -27,13 +26,16 @@ from outboxio.storage.protocols.hot import (
 )
 from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
-    OperationRepository,
     ProbeRepository,
     ReportRepository,
     SearchRepository,
 )
 from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
+
+if TYPE_CHECKING:
+    from outboxio.storage.tables.operations import Operations
+    from outboxio.storage.tables.subscriptions import Subscriptions
 
 
 class EventRepository(FanoutStore, EventStore, Protocol):
@@ -109,7 +111,7 @@ class Database(Protocol):
     def retention(self) -> RetentionRepository: ...
 
     @property
-    def subscriptions(self) -> SubscriptionRepository: ...
+    def subscriptions(self) -> Subscriptions: ...
 
     @property
     def partitions(self) -> PartitionRepository | None:
@@ -117,7 +119,7 @@ class Database(Protocol):
         ...
 
     @property
-    def operations(self) -> OperationRepository: ...
+    def operations(self) -> Operations: ...
 
     @property
     def search(self) -> SearchRepository: ...

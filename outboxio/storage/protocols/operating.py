@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import NotificationRecord, State
+from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.values import Waiting
@@ -312,51 +312,3 @@ class Taken(Struct, frozen=True):
     operation: Operation
     reached: Place | None
     """The place after the last piece that was done."""
-
-
-class OperationRepository(Protocol):
-    """The table ``operations``."""
-
-    async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
-        """Write an operation. ``worker``: the process that carries the operation out.
-
-        An operation with the empty worker (``NOBODY``) waits for the process that fans out.
-        """
-        ...
-
-    async def get(self, namespace: str, id: UUID) -> Operation | None: ...
-
-    async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
-        """The newest operations."""
-        ...
-
-    async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
-        """Become the worker of a RUNNING operation without a worker, or whose worker has not written since a moment.
-
-        ``None`` if another process was faster, or the operation has ended.
-        """
-        ...
-
-    async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
-        """The RUNNING operations without a worker, or whose worker has not written since a moment, the oldest first."""
-        ...
-
-    async def order_stop(self, namespace: str, id: UUID) -> bool:
-        """Ask the worker of a RUNNING operation to stop; False if the operation has ended."""
-        ...
-
-    async def is_to_stop(self, namespace: str, id: UUID) -> bool:
-        """True if the worker was asked to stop."""
-        ...
-
-    async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
-        """Write the end of an operation; False if this process is not the worker any longer."""
-        ...
-
-    async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
-        """Remove up to ``limit`` ended operations that were ordered before a moment; the number of rows."""
-        ...
-
-    async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
-        """The states of the notifications with these ids. An id that does not exist is left out."""
-        ...

@@ -22,8 +22,8 @@ from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.key_session import SqliteKeySession
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
 from outboxio.storage.sqlite.notifications import SqliteNotifications
-from outboxio.storage.sqlite.operations import SqliteOperations
 from outboxio.storage.sqlite.ordering import SqliteOrdering
+from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.probes import SqliteProbes
 from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.resting import SqliteResting
@@ -32,8 +32,8 @@ from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.sqlite.starts import SqliteStarts
-from outboxio.storage.sqlite.subscriptions import SqliteSubscriptions
 from outboxio.storage.sqlite.values import as_parameters
+from outboxio.storage.tables import Tables
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.text import UTF_8
@@ -41,7 +41,7 @@ from outboxio.support.text import UTF_8
 OLDEST = (3, 35, 0)
 
 
-class SqliteDatabase:
+class SqliteDatabase(Tables):
     dialect = "sqlite"
     stores_nul = True
     check_numbers = None
@@ -83,8 +83,7 @@ class SqliteDatabase:
         self.starts = SqliteStarts(self._connections)
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
-        self.subscriptions = SqliteSubscriptions(self._connections)
-        self.operations = SqliteOperations(self._connections, name)
+        Tables.__init__(self, SqlitePort(self._connections), name)
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)

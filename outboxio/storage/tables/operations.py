@@ -1,0 +1,157 @@
+"""The table ``operations``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from outboxio.model.notification import State
+from outboxio.model.operating.filter import Place
+from outboxio.model.operating.operation import Operation
+from outboxio.storage.protocols.operating import Taken
+from outboxio.storage.statement import Port, Query, Statement, delete
+
+# --- statements ------------------------------------------------------------------------------------
+
+_FIELDS = (
+    "id", "kind", "state", "matched", "done", "refused", "request", "actor", "origin", "reason", "created_date",
+    "updated_date", "finished_date", "error",
+)  # fmt: skip
+_READ = (*_FIELDS, "shard")
+_COLUMNS = ", ".join(f"{{text {field}}}" if field == "request" else field for field in _FIELDS)
+_SELECT = f"SELECT {_COLUMNS}, {{text :shard}} FROM"
+
+INSERT = Statement("""
+INSERT INTO eventlog.operations (id, namespace, kind, state, request, actor, origin, reason, matched, done, refused,
+  worker, stop_ordered, created_date, updated_date, finished_date, error)
+VALUES (:id, :namespace, :kind, :state, {json :request}, :actor, :origin, :reason, :matched, :done, :refused,
+  :worker, FALSE, :created_date, :updated_date, :finished_date, :error)
+""")
+
+_BY_ID = "{table operations primary}"
+_THIS = "WHERE id = :id AND namespace = :namespace"
+
+GET = Query(f"{_SELECT} {_BY_ID} {_THIS}", Operation, fields=_READ)
+REACHED = Query(f"SELECT {{text reached}} FROM {_BY_ID} {_THIS}", tuple[Place | None])  # NULL before the first piece
+
+# Two conditions on the date: on MySQL a comparison of rows would not limit the read of the index.
+SELECT = Query(
+    f"""
+{_SELECT} {{table operations operations_created}}
+WHERE namespace = :namespace AND created_date <= :date AND (created_date < :date OR id < :id)
+ORDER BY created_date DESC, id DESC LIMIT :limit
+""",
+    Operation,
+    fields=_READ,
+)
+
+# The transaction of a piece locks the row of a running operation. This UPDATE then waits, and sees the new
+# updated_date.
+TAKE = Statement(f"""
+UPDATE {_BY_ID} SET worker = :worker, updated_date = :now
+{_THIS} AND state = 'RUNNING' AND (worker = '' OR updated_date < :seen_before)
+""")
+
+# The index has all RUNNING operations, which are few.
+STALE = Query(
+    """
+SELECT id FROM {table operations operations_running}
+WHERE namespace = :namespace AND state = 'RUNNING' AND (worker = '' OR updated_date < :seen_before)
+ORDER BY updated_date LIMIT :limit
+""",
+    UUID,
+)
+
+STOP = Statement(f"UPDATE {_BY_ID} SET stop_ordered = TRUE {_THIS} AND state = 'RUNNING'")
+IS_RUNNING = Query(f"SELECT 1 FROM {_BY_ID} {_THIS} AND state = 'RUNNING'", int)
+IS_TO_STOP = Query(f"SELECT stop_ordered FROM {_BY_ID} {_THIS}", bool)
+
+FINISH = Statement(f"""
+UPDATE {_BY_ID} SET state = :state, matched = :matched, done = :done, refused = :refused,
+  updated_date = :updated_date, finished_date = :finished_date, error = :error
+{_THIS} AND worker = :worker AND state = 'RUNNING'
+""")
+
+REMOVE_OLD = delete(
+    "operations",
+    "namespace = :namespace AND created_date < :before AND state <> 'RUNNING'",
+    order="created_date",
+)
+
+STATES = Query(
+    "SELECT id, state FROM {table event_notifications primary} WHERE namespace = :namespace AND {ids id :ids}",
+    tuple[UUID, State],
+)
+
+# --- the table -------------------------------------------------------------------------------------
+
+NOBODY = ""
+"""The worker of an operation that waits for the process that fans out."""
+
+_NEWEST = (datetime(9999, 1, 1), UUID(int=2**128 - 1))
+"""The place before the newest operation."""
+
+
+class Operations:
+    """Reads and writes the operations of a shard."""
+
+    def __init__(self, port: Port, shard: str) -> None:
+        self._port = port
+        self._shard = shard
+
+    async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
+        """Write an operation. ``worker``: the process that runs it, or ``NOBODY``."""
+        await self._port.execute(INSERT, namespace=namespace, worker=worker, **_values_of(operation))
+
+    async def get(self, namespace: str, id: UUID) -> Operation | None:
+        """An operation by its id."""
+        rows = await self._port.fetch(GET, namespace=namespace, id=id, shard=self._shard)
+        return rows[0] if rows else None
+
+    async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
+        """The newest operations, up to ``limit``, or the newest ones that are older than a place."""
+        date, id = before or _NEWEST
+        values = {"namespace": namespace, "date": date, "id": id, "limit": limit, "shard": self._shard}
+        return await self._port.fetch(SELECT, **values)
+
+    async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
+        """Become the worker of a RUNNING operation that has no worker, or whose worker last wrote before a time.
+
+        ``None`` if another process was faster, or the operation has finished.
+        """
+        values = {"namespace": namespace, "id": id, "worker": worker, "seen_before": seen_before, "now": now}
+        reached = await self._port.change_and_fetch(TAKE, REACHED, **values)
+        operation = await self.get(namespace, id) if reached else None
+        return Taken(operation, reached[0][0]) if operation is not None else None
+
+    async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
+        """The RUNNING operations without a worker, or whose worker last wrote before a time, oldest first."""
+        return await self._port.fetch(STALE, namespace=namespace, seen_before=seen_before, limit=limit)
+
+    async def order_stop(self, namespace: str, id: UUID) -> bool:
+        """Request the worker of a RUNNING operation to stop; False if the operation has finished."""
+        key = {"namespace": namespace, "id": id}
+        # MySQL counts only rows whose values change, and a second request changes none.
+        return await self._port.execute(STOP, **key) > 0 or bool(await self._port.fetch(IS_RUNNING, **key))
+
+    async def is_to_stop(self, namespace: str, id: UUID) -> bool:
+        """True if the worker was requested to stop."""
+        return True in await self._port.fetch(IS_TO_STOP, namespace=namespace, id=id)
+
+    async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
+        """Write the result of an operation; False if this process is no longer the worker."""
+        return await self._port.execute(FINISH, namespace=namespace, worker=worker, **_values_of(operation)) > 0
+
+    async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
+        """Remove up to ``limit`` finished operations that were created before a time; the number of rows."""
+        return await self._port.execute(REMOVE_OLD, namespace=namespace, before=before, limit=limit)
+
+    async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
+        """The states of the notifications with these ids. Unknown ids are left out."""
+        return dict(await self._port.fetch(STATES, namespace=namespace, ids=sorted(ids))) if ids else {}
+
+
+def _values_of(operation: Operation) -> dict[str, Any]:
+    return {field: getattr(operation, field) for field in _FIELDS}

@@ -1,0 +1,199 @@
+"""The tables ``subscriptions`` and ``pauses``, and the start dates and holders in ``leases``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+
+import msgspec
+
+from outboxio.handlers.subscription import Subscription
+from outboxio.model.lock_name import LockName
+from outboxio.storage.protocols.values import Announced, Holder, Orders, PartitionCount, Pause
+from outboxio.storage.statement import Port, Query, Statement
+
+# --- statements ------------------------------------------------------------------------------------
+
+_ANNOUNCE = """
+INSERT INTO eventlog.subscriptions (namespace, handler_name, event_type, topic, aliases, priority, ordered,
+  last_seen_date, partitioned_seen_date)
+SELECT :namespace, s.handler_name, s.event_type, s.topic, {json s.aliases}, s.priority, s.ordered, :now, :now
+FROM {rows :subscriptions s handler_name text, event_type text, topic text, aliases document, priority int,
+  ordered bool}
+"""
+_REPLACED = "aliases = excluded.aliases, priority = excluded.priority, ordered = excluded.ordered"
+# A process without partitions (an older version) writes last_seen_date only. So dates that differ show that one was
+# there, and older_seen_date keeps its date. MySQL assigns from left to right. SQLite has no partitions.
+ANNOUNCE = Statement(
+    "",
+    postgres=f"""{_ANNOUNCE} ORDER BY s.handler_name, s.event_type, s.topic
+ON CONFLICT (namespace, handler_name, event_type, topic) DO UPDATE SET {_REPLACED},
+  last_seen_date = greatest(subscriptions.last_seen_date, excluded.last_seen_date),
+  partitioned_seen_date = greatest(subscriptions.last_seen_date, excluded.last_seen_date),
+  older_seen_date = CASE WHEN subscriptions.partitioned_seen_date IS DISTINCT FROM subscriptions.last_seen_date
+    THEN subscriptions.last_seen_date ELSE subscriptions.older_seen_date END
+""",
+    mysql=f"""{_ANNOUNCE}
+ON DUPLICATE KEY UPDATE aliases = s.aliases, priority = s.priority, ordered = s.ordered,
+  older_seen_date = IF(eventlog.subscriptions.last_seen_date <=> eventlog.subscriptions.partitioned_seen_date,
+    eventlog.subscriptions.older_seen_date, eventlog.subscriptions.last_seen_date),
+  partitioned_seen_date = GREATEST(eventlog.subscriptions.last_seen_date, :now),
+  last_seen_date = GREATEST(eventlog.subscriptions.last_seen_date, :now)
+""",
+    sqlite=f"""{_ANNOUNCE.replace(", partitioned_seen_date", "").replace(":now, :now", ":now")} WHERE TRUE
+ON CONFLICT (namespace, handler_name, event_type, topic) DO UPDATE SET {_REPLACED},
+  last_seen_date = max(last_seen_date, excluded.last_seen_date)
+""",
+)
+ANNOUNCED = Query(
+    """
+SELECT handler_name, event_type, topic, {text aliases}, last_seen_date FROM eventlog.subscriptions
+WHERE namespace = :namespace
+""",
+    Announced,
+)
+
+# A lease without a holder: acquired_date is the first announcement of the handler (decision 24).
+BEGIN = Statement("""
+INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
+SELECT b.name, 0, :owner, coalesce(b.date, {now}), 0 FROM {rows :begun b name text, date timestamp} WHERE TRUE
+ORDER BY b.name {keep name}
+""")
+BEGUN = Query("SELECT name, acquired_date FROM eventlog.leases WHERE {among name :names}", tuple[str, datetime])
+HOLDERS = Query(
+    """
+SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases WHERE {among name :names} AND term > 0
+""",
+    tuple[str, str, datetime, bool],
+)
+
+# A handler that is paused already keeps the date of the pause. MySQL assigns from left to right.
+_PAUSE = """
+INSERT INTO eventlog.pauses (namespace, handler_name, paused_date) VALUES (:namespace, :handler_name, :now)
+"""
+PAUSE = Statement(
+    f"""{_PAUSE}
+ON CONFLICT (namespace, handler_name) DO UPDATE SET paused_date = excluded.paused_date, ended_date = NULL
+WHERE pauses.ended_date IS NOT NULL
+""",
+    mysql=f"""{_PAUSE}
+ON DUPLICATE KEY UPDATE paused_date = IF(ended_date IS NULL, paused_date, :now), ended_date = NULL
+""",
+    sqlite=f"""{_PAUSE}
+ON CONFLICT (namespace, handler_name) DO UPDATE SET paused_date = excluded.paused_date, ended_date = NULL
+WHERE ended_date IS NOT NULL
+""",
+)
+UNPAUSE = Statement("""
+UPDATE eventlog.pauses SET ended_date = :now
+WHERE namespace = :namespace AND handler_name = :handler_name AND ended_date IS NULL
+""")
+PAUSES = Query("SELECT handler_name, ended_date, paused_date FROM eventlog.pauses WHERE namespace = :namespace", Pause)
+
+# Each process reads both tables once a second: a single statement. A pause has no number of partitions.
+_PAUSES = "SELECT handler_name, ended_date, NULL, NULL, NULL FROM eventlog.pauses WHERE namespace = :namespace"
+_PARTITIONS = """
+SELECT handler_name, changed_date, partitions, active, declared FROM eventlog.handler_partitions
+WHERE namespace = :namespace
+"""
+ORDERS = Query(
+    f"{_PAUSES} UNION ALL {_PARTITIONS}",
+    tuple[str, datetime | None, int | None, int | None, int | None],
+    postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part decides the types of the columns
+    sqlite=_PAUSES,
+)
+
+FORGET = Statement("DELETE FROM eventlog.subscriptions WHERE namespace = :namespace AND handler_name = :handler_name")
+
+# --- the tables ------------------------------------------------------------------------------------
+
+
+class Subscriptions:
+    """Reads and writes the subscriptions that processes announce, and the pauses of operators."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
+        """Write the subscriptions of this process's handlers, seen at ``now``."""
+        # All processes write, and so lock, the rows in the same order: that of MySQL's unique index.
+        rows = [
+            {
+                "handler_name": s.handler_name, "event_type": s.event_type, "topic": s.topic,
+                "aliases": msgspec.json.encode(s.aliases).decode(), "priority": s.priority, "ordered": s.ordered,
+            }
+            for s in sorted(subscriptions, key=_names_digest)
+        ]  # fmt: skip
+        if rows:
+            await self._port.execute(ANNOUNCE, namespace=namespace, now=now, subscriptions=rows)
+
+    async def announced(self, namespace: str) -> list[Announced]:
+        """The subscriptions of all handlers of a namespace, of any age."""
+        return await self._port.fetch(ANNOUNCED, namespace=namespace)
+
+    async def begin(self, begun: Mapping[LockName, datetime | None], owner: str) -> None:
+        """Write into ``leases`` when handlers were first announced. An existing date stays.
+
+        ``None``: now, by the clock of the database.
+        """
+        rows = [
+            {"name": name.lease, "date": date and date.isoformat(" ", "microseconds")} for name, date in begun.items()
+        ]
+        if rows:
+            await self._port.execute(BEGIN, begun=rows, owner=owner)
+
+    async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
+        """The dates that the first :meth:`begin` of any process wrote under these names."""
+        by_lease = {name.lease: name for name in names}
+        rows = await self._port.fetch(BEGUN, names=list(by_lease)) if names else []
+        return {by_lease[lease]: date for lease, date in rows}
+
+    async def holders(self, names: Sequence[LockName]) -> dict[LockName, Holder]:
+        """The last holders of these locks. A lock that was never taken has none."""
+        by_lease = {name.lease: name for name in names}
+        rows = await self._port.fetch(HOLDERS, names=list(by_lease)) if names else []
+        return {by_lease[lease]: Holder(owner, since, given_back) for lease, owner, since, given_back in rows}
+
+    async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
+        """The names, aliases included, of all handlers that a process announced after ``seen_since``."""
+        return {n for one in await self.announced(namespace) if one.last_seen_date > seen_since for n in one.names}
+
+    async def names_of(self, namespace: str, handler_name: str) -> set[str]:
+        """The handler name, and all aliases that were ever announced with it."""
+        announced = await self.announced(namespace)
+        return {handler_name, *(name for one in announced if one.handler_name == handler_name for name in one.names)}
+
+    async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
+        """Pause a handler. A handler that is paused already keeps the date of the pause."""
+        await self._port.execute(PAUSE, namespace=namespace, handler_name=handler_name, now=now)
+
+    async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
+        """End the pause of a handler: 1, or 0 if the handler was not paused."""
+        return await self._port.execute(UNPAUSE, namespace=namespace, handler_name=handler_name, now=now)
+
+    async def pauses(self, namespace: str) -> list[Pause]:
+        """All pauses, ended ones included: the retention of rows that waited counts from the end of the pause."""
+        return await self._port.fetch(PAUSES, namespace=namespace)
+
+    async def orders(self, namespace: str) -> Orders:
+        """All pauses, and all numbers of partitions."""
+        rows = await self._port.fetch(ORDERS, namespace=namespace)
+        return Orders(
+            [Pause(name, ended) for name, ended, number, *_ in rows if number is None],
+            [
+                PartitionCount(name, number, active or number, changed, declared or 1)
+                for name, changed, number, active, declared in rows
+                if number is not None and changed is not None
+            ],
+        )
+
+    async def forget(self, namespace: str, handler_name: str) -> int:
+        """Remove the subscriptions of a handler; the number of rows."""
+        return await self._port.execute(FORGET, namespace=namespace, handler_name=handler_name)
+
+
+def _names_digest(subscription: Subscription) -> tuple[bytes, ...]:
+    """The parts of the column ``names_digest``, in the order of its index."""
+    names = (subscription.handler_name, subscription.event_type, subscription.topic)
+    return tuple(sha256(name.encode()).digest() for name in names)
