@@ -5,7 +5,7 @@ and each dialect renders them in its own syntax at the first use:
 
 - ``:name`` is a parameter.
 - A *marker* in braces stands for syntax that differs, such as ``{table events events_causation}`` for a table with the
-  index to use. The methods of :class:`Syntax` are the markers.
+  index to use. The markers are in ``syntax.py``.
 - A dialect that needs a different plan or a different statement has its own text beside the shared text.
 
 ``python -m outboxio.storage`` prints every statement as a dialect receives it.
@@ -14,7 +14,6 @@ and each dialect renders them in its own syntax at the first use:
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
@@ -23,6 +22,8 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin
 
 import msgspec
+
+from outboxio.storage.syntax import Syntax
 
 R = TypeVar("R")
 
@@ -59,7 +60,7 @@ class Statement:
         if (text := self._rendered.get(syntax)) is None:
             source = self._texts[syntax.dialect]
             text = _MARKER.sub(syntax.replacement, self._text if source is None else source).strip()
-            text = self._rendered[syntax] = syntax.finished(text, self)
+            text = self._rendered[syntax] = syntax.finished(text, self.columns)
         return text
 
     @property
@@ -121,66 +122,6 @@ class Query(Statement, Generic[R]):
         return (lambda *values: values) if get_origin(row) is tuple else (lambda value: value)  # type: ignore[return-value]
 
 
-class Syntax(ABC):
-    """The syntax of a dialect. The public methods below ``finished`` are the markers of statements."""
-
-    dialect: str
-
-    def replacement(self, marker: re.Match[str]) -> str:
-        """The text that replaces a marker."""
-        name, arguments = marker[1], marker[2]
-        return getattr(self, name)() if arguments is None else getattr(self, name)(arguments)  # type: ignore[no-any-return]
-
-    def finished(self, text: str, statement: Statement) -> str:
-        """The text after all markers were replaced."""
-        return text
-
-    @abstractmethod
-    def table(self, arguments: str) -> str:
-        """``FROM {table events events_causation e}``: a table, the index to read it along, and an alias.
-
-        The index ``primary`` is the primary key. ``{table events}`` leaves the choice to the database.
-        """
-
-    @abstractmethod
-    def text(self, column: str) -> str:
-        """``{text payload}``: a column of JSON as text."""
-
-    @abstractmethod
-    def json(self, value: str) -> str:
-        """``{json :payload}``: a parameter or column of text as a value of a JSON column."""
-
-    @abstractmethod
-    def among(self, arguments: str) -> str:
-        """``{among name :names}``: the column is one of a list of texts, which must not be empty."""
-
-    @abstractmethod
-    def ids(self, arguments: str) -> str:
-        """``{ids id :ids}``: the column is one of a list of UUIDs, which must not be empty."""
-
-    @abstractmethod
-    def rows(self, arguments: str) -> str:
-        """``FROM {rows :runs r name text, starts int}``: a list of dicts as the table ``r``.
-
-        The types are ``text``, ``document`` (a long text), ``int``, ``bigint``, ``bool``, ``timestamp`` and ``id``.
-        """
-
-    @abstractmethod
-    def upsert(self, arguments: str) -> str:
-        """``INSERT ... {upsert id: name, date}``: where a row with this key exists, assign the new values.
-
-        ``{upsert id: name from r}``: the values are columns of the inserted table ``r``.
-        """
-
-    @abstractmethod
-    def keep(self, key: str) -> str:
-        """``INSERT ... {keep namespace, name}``: where a row with this key exists, do nothing."""
-
-    @abstractmethod
-    def now(self) -> str:
-        """``{now}``: the time of the database, in UTC."""
-
-
 class Port(Protocol):
     """How the tables of operators are read and written: one class for each dialect."""
 
@@ -235,11 +176,6 @@ def _converter(kind: Any) -> Callable[[Any], Any]:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
-
-
-def columns_of(text: str) -> list[tuple[str, str]]:
-    """The names and types in ``name text, starts int``."""
-    return [(name, kind) for name, kind in (column.split() for column in text.split(","))]
 
 
 def as_document(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How MySQL and MariaDB spell the statements of ``storage/tables``, and run them."""
+"""Runs the statements of ``storage/tables`` on MySQL and MariaDB."""
 
 from __future__ import annotations
 
@@ -7,72 +7,19 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
-from outboxio.storage.mysql.flavour import FLAVOURS, Flavour, Server
+from outboxio.storage.mysql.flavour import FLAVOURS, Server
 from outboxio.storage.statement import (
     Query,
     Statement,
-    Syntax,
     as_document,
-    columns_of,
     is_document,
     with_placeholders,
 )
+from outboxio.storage.syntax import MysqlSyntax
 
 R = TypeVar("R")
 
-_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp": "DATETIME(6)"}
-
-
-class MysqlSyntax(Syntax):
-    dialect = "mysql"
-
-    def __init__(self, flavour: Flavour) -> None:
-        self._words = flavour.words
-        self._types = {**_TYPES, "text": flavour.words["text"], "document": flavour.words["document"]}
-        self._types["id"] = flavour.words["id"]
-
-    def replacement(self, marker: Any) -> str:
-        if marker[2] is None and marker[1] in self._words:
-            return self._words[marker[1]]
-        return super().replacement(marker)
-
-    def table(self, arguments: str) -> str:
-        name, index, alias = (*arguments.split(), "", "")[:3]
-        forced = f"FORCE INDEX ({'PRIMARY' if index == 'primary' else index})" if index else ""
-        return " ".join(filter(None, (f"eventlog.{name}", alias, forced)))
-
-    def text(self, column: str) -> str:
-        return column
-
-    def json(self, value: str) -> str:
-        return value
-
-    def among(self, arguments: str) -> str:
-        column, values = arguments.split()
-        return f"{column} IN ({values})"
-
-    ids = among
-
-    def rows(self, arguments: str) -> str:
-        values, name, columns = arguments.split(maxsplit=2)
-        listed = ", ".join(f"{column} {self._types[kind]} PATH '$.{column}'" for column, kind in columns_of(columns))
-        return f"JSON_TABLE({values}, '$[*]' COLUMNS ({listed})) {name}"
-
-    def upsert(self, arguments: str) -> str:
-        _, _, columns = arguments.partition(":")
-        names, _, table = columns.partition(" from ")
-        source = f"{table}." if table else ":"
-        return f"ON DUPLICATE KEY UPDATE {', '.join(f'{n.strip()} = {source}{n.strip()}' for n in names.split(','))}"
-
-    def keep(self, key: str) -> str:
-        column = key.partition(",")[0]
-        return f"ON DUPLICATE KEY UPDATE {column} = VALUES({column})"  # changes nothing
-
-    def now(self) -> str:
-        return "UTC_TIMESTAMP(6)"
-
-
-SYNTAX = {name: MysqlSyntax(flavour) for name, flavour in FLAVOURS.items()}
+SYNTAX = {name: MysqlSyntax(flavour.words) for name, flavour in FLAVOURS.items()}
 
 
 class MysqlPort:

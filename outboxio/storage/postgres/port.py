@@ -1,4 +1,4 @@
-"""How PostgreSQL spells the statements of ``storage/tables``, and runs them."""
+"""Runs the statements of ``storage/tables`` on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -6,51 +6,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from outboxio.storage.postgres.connection import LoopConnection, row_count
-from outboxio.storage.statement import Query, Statement, Syntax, as_document, columns_of, is_document, numbered
+from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
+from outboxio.storage.syntax import PostgresSyntax
 
 R = TypeVar("R")
-
-_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
-
-
-class PostgresSyntax(Syntax):
-    dialect = "postgres"
-
-    def table(self, arguments: str) -> str:
-        # The settings of a loop's connection leave the planner no other index.
-        name, _, alias = (*arguments.split(), "", "")[:3]
-        return f"eventlog.{name} {alias}".rstrip()
-
-    def text(self, column: str) -> str:
-        return f"{column}::text"
-
-    def json(self, value: str) -> str:
-        return f"{value}::text::jsonb"
-
-    def among(self, arguments: str) -> str:
-        column, values = arguments.split()
-        return f"{column} = ANY ({values}::text[])"
-
-    def ids(self, arguments: str) -> str:
-        column, values = arguments.split()
-        return f"{column} = ANY ({values}::text[]::uuid[])"
-
-    def rows(self, arguments: str) -> str:
-        values, name, columns = arguments.split(maxsplit=2)
-        listed = ", ".join(f"{column} {_TYPES.get(kind, kind)}" for column, kind in columns_of(columns))
-        return f"json_to_recordset({values}::text::json) AS {name}({listed})"
-
-    def upsert(self, arguments: str) -> str:
-        key, _, columns = arguments.partition(":")
-        names = columns.partition(" from ")[0].split(",")
-        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{n.strip()} = excluded.{n.strip()}' for n in names)}"
-
-    def keep(self, key: str) -> str:
-        return f"ON CONFLICT ({key}) DO NOTHING"
-
-    def now(self) -> str:
-        return "(clock_timestamp() AT TIME ZONE 'UTC')"
-
 
 SYNTAX = PostgresSyntax()
 

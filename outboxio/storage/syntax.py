@@ -1,0 +1,215 @@
+"""How each dialect spells the markers of the statements in ``storage/tables`` (see ``statement.py``)."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+
+class Syntax(ABC):
+    """The syntax of a dialect. The methods from ``table`` on are the markers."""
+
+    dialect: str
+
+    def replacement(self, marker: re.Match[str]) -> str:
+        """The text that replaces a marker."""
+        name, arguments = marker[1], marker[2]
+        return getattr(self, name)() if arguments is None else getattr(self, name)(arguments)  # type: ignore[no-any-return]
+
+    def finished(self, text: str, columns: int) -> str:
+        """The text after all markers were replaced. ``columns``: of a query, the number of its columns."""
+        return text
+
+    @abstractmethod
+    def table(self, arguments: str) -> str:
+        """``FROM {table events events_causation e}``: a table, the index to read it along, and an alias.
+
+        The index ``primary`` is the primary key. ``{table events}`` leaves the choice to the database.
+        """
+
+    @abstractmethod
+    def text(self, column: str) -> str:
+        """``{text payload}``: a column of JSON as text."""
+
+    @abstractmethod
+    def json(self, value: str) -> str:
+        """``{json :payload}``: a parameter or column of text as a value of a JSON column."""
+
+    @abstractmethod
+    def among(self, arguments: str) -> str:
+        """``{among name :names}``: the column is one of a list of texts, which must not be empty."""
+
+    @abstractmethod
+    def ids(self, arguments: str) -> str:
+        """``{ids id :ids}``: the column is one of a list of UUIDs, which must not be empty."""
+
+    @abstractmethod
+    def rows(self, arguments: str) -> str:
+        """``FROM {rows :runs r name text, starts int}``: a list of dicts as the table ``r``.
+
+        The types are ``text``, ``document`` (a long text), ``int``, ``bigint``, ``bool``, ``timestamp`` and ``id``.
+        """
+
+    @abstractmethod
+    def upsert(self, arguments: str) -> str:
+        """``INSERT ... {upsert id: name, date}``: where a row with this key exists, assign the new values.
+
+        ``{upsert id: name from r}``: the values are columns of the inserted table ``r``.
+        """
+
+    @abstractmethod
+    def keep(self, key: str) -> str:
+        """``INSERT ... {keep namespace, name}``: where a row with this key exists, do nothing."""
+
+    @abstractmethod
+    def now(self) -> str:
+        """``{now}``: the time of the database, in UTC."""
+
+
+_POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
+
+
+class PostgresSyntax(Syntax):
+    dialect = "postgres"
+
+    def table(self, arguments: str) -> str:
+        # The settings of a loop's connection leave the planner no other index.
+        name, _, alias = (*arguments.split(), "", "")[:3]
+        return f"eventlog.{name} {alias}".rstrip()
+
+    def text(self, column: str) -> str:
+        return f"{column}::text"
+
+    def json(self, value: str) -> str:
+        return f"{value}::text::jsonb"
+
+    def among(self, arguments: str) -> str:
+        column, values = arguments.split()
+        return f"{column} = ANY ({values}::text[])"
+
+    def ids(self, arguments: str) -> str:
+        column, values = arguments.split()
+        return f"{column} = ANY ({values}::text[]::uuid[])"
+
+    def rows(self, arguments: str) -> str:
+        values, name, columns = arguments.split(maxsplit=2)
+        listed = ", ".join(f"{column} {_POSTGRES_TYPES.get(kind, kind)}" for column, kind in _columns_of(columns))
+        return f"json_to_recordset({values}::text::json) AS {name}({listed})"
+
+    def upsert(self, arguments: str) -> str:
+        key, _, columns = arguments.partition(":")
+        names = columns.partition(" from ")[0].split(",")
+        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{n.strip()} = excluded.{n.strip()}' for n in names)}"
+
+    def keep(self, key: str) -> str:
+        return f"ON CONFLICT ({key}) DO NOTHING"
+
+    def now(self) -> str:
+        return "(clock_timestamp() AT TIME ZONE 'UTC')"
+
+
+_MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp": "DATETIME(6)"}
+
+
+class MysqlSyntax(Syntax):
+    dialect = "mysql"
+
+    def __init__(self, words: Mapping[str, str]) -> None:
+        """``words``: the markers without arguments in which MySQL and MariaDB differ (``mysql/flavour.py``)."""
+        self._words = words
+        self._types = {**_MYSQL_TYPES, **{kind: words[kind] for kind in ("text", "document", "id")}}
+
+    def replacement(self, marker: re.Match[str]) -> str:
+        if marker[2] is None and marker[1] in self._words:
+            return self._words[marker[1]]
+        return super().replacement(marker)
+
+    def table(self, arguments: str) -> str:
+        name, index, alias = (*arguments.split(), "", "")[:3]
+        forced = f"FORCE INDEX ({'PRIMARY' if index == 'primary' else index})" if index else ""
+        return " ".join(filter(None, (f"eventlog.{name}", alias, forced)))
+
+    def text(self, column: str) -> str:
+        return column
+
+    def json(self, value: str) -> str:
+        return value
+
+    def among(self, arguments: str) -> str:
+        column, values = arguments.split()
+        return f"{column} IN ({values})"
+
+    ids = among
+
+    def rows(self, arguments: str) -> str:
+        values, name, columns = arguments.split(maxsplit=2)
+        listed = ", ".join(f"{column} {self._types[kind]} PATH '$.{column}'" for column, kind in _columns_of(columns))
+        return f"JSON_TABLE({values}, '$[*]' COLUMNS ({listed})) {name}"
+
+    def upsert(self, arguments: str) -> str:
+        _, _, columns = arguments.partition(":")
+        names, _, table = columns.partition(" from ")
+        source = f"{table}." if table else ":"
+        return f"ON DUPLICATE KEY UPDATE {', '.join(f'{n.strip()} = {source}{n.strip()}' for n in names.split(','))}"
+
+    def keep(self, key: str) -> str:
+        column = key.partition(",")[0]
+        return f"ON DUPLICATE KEY UPDATE {column} = VALUES({column})"  # changes nothing
+
+    def now(self) -> str:
+        return "UTC_TIMESTAMP(6)"
+
+
+_OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # SQLite's own index of the second key
+
+
+class SqliteSyntax(Syntax):
+    dialect = "sqlite"
+
+    def finished(self, text: str, columns: int) -> str:
+        """A query returns its rows as one JSON text, because each row of its own costs a switch of threads."""
+        text = text.replace("eventlog.", "eventlog_")
+        if not columns:
+            return text
+        names = ", ".join(f"c{number}" for number in range(columns))
+        return f"WITH found({names}) AS (\n{text}\n)\nSELECT json_group_array(json_array({names})) FROM found"
+
+    def table(self, arguments: str) -> str:
+        name, index, alias = (*arguments.split(), "", "")[:3]
+        own = {"primary": f"sqlite_autoindex_eventlog_{name}_1", "event_notifications_event": _OF_EVENTS}
+        forced = f"INDEXED BY {own.get(index, f'eventlog_{index}')}" if index else ""
+        return " ".join(filter(None, (f"eventlog_{name}", alias and f"AS {alias}", forced)))
+
+    def text(self, column: str) -> str:
+        return column
+
+    def json(self, value: str) -> str:
+        return value
+
+    def among(self, arguments: str) -> str:
+        column, values = arguments.split()
+        return f"{column} IN (SELECT value FROM json_each({values}))"
+
+    ids = among
+
+    def rows(self, arguments: str) -> str:
+        values, name, columns = arguments.split(maxsplit=2)
+        listed = ", ".join(f"json_extract(value, '$.{column}') AS {column}" for column, _ in _columns_of(columns))
+        return f"(SELECT {listed} FROM json_each({values})) AS {name}"
+
+    def upsert(self, arguments: str) -> str:
+        key, _, columns = arguments.partition(":")
+        names = columns.partition(" from ")[0].split(",")
+        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{n.strip()} = excluded.{n.strip()}' for n in names)}"
+
+    def keep(self, key: str) -> str:
+        return f"ON CONFLICT ({key}) DO NOTHING"
+
+    def now(self) -> str:
+        return ":database_now"
+
+
+def _columns_of(text: str) -> list[tuple[str, str]]:
+    """The names and types in ``name text, starts int``."""
+    return [(name, kind) for name, kind in (column.split() for column in text.split(","))]

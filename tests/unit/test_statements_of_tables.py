@@ -1,0 +1,118 @@
+"""The statements of ``storage/tables``, in the syntax of each dialect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from decimal import Decimal
+from uuid import UUID
+
+import pytest
+from msgspec import Raw, Struct
+
+from outboxio.storage.__main__ import SYNTAXES, main, statements
+from outboxio.storage.statement import Query, Statement, as_document, delete, is_document, numbered
+from outboxio.storage.syntax import Syntax
+
+EVERY = [pytest.param(s, id=f"{module}.{name}") for module, name, s in statements()]
+
+
+def syntax(dialect: str) -> Syntax:
+    return SYNTAXES[dialect][0]
+
+
+@pytest.mark.parametrize("dialect", SYNTAXES)
+@pytest.mark.parametrize("statement", EVERY)
+def test_every_statement_renders_without_markers(statement: Statement, dialect: str) -> None:
+    rendered = statement.rendered(syntax(dialect))
+    assert not re.search(r"\{[a-z]+[ }]", rendered)
+    if dialect == "sqlite":
+        assert "eventlog." not in rendered
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("postgres", "SELECT eventlog.events e"),
+        ("mysql", "SELECT eventlog.events e FORCE INDEX (events_causation)"),
+        ("sqlite", "SELECT eventlog_events AS e INDEXED BY eventlog_events_causation"),
+    ],
+)
+def test_a_table_names_its_index_where_the_dialect_can(dialect: str, text: str) -> None:
+    assert Statement("SELECT {table events events_causation e}").rendered(syntax(dialect)) == text
+
+
+def test_a_text_of_a_dialect_replaces_the_shared_text() -> None:
+    statement = Statement("SELECT 1", mysql="SELECT 2")
+    assert [statement.rendered(syntax(d)) for d in ("postgres", "mysql", "mariadb")] == [
+        "SELECT 1",
+        "SELECT 2",
+        "SELECT 2",
+    ]
+
+
+def test_a_parameter_used_twice_has_one_number() -> None:
+    assert numbered("SELECT :a::text, :b, :a") == ("SELECT $1::text, $2, $1", ["a", "b"])
+
+
+class Row(Struct, frozen=True):
+    id: UUID
+    names: tuple[str, ...]
+    date: datetime | None = None
+
+
+ID = UUID(int=7)
+
+
+def test_rows_of_every_driver_become_the_same_values() -> None:
+    date = datetime(2026, 1, 2, 3, 4, 5)
+    query = Query("", Row)
+    expected = [Row(ID, ("a", "b"), date)]
+    assert query.rows([(ID, '["a", "b"]', date)]) == expected
+    assert query.rows([(str(ID), '["a", "b"]', "2026-01-02 03:04:05.000000")]) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "raw", "value"),
+    [
+        (int, [Decimal(3)], 3),
+        (bool, [1], True),
+        (tuple[int, str], [1, "x"], (1, "x")),
+        (tuple[dict[str, int] | None], [None], (None,)),
+        (tuple[dict[str, int] | None], ['{"a": 1}'], ({"a": 1},)),
+    ],
+)
+def test_a_column_has_the_type_that_the_query_names(row: type, raw: Sequence[object], value: object) -> None:
+    assert Query("", row).rows([raw]) == [value]
+
+
+def test_a_query_can_leave_out_fields_of_a_struct() -> None:
+    assert Query("", Row, fields=("names", "id")).rows([("[]", ID)]) == [Row(ID, ())]
+
+
+def test_timestamps_in_rows_are_texts_that_sort_by_time() -> None:
+    assert as_document([{"date": datetime(2026, 1, 2)}]) == '[{"date":"2026-01-02 00:00:00.000000"}]'
+
+
+def test_dicts_and_lists_of_dicts_are_sent_as_json() -> None:
+    assert all(map(is_document, ({}, Raw(b"1"), [{"a": 1}])))
+    assert not any(map(is_document, ("a", 1, ["a"], [], None)))
+
+
+def test_sqlite_looks_for_rows_to_delete_without_the_write_lock() -> None:
+    statement = delete("pauses", "namespace = :namespace", order="handler_name")
+    assert statement.needs is not None
+    assert "LIMIT 1" in statement.needs.rendered(syntax("sqlite"))
+
+
+def test_the_command_prints_statements_for_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mysql", "subscriptions"]) == 0
+    printed = capsys.readouterr().out
+    assert "-- subscriptions.FORGET\nDELETE FROM eventlog.subscriptions WHERE namespace = @namespace" in printed
+    assert "operations." not in printed
+
+
+def test_the_command_lists_the_dialects_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["oracle"]) == 2
+    assert "{postgres|mysql|mariadb|sqlite}" in capsys.readouterr().err
