@@ -11,7 +11,6 @@ from rich.text import Text
 
 from outboxio.cli.answer import json_of, line
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.page import BoundedCount
 from outboxio.support.codec import is_list, is_object
 
 COLOURS: Mapping[str, str] = {
@@ -52,12 +51,6 @@ def span(seconds: float) -> str:
 def moment(given: datetime | None) -> str:
     """A moment (naive UTC) to the second."""
     return "" if given is None else f"{given:%Y-%m-%d %H:%M:%S}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with a noun: ``1 row``, ``10,000+ rows``."""
-    told = str(number) if isinstance(number, BoundedCount) else f"{number:,}"
-    return f"{told} {noun}{'s' * (told != '1')}"
 
 
 def last_error(record: NotificationRecord) -> str:

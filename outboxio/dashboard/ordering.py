@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.confirming import Confirmation, Input, back_of, confirm, is_sure, reason_of, wrong_text
+from outboxio.dashboard.confirming import Confirmation, confirm, is_sure, reason_of, wrong_text
 from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.operation import Operation
@@ -20,29 +20,6 @@ Carry = Callable[[str | None], Awaitable[object]]
 
 class WrongValue(Exception):
     """A value of the form that the user has to correct."""
-
-
-def confirmation_of(
-    order: str,
-    form: Fields,
-    question: str,
-    told: list[str],
-    button: str,
-    *,
-    typed: str | None = None,
-    right: str = "",
-    **fields: str,
-) -> Confirmation:
-    """The page that asks before an order. ``right``: needed for the order, if the right has a different name."""
-    return Confirmation(
-        order=order, right=right, question=question, told=told, button=button, fields=list(fields.items()),
-        typed=typed, reason=form.get("reason", ""), back=back_of(form),
-    )  # fmt: skip
-
-
-def with_inputs(confirmation: Confirmation, inputs: list[Input]) -> Confirmation:
-    """The page, with texts that the user enters."""
-    return replace(confirmation, inputs=inputs)
 
 
 async def after(confirmation: Confirmation, asked: Asked, form: Fields, carry_out: Carry) -> Done | View:

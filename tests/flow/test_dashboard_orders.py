@@ -417,8 +417,10 @@ async def test_a_job_is_run_paused_unpaused_and_removed_with_a_record_of_each_or
         job = {"job": "close-day"}
         async with at.outbox.running():
             await ran(at.outbox)
-            assert "A process with the job begins a run within about a second" in words(await at.order("run-job", job))
-            answer = await at.confirmed("run-job", job, reason="the server is back")
+            assert "A process with the job starts a run within about a second" in words(
+                await at.order("run-job-now", job)
+            )
+            answer = await at.confirmed("run-job-now", job, reason="the server is back")
             operation = await at.newest()
             assert answer.headers["location"] == f"/dead?did={operation.id}"
             assert (operation.kind, operation.actor, operation.reason) == ("run_job_now", ADA, "the server is back")
@@ -456,5 +458,5 @@ async def test_a_viewer_sees_jobs_without_messages_of_errors_and_without_buttons
         assert "ValueError" in page.text
         assert "secret" not in page.text + facts.text
         assert '<form class="order"' not in page.text
-        for order in ("run-job", "pause-job", "unpause-job", "remove-job"):
+        for order in ("run-job-now", "pause-job", "unpause-job", "remove-job"):
             assert (await at.order(order, {"job": "close-day"})).status_code == 403

@@ -23,14 +23,6 @@ class Manner(Struct, frozen=True):
             say(line(_mark(code is Exit.FINE), f"  {'dry run: ' * self.dry_run}{text}"))
         return code
 
-    def counted(self, number: int, told: str) -> Exit:
-        """Print how much an order has changed; ``told`` has a place for the number. No if nothing has changed."""
-        if self.as_json:
-            say_json({"number": number})
-        else:
-            say(line(_mark(number > 0), f"  {told.format(f'{number:,}')}"))
-        return Exit.FINE if number else Exit.NO
-
 
 def _mark(is_fine: bool) -> tuple[str, str]:
     return ("ok", "green") if is_fine else ("..", "yellow")

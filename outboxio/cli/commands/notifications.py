@@ -16,11 +16,12 @@ from outboxio.cli.choice import Choice, words_of
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
 from outboxio.cli.pasting import command
-from outboxio.cli.shown import ago, counted, last_error, moment, say_lines, shortened, state_of
+from outboxio.cli.shown import ago, last_error, moment, say_lines, shortened, state_of
 from outboxio.cli.target import TargetError
 from outboxio.model.operating.group import Group
 from outboxio.model.operating.page import Page
 from outboxio.model.operating.stored_event import StoredEvent
+from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 
 _COMMANDS = 10  # that a list of groups shows

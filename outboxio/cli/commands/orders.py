@@ -1,11 +1,10 @@
-"""The orders about notifications and orders: ``outboxio retry``, ``skip``, ``purge``, ``stop``."""
+"""``outboxio retry`` and ``outboxio skip``."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
-import msgspec
 from msgspec import Struct
 
 from outboxio.cli.answer import Exit, line, say, say_error, say_json
@@ -17,7 +16,6 @@ from outboxio.cli.target import TargetError
 from outboxio.model.operating.filter import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.outbox import Outbox
-from outboxio.support.duration import format_duration
 
 MOST_WITHOUT_ALL = 10_000  # notifications that an order changes without --all
 
@@ -66,35 +64,6 @@ async def change(outbox: Outbox, kind: str, given: Given, manner: Manner) -> Exi
 
         done = await order(chosen, reason=manner.reason, progress=shown)
     return _tell(done, manner, None)
-
-
-async def purge(outbox: Outbox, manner: Manner) -> Exit:
-    """Remove old rows now, as retention does."""
-    settings = outbox.settings
-    finished, dead = format_duration(settings.keep_finished), format_duration(settings.keep_dead)
-    does = f"remove notifications that finished more than {finished} ago, and dead letters of more than {dead} ago"
-    if manner.dry_run:
-        return manner.said(f"purge would {does}")
-    if not ask(f"{does}?", yes=manner.yes):
-        return Exit.NO
-    removed = await admin_of(outbox).purge(reason=manner.reason)
-    numbers: dict[str, int] = msgspec.structs.asdict(removed)
-    if manner.as_json:
-        say_json(numbers)
-        return Exit.FINE
-    return manner.said(f"removed {', '.join(f'{number:,} {name}' for name, number in numbers.items())}")
-
-
-async def stop(outbox: Outbox, id: UUID, manner: Manner) -> Exit:
-    """Stop an order that is under way."""
-    admin = admin_of(outbox)
-    if manner.dry_run:
-        found = await admin.operation(id)
-        if found is not None and not found.has_ended:
-            return manner.said(f"stop would end {found.kind} {id} after {found.done:,} changed notifications")
-    elif await admin.stop(id, reason=manner.reason):
-        return manner.said(f"operation {id} stops after the piece that is under way")
-    return manner.said(f"operation {id} had ended, or is unknown; outboxio operations shows all of them", Exit.NO)
 
 
 # --- in words ------------------------------------------------------------------------------------

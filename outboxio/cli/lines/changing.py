@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id, moment
-from outboxio.cli.commands import emitting, handler_orders, orders
+from outboxio.cli.commands import declared, emitting, orders
 from outboxio.cli.commands import manner as manners
 from outboxio.cli.commands import partitions as partitions_command
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
+from outboxio.operations.declared import DECLARED
 from outboxio.outbox import Outbox
 
 Order: TypeAlias = Coroutine[Any, Any, Exit]
@@ -92,7 +93,10 @@ def _change(kind: str, common: Common, choice: Choice, bulk: Bulk, manner: Manne
 
 
 def _order(
-    common: Common, words: list[str] | None, needed: Sequence[str], order: Callable[[Outbox, Sequence[str]], Order]
+    common: Common,
+    words: str | list[str] | None,
+    needed: Sequence[str],
+    order: Callable[[Outbox, Sequence[str]], Order],
 ) -> None:
     """Open the outbox, and give an order that takes words behind the target."""
 
@@ -114,12 +118,7 @@ def resume(
     ] = None,
 ) -> None:
     """Let a parked key go on without the dead letter that parks the key. To run the dead letter again, use retry."""
-    how = manner.with_json(common)
-
-    def order(outbox: Outbox, given: Sequence[str]) -> Order:
-        return handler_orders.resume(outbox, given[0], given[1], how)
-
-    _order(common, words, ["HANDLER", "KEY"], order)
+    _run("resume", common, manner, words)
 
 
 def replay(
@@ -130,13 +129,7 @@ def replay(
     until: Annotated[str | None, typer.Option(metavar="MOMENT", help="Events before.", show_default=False)] = None,
 ) -> None:
     """Make a handler run again for events that the handler has finished."""
-    how = manner.with_json(common)
-
-    def order(outbox: Outbox, given: Sequence[str]) -> Order:
-        begin, end = moment(since, "--since"), None if until is None else moment(until, "--until")
-        return handler_orders.replay(outbox, given[0], begin, end, how)
-
-    _order(common, words, ["HANDLER"], order)
+    _run("replay", common, manner, words, {"since": since, "until": until})
 
 
 def backfill(
@@ -150,36 +143,27 @@ def backfill(
     ] = None,
 ) -> None:
     """Give a handler the events that were fanned out before the handler existed."""
-    how = manner.with_json(common)
-
-    def order(outbox: Outbox, given: Sequence[str]) -> Order:
-        return handler_orders.backfill(outbox, given[0], moment(since, "--since"), type or (), how)
-
-    _order(common, words, ["HANDLER"], order)
+    _run("backfill", common, manner, words, {"since": since}, types=type or None)
 
 
 def pause(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """Start no run of a handler, in any process, until unpause. Events wait, and none is lost."""
-    how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.pause(outbox, given[0], how))
+    _run("pause", common, manner, words)
 
 
 def unpause(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """End the pause of a handler."""
-    how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.unpause(outbox, given[0], how))
+    _run("unpause", common, manner, words)
 
 
 def purge(common: Common, manner: Manner, words: Target = None) -> None:
     """Remove old rows now. Running processes do the same little by little."""
-    how = manner.with_json(common)
-    _order(common, None if words is None else [words], [], lambda outbox, _: orders.purge(outbox, how))
+    _run("purge", common, manner, words)
 
 
 def unsubscribe(common: Common, manner: Manner, words: HandlerName = None) -> None:
     """Forget a handler that is gone for good. You have to type the name."""
-    how = manner.with_json(common)
-    _order(common, words, ["HANDLER"], lambda outbox, given: handler_orders.unsubscribe(outbox, given[0], how))
+    _run("unsubscribe", common, manner, words)
 
 
 def stop(
@@ -188,8 +172,28 @@ def stop(
     words: Annotated[list[str] | None, _words("[TARGET] ID", "the id of an operation")] = None,
 ) -> None:
     """Stop an order that is under way. Notifications that were changed stay changed."""
-    how = manner.with_json(common)
-    _order(common, words, ["ID"], lambda outbox, given: orders.stop(outbox, given_id(given[0]), how))
+    _run("stop", common, manner, words)
+
+
+def _run(
+    kind: str,
+    common: Common,
+    manner: Manner,
+    words: str | list[str] | None,
+    times: Mapping[str, str | None] | None = None,
+    **options: object,
+) -> None:
+    """Run a declared operation. ``times``: the texts of options that are times."""
+    needed = [field.upper() for field in DECLARED[kind].arguments.values()]
+
+    def order(outbox: Outbox, given: Sequence[str]) -> Order:
+        values: dict[str, object] = {**dict(zip(DECLARED[kind].arguments, given, strict=True)), **options}
+        if kind == "stop":
+            values["id"] = given_id(given[0])
+        values |= {name: moment(text, f"--{name}") for name, text in (times or {}).items() if text is not None}
+        return declared.run(outbox, kind, values, manner.with_json(common))
+
+    _order(common, words, needed, order)
 
 
 def emit(

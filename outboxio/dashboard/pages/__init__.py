@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from outboxio.dashboard.lists import LONG
-from outboxio.dashboard.pages import bulk_orders, handler_orders, job_orders
+from outboxio.dashboard.pages import bulk_orders
 from outboxio.dashboard.pages.actions import action, actions
 from outboxio.dashboard.pages.dead import dead
+from outboxio.dashboard.pages.declared import declared_orders
 from outboxio.dashboard.pages.event import event, payload
 from outboxio.dashboard.pages.events import events
 from outboxio.dashboard.pages.glossary import glossary
@@ -43,16 +44,5 @@ PAGES: list[Route] = [
 ORDERS: list[Order] = [
     Order("retry", "/orders/retry", bulk_orders.retry, "retry"),
     Order("skip", "/orders/skip", bulk_orders.skip, "skip"),
-    Order("resume", "/orders/resume", handler_orders.resume, "resume"),
-    Order("replay", "/orders/replay", handler_orders.replay, "replay"),
-    Order("backfill", "/orders/backfill", handler_orders.backfill, "backfill"),
-    Order("pause", "/orders/pause", handler_orders.pause, "pause"),
-    Order("unpause", "/orders/unpause", handler_orders.unpause, "pause"),
-    Order("unsubscribe", "/orders/unsubscribe", handler_orders.unsubscribe, "unsubscribe"),
-    Order("purge", "/orders/purge", handler_orders.purge, "purge"),
-    Order("pause_job", "/orders/pause-job", job_orders.pause, "pause"),
-    Order("unpause_job", "/orders/unpause-job", job_orders.unpause, "pause"),
-    Order("run_job_now", "/orders/run-job", job_orders.run_now, "run_job"),
-    Order("remove_job", "/orders/remove-job", job_orders.remove, "unsubscribe"),
-    Order("stop", "/orders/stop", handler_orders.stop, "stop"),
+    *declared_orders(),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from msgspec.structs import astuple
@@ -12,6 +12,7 @@ from outboxio.fanout.newcomers import refuse_skipped
 from outboxio.model.notification import TERMINAL, State
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.ordering.recorder import Order
 from outboxio.operations.orders import GivenTypes, given_handler, given_key, given_moment, given_states
 from outboxio.operations.retention import Removed, Retention
 from outboxio.payloads.classes import AnyEvent
@@ -39,9 +40,8 @@ class HandlerOrders(AdminBase):
                 await outbox.admin.resume(key.handler_name, key.ordering_key)
         """
         handler, key = given_handler(handler), given_key(ordering_key)
-        order = self._recorder.order("resume", {"handler": handler, "ordering_key": key}, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard), among_rows=True)
+        request = {"handler": handler, "ordering_key": key}
+        order = await self._checked("resume", request, actor, reason, shard, among_rows=True)
 
         async def change(one: AdminShard) -> int:
             names = await self._known.names_of(handler, one.database)
@@ -85,10 +85,7 @@ class HandlerOrders(AdminBase):
             "types": list(given.names) or None,
             "states": list(wanted),
         }
-        order = self._recorder.order("replay", request, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard), among_rows=True)
-        await self._known.refuse_unknown_types(given, handler, self._shards.databases(shard))
+        order = await self._checked("replay", request, actor, reason, shard, types=given, among_rows=True)
 
         async def change(one: AdminShard) -> int:
             names, now = await self._known.names_of(handler, one.database), await one.now()
@@ -118,10 +115,7 @@ class HandlerOrders(AdminBase):
         """
         handler, given, begin = given_handler(handler), GivenTypes(types), given_moment(since, "since")
         request = {"handler": handler, "since": begin.isoformat(), "types": list(given.names) or None}
-        order = self._recorder.order("backfill", request, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard))
-        await self._known.refuse_unknown_types(given, handler, self._shards.databases(shard))
+        order = await self._checked("backfill", request, actor, reason, shard, types=given)
         if (known := self._handlers.find(handler)) is not None:
             for database in self._shards.databases(shard):
                 await refuse_skipped(database, self._namespace, known, begin)
@@ -144,9 +138,7 @@ class HandlerOrders(AdminBase):
             await outbox.admin.pause("invoice-pdf", reason="the PDF service moves")
         """
         handler = given_handler(handler)
-        order = self._recorder.order("pause", {"handler": handler}, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard))
+        order = await self._checked("pause", {"handler": handler}, actor, reason, shard)
 
         async def change(one: AdminShard) -> int:
             await one.database.subscriptions.pause(self._namespace, handler, await one.now())
@@ -160,9 +152,7 @@ class HandlerOrders(AdminBase):
     ) -> bool:
         """End the pause of a handler. True if the handler was paused."""
         handler, ended = given_handler(handler), 0
-        order = self._recorder.order("unpause", {"handler": handler}, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard))
+        order = await self._checked("unpause", {"handler": handler}, actor, reason, shard)
 
         async def change(one: AdminShard) -> int:
             nonlocal ended
@@ -204,9 +194,7 @@ class HandlerOrders(AdminBase):
         For a handler that is gone for good. A handler that still runs announces its subscriptions again.
         """
         handler, forgotten = given_handler(handler), 0
-        order = self._recorder.order("unsubscribe", {"handler": handler}, actor, reason)
-        self._shards.to_write(order.call, shard)
-        await self._known.refuse_unknown(handler, self._shards.databases(shard))
+        order = await self._checked("unsubscribe", {"handler": handler}, actor, reason, shard)
 
         async def change(one: AdminShard) -> int:
             nonlocal forgotten
@@ -215,3 +203,27 @@ class HandlerOrders(AdminBase):
 
         await self._recorder.carry_out(order, shard, change)
         return forgotten
+
+    async def _checked(
+        self,
+        kind: str,
+        request: Mapping[str, object],
+        actor: str | None,
+        reason: str | None,
+        shard: str | None,
+        *,
+        types: GivenTypes | None = None,
+        among_rows: bool = False,
+    ) -> Order:
+        """An operation on a handler, before anything is written.
+
+        Raises :class:`UnknownHandler` for an unknown handler, and :class:`UnknownEventType` for an unknown type.
+        ``among_rows``: a name that only finished notifications have is known, too.
+        """
+        order, handler = self._recorder.order(kind, request, actor, reason), str(request["handler"])
+        self._shards.to_write(order.call, shard)
+        databases = self._shards.databases(shard)
+        await self._known.refuse_unknown(handler, databases, among_rows=among_rows)
+        if types is not None:
+            await self._known.refuse_unknown_types(types, handler, databases)
+        return order
