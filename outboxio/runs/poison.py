@@ -36,7 +36,8 @@ from outboxio.model.notification import DueQuery, Notification, State
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import Run
-from outboxio.storage.protocols import StartedRun, StartRepository
+from outboxio.storage.protocols import StartedRun
+from outboxio.storage.tables.starts import Starts
 from outboxio.support import machine
 from outboxio.support.aio import Alarm
 from outboxio.support.clock import Clock
@@ -71,7 +72,7 @@ class PoisonGuard:
     def __init__(
         self,
         namespace: str,
-        repository: StartRepository,
+        repository: Starts,
         clock: Clock,
         max_crashes: int,
         *,

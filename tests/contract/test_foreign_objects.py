@@ -12,22 +12,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from decimal import Decimal
-from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
 from outboxio import EventEnvelope, Outbox, Settings
+from outboxio.storage.__main__ import statements
 from outboxio.storage.postgres import database as database_module
-from outboxio.storage.postgres import events, lock, notifications, ordering, retention, schema, session, starts
-from outboxio.storage.postgres import subscriptions as subscriptions_module
+from outboxio.storage.postgres import events, lock, notifications, ordering, retention, schema, session
+from outboxio.storage.postgres.port import SYNTAX
 from tests.kit.app import Emit, Journal, MoneyDeposited, WalletOpened, eventually
 from tests.kit.spies import Gate
 
-MODULES = (
-    database_module, events, ordering, lock, notifications, retention, schema, session, starts, subscriptions_module,
-)  # fmt: skip
+MODULES = (database_module, events, ordering, lock, notifications, retention, schema, session)
 
 LONG_AGO = datetime(2000, 1, 1)
 
@@ -58,11 +56,13 @@ WHERE pronamespace = 'pg_catalog'::regnamespace AND proname = ANY ($1::text[]) A
 """
 
 
-def our_statements(module: Any) -> Iterator[str]:
-    """The constants of a module that are statements."""
-    for name, value in vars(module).items():
-        if name.lstrip("_").isupper() and isinstance(value, str):
-            yield value
+def our_statements() -> Iterator[str]:
+    """The statements of ``storage/tables``, and the constants of modules that are statements."""
+    yield from (statement.rendered(SYNTAX) for _, _, statement in statements())
+    for module in MODULES:
+        for name, value in vars(module).items():
+            if name.lstrip("_").isupper() and isinstance(value, str):
+                yield value
 
 
 def names_called(statements: str) -> set[str]:
@@ -77,7 +77,7 @@ async def shadowed(url: str) -> AsyncIterator[None]:
         await connection.execute("SET search_path = pg_catalog")
         types, operators = (f"ARRAY{list(names)!r}" for names in (TYPES, OPERATORS))
         await connection.execute(MAKE_OPERATORS.replace("$1", types).replace("$2", operators))
-        called = names_called("\n".join(text for module in MODULES for text in our_statements(module)))
+        called = names_called("\n".join(our_statements()))
         for name, arguments in await connection.fetch(SIGNATURES, sorted(called)):
             for first in TYPES:
                 for second in TYPES if arguments == 2 else ("",):

@@ -198,7 +198,6 @@ HARMLESS = {
         "matching": "constants, in a row",
     },
     "postgres/session.py": {"ActionConnection._end": "constants, in a row"},
-    "mysql/starts.py": {"MysqlStarts._remove": IDS},
     "postgres/key_session.py": {
         "PostgresKeySession.take": "numbers of locks, in place of parameters: one message to the server",
         "PostgresKeySession.leave": "a number of a lock, in place of a parameter: one message to the server",

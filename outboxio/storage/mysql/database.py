@@ -52,7 +52,6 @@ from outboxio.storage.mysql.schema import MysqlSchema
 from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
-from outboxio.storage.mysql.starts import MysqlStarts
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
 from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.tables import Tables
@@ -91,10 +90,9 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.ordering = MysqlOrdering(self._find)
-        self.starts = MysqlStarts(self._find, self._settle, self._admin)
         self.resting = MysqlResting(self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
-        Tables.__init__(self, MysqlPort(self._admin, self._server), name)
+        Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in (self._admin, self._find, self._settle)))
         self.partitions = MysqlPartitions(self._admin)
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = MysqlEventSearch(self._admin, self._server, self.search)

@@ -65,7 +65,6 @@ from outboxio.storage.postgres.server_info import (
     writes,
 )
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
-from outboxio.storage.postgres.starts import PostgresStarts
 from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 from outboxio.storage.tables import Tables
 from outboxio.support.aio import TimeLimit, to_the_end
@@ -123,10 +122,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
         self.ordering = PostgresOrdering(self._find)
-        self.starts = PostgresStarts(self._find, self._settle, self._admin)
         self.resting = PostgresResting(self._admin)
         self.retention = PostgresRetention(self._admin)
-        Tables.__init__(self, PostgresPort(self._admin), name)
+        Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle)))
         self.partitions = PostgresPartitions(self._admin)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)

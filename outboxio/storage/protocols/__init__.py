@@ -35,7 +35,6 @@ from outboxio.storage.protocols.hot import (
     OrderingRepository,
     Session,
     SessionUnit,
-    StartRepository,
 )
 from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
@@ -140,7 +139,6 @@ __all__ = [
     "SeenLease",
     "Session",
     "SessionUnit",
-    "StartRepository",
     "StartedRun",
     "Taken",
     "TransactionLost",

@@ -22,7 +22,6 @@ from outboxio.storage.protocols.hot import (
     FanoutStore,
     OrderingRepository,
     Session,
-    StartRepository,
 )
 from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
@@ -35,6 +34,7 @@ from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
     from outboxio.storage.tables.operations import Operations
+    from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
 
 
@@ -102,7 +102,7 @@ class Database(Protocol):
     def ordering(self) -> OrderingRepository: ...
 
     @property
-    def starts(self) -> StartRepository: ...
+    def starts(self) -> Starts: ...
 
     @property
     def resting(self) -> RestingRepository: ...

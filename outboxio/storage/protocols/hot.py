@@ -19,7 +19,6 @@ from outboxio.storage.protocols.values import (
     Head,
     LockGrant,
     NewNotification,
-    StartedRun,
 )
 
 if TYPE_CHECKING:
@@ -240,33 +239,6 @@ class OrderingRepository(Protocol):
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
         """Make PENDING rows due at ``until``; the number of rows. The retention starts at ``until``."""
-        ...
-
-
-class StartRepository(Protocol):
-    """The ``started_runs`` table: runs that may end the process (decision 12).
-
-    Rows are written only after a process has died.
-    """
-
-    async def record(self, namespace: str, runs: Sequence[StartedRun], now: datetime) -> None:
-        """Write that the runs begin. A new record of a notification replaces the old record."""
-        ...
-
-    async def find(self, namespace: str, names: Sequence[str]) -> list[StartedRun]:
-        """The recorded runs of the handler names that never ended.
-
-        Left out are runs of finished rows, and runs of rows that were written after the record: the run ended, or an
-        operator has asked for a new start.
-        """
-        ...
-
-    async def remove(self, ids: Sequence[UUID]) -> int:
-        """Remove the records of runs that have ended; the number of records."""
-        ...
-
-    async def remove_ended(self, namespace: str) -> int:
-        """Remove all records that :meth:`find` leaves out; the number of records."""
         ...
 
 

@@ -31,7 +31,6 @@ from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
-from outboxio.storage.sqlite.starts import SqliteStarts
 from outboxio.storage.sqlite.values import as_parameters
 from outboxio.storage.tables import Tables
 from outboxio.support import machine
@@ -80,10 +79,10 @@ class SqliteDatabase(Tables):
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
         self.ordering = SqliteOrdering(self._connections)
-        self.starts = SqliteStarts(self._connections)
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
-        Tables.__init__(self, SqlitePort(self._connections), name)
+        port = SqlitePort(self._connections)
+        Tables.__init__(self, name, port, port, port)
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)

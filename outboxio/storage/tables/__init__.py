@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from outboxio.storage.statement import Port
 from outboxio.storage.tables.operations import Operations
+from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
 
 
 class Tables:
     """The tables of a shard, for the class of each database."""
 
-    def __init__(self, port: Port, shard: str) -> None:
-        self.operations = Operations(port, shard)
-        self.subscriptions = Subscriptions(port)
+    def __init__(self, shard: str, admin: Port, find: Port, settle: Port) -> None:
+        self.operations = Operations(admin, shard)
+        self.starts = Starts(find, settle, admin)
+        self.subscriptions = Subscriptions(admin)

@@ -1,0 +1,76 @@
+"""The table ``started_runs``: runs that may end their process (decision 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from uuid import UUID
+
+from outboxio.storage.protocols.values import StartedRun
+from outboxio.storage.statement import Port, Query, Statement
+
+# --- statements ------------------------------------------------------------------------------------
+
+RECORD = Statement("""
+INSERT INTO eventlog.started_runs (notification_id, namespace, handler_name, starts, started_date)
+SELECT s.notification_id, :namespace, s.handler_name, s.starts, s.started_date
+FROM {rows :runs s notification_id id, handler_name text, starts int, started_date timestamp} WHERE TRUE
+{upsert notification_id: starts, started_date from s}
+""")
+
+# The partition of the notification, if the run never ended. A row that was written after the record has had an outcome
+# of the run, or a change by an operator. LIMIT makes the lookup a probe of the primary key for each record, and no plan
+# knows an index of rows that are not in these states.
+_NEVER_ENDED = """(
+  SELECT n.partition_number FROM {table event_notifications primary n}
+  WHERE n.id = s.notification_id AND n.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')
+    AND n.updated_date <= s.started_date
+  LIMIT 1)"""
+_RECORDS = "{table started_runs started_runs_handler s} WHERE s.namespace = :namespace"
+
+FIND = Query(
+    f"""
+SELECT s.notification_id, s.handler_name, s.starts, {_NEVER_ENDED} FROM {_RECORDS}
+  AND {{among s.handler_name :names}} AND {_NEVER_ENDED} IS NOT NULL
+""",
+    StartedRun,
+)
+ENDED = Query(f"SELECT s.notification_id FROM {_RECORDS} AND {_NEVER_ENDED} IS NULL", UUID)
+REMOVE = Statement("DELETE FROM eventlog.started_runs WHERE {ids notification_id :ids}")
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+class Starts:
+    """Reads and writes the recorded starts of a shard. Rows are written only after a process has died."""
+
+    def __init__(self, find: Port, settle: Port, admin: Port) -> None:
+        self._find = find
+        self._settle = settle
+        self._admin = admin
+
+    async def record(self, namespace: str, runs: Sequence[StartedRun], now: datetime) -> None:
+        """Write that the runs begin. A new record of a notification replaces the old record."""
+        rows = [
+            {"notification_id": id, "handler_name": name, "starts": starts, "started_date": now}
+            for id, name, starts in sorted((run.notification_id, run.handler_name, run.starts) for run in runs)
+        ]
+        await self._settle.execute(RECORD, namespace=namespace, runs=rows)
+
+    async def find(self, namespace: str, names: Sequence[str]) -> list[StartedRun]:
+        """The recorded runs of the handler names that never ended.
+
+        Left out are runs of finished rows, and runs of rows that were written after the record: the run ended, or an
+        operator has requested a new start.
+        """
+        return await self._find.fetch(FIND, namespace=namespace, names=list(names)) if names else []
+
+    async def remove(self, ids: Sequence[UUID]) -> int:
+        """Remove the records of runs that have ended; the number of records."""
+        return await self._settle.execute(REMOVE, ids=sorted(ids)) if ids else 0
+
+    async def remove_ended(self, namespace: str) -> int:
+        """Remove all records that :meth:`find` leaves out; the number of records."""
+        # Read first: most reads find no record, and a DELETE on MySQL would lock the notifications that it reads.
+        ended = await self._admin.fetch(ENDED, namespace=namespace)
+        return await self._admin.execute(REMOVE, ids=sorted(ended)) if ended else 0
