@@ -18,7 +18,7 @@ from outboxio.storage.syntax import MysqlSyntax, PostgresSyntax, SqliteSyntax, S
 
 SYNTAXES: dict[str, tuple[Syntax, Callable[[str], str]]] = {
     "postgres": (PostgresSyntax(), ":'{}'".format),
-    **{name: (MysqlSyntax(flavour.words), "@{}".format) for name, flavour in FLAVOURS.items()},
+    **{name: (MysqlSyntax(name, flavour.words), "@{}".format) for name, flavour in FLAVOURS.items()},
     "sqlite": (SqliteSyntax(), ":{}".format),
 }
 

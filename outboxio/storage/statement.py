@@ -36,7 +36,8 @@ _MARKER = re.compile(r"\{(\w+)(?: ([^{}]*))?\}")
 class Statement:
     """A statement that changes rows.
 
-    ``postgres``, ``mysql`` (also for MariaDB) and ``sqlite`` are texts for these dialects in place of ``text``.
+    ``postgres``, ``mysql`` (also for MariaDB), ``mariadb`` and ``sqlite`` are texts for these dialects in place of
+    ``text``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Statement:
         *,
         postgres: str | None = None,
         mysql: str | None = None,
+        mariadb: str | None = None,
         sqlite: str | None = None,
         needs: Query[Any] | None = None,
     ) -> None:
@@ -52,7 +54,9 @@ class Statement:
         for writing."""
         self.needs = needs
         self._text = text
-        self._texts = {"postgres": postgres, "mysql": mysql, "sqlite": sqlite}
+        self._texts = {
+            "postgres": postgres, "mysql": mysql, "mariadb": mysql if mariadb is None else mariadb, "sqlite": sqlite,
+        }  # fmt: skip
         self._rendered: dict[Syntax, str] = {}
 
     def rendered(self, syntax: Syntax) -> str:
@@ -60,7 +64,11 @@ class Statement:
         if (text := self._rendered.get(syntax)) is None:
             source = self._texts[syntax.dialect]
             text = _MARKER.sub(syntax.replacement, self._text if source is None else source).strip()
-            text = self._rendered[syntax] = syntax.finished(text, self.columns)
+            text = self._rendered[syntax] = syntax.finished(self._shaped(text, syntax), self.columns)
+        return text
+
+    def _shaped(self, text: str, syntax: Syntax) -> str:
+        """The whole text of a query that is run many times in one statement."""
         return text
 
     @property
@@ -83,14 +91,20 @@ class Query(Statement, Generic[R]):
         *,
         postgres: str | None = None,
         mysql: str | None = None,
+        mariadb: str | None = None,
         sqlite: str | None = None,
         fields: Sequence[str] | None = None,
         lenient: bool = False,
+        each: str = "",
     ) -> None:
         """``fields``: the fields of the struct that are columns, in this order, if not all are.
 
+        ``each``: for :meth:`Port.fetch_each`, the parameters that differ from run to run, and their types as in
+        ``{rows ...}``.
+
         ``lenient``: bytes that are not valid UTF-8, which other tools can store in SQLite, become U+FFFD."""
-        super().__init__(text, postgres=postgres, mysql=mysql, sqlite=sqlite)
+        super().__init__(text, postgres=postgres, mysql=mysql, mariadb=mariadb, sqlite=sqlite)
+        self._each = each
         self._row: Any = row
         self._fields = _fields_of(row, fields)
         self.lenient = lenient
@@ -103,6 +117,9 @@ class Query(Statement, Generic[R]):
     @property
     def columns(self) -> int:
         return len(self._types)
+
+    def _shaped(self, text: str, syntax: Syntax) -> str:
+        return syntax.for_each(text, self._each) if self._each else text
 
     @cached_property
     def _types(self) -> Sequence[Any]:
@@ -122,11 +139,28 @@ class Query(Statement, Generic[R]):
         return (lambda *values: values) if get_origin(row) is tuple else (lambda value: value)  # type: ignore[return-value]
 
 
+class Jumps(Query[str]):
+    """All values of a column that are greater than the empty text, by jumps along an index from value to value.
+
+    ``text`` is a query for the first value ``> :start``. The rows between two values are not read.
+    """
+
+    def __init__(self, text: str, *, mariadb: str | None = None) -> None:
+        super().__init__(text, str, mariadb=mariadb)
+
+    def _shaped(self, text: str, syntax: Syntax) -> str:
+        return syntax.jumping(text)
+
+
 class Port(Protocol):
     """How the tables of operators are read and written: one class for each dialect."""
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         """The rows of a query."""
+        ...
+
+    async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
+        """The rows of a query that is run for each of these sets of values, in one message or a few."""
         ...
 
     async def execute(self, statement: Statement, **values: Any) -> int:

@@ -21,6 +21,18 @@ class Syntax(ABC):
         """The text after all markers were replaced. ``columns``: of a query, the number of its columns."""
         return text
 
+    def for_each(self, text: str, columns: str) -> str:
+        """A query that the port runs with each of several sets of values. ``columns``: as in ``rows``."""
+        return text
+
+    def jumping(self, text: str) -> str:
+        """A query for the first value ``> :start``, run with each value that it finds."""
+        return f"""WITH RECURSIVE jumps(value) AS (
+  SELECT ''
+  UNION ALL
+  SELECT CAST(({text.replace(":start", "jumps.value")}) AS TEXT) FROM jumps WHERE value IS NOT NULL)
+SELECT value FROM jumps WHERE value <> ''"""
+
     @abstractmethod
     def table(self, arguments: str) -> str:
         """``FROM {table events events_causation e}``: a table, the index to read it along, and an alias.
@@ -73,6 +85,11 @@ _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 class PostgresSyntax(Syntax):
     dialect = "postgres"
 
+    def for_each(self, text: str, columns: str) -> str:
+        names = "|".join(name for name, _ in _columns_of(columns))
+        text = re.sub(rf"(?<![:\w]):({names})\b", r"one.\1", text)
+        return f"SELECT found.* FROM {self.rows(f':each one {columns}')} CROSS JOIN LATERAL (\n{text}\n) found"
+
     def table(self, arguments: str) -> str:
         # The settings of a loop's connection leave the planner no other index.
         name, _, alias = (*arguments.split(), "", "")[:3]
@@ -113,10 +130,9 @@ _MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp"
 
 
 class MysqlSyntax(Syntax):
-    dialect = "mysql"
-
-    def __init__(self, words: Mapping[str, str]) -> None:
+    def __init__(self, dialect: str, words: Mapping[str, str]) -> None:
         """``words``: the markers without arguments in which MySQL and MariaDB differ (``mysql/flavour.py``)."""
+        self.dialect = dialect
         self._words = words
         self._types = {**_MYSQL_TYPES, **{kind: words[kind] for kind in ("text", "document", "id")}}
 
@@ -124,6 +140,10 @@ class MysqlSyntax(Syntax):
         if marker[2] is None and marker[1] in self._words:
             return self._words[marker[1]]
         return super().replacement(marker)
+
+    def jumping(self, text: str) -> str:
+        # A recursive statement would read every row between two values: the port jumps (``mysql/jumps.py``).
+        return text
 
     def table(self, arguments: str) -> str:
         name, index, alias = (*arguments.split(), "", "")[:3]

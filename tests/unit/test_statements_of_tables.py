@@ -12,7 +12,7 @@ import pytest
 from msgspec import Raw, Struct
 
 from outboxio.storage.__main__ import SYNTAXES, main, statements
-from outboxio.storage.statement import Query, Statement, as_document, delete, is_document, numbered
+from outboxio.storage.statement import Jumps, Query, Statement, as_document, delete, is_document, numbered
 from outboxio.storage.syntax import Syntax
 
 EVERY = [pytest.param(s, id=f"{module}.{name}") for module, name, s in statements()]
@@ -50,6 +50,27 @@ def test_a_text_of_a_dialect_replaces_the_shared_text() -> None:
         "SELECT 2",
         "SELECT 2",
     ]
+
+
+def test_mariadb_has_the_text_for_mysql_unless_it_has_its_own() -> None:
+    statement = Statement("SELECT 1", mysql="SELECT 2", mariadb="SELECT 3")
+    assert [statement.rendered(syntax(d)) for d in ("mysql", "mariadb")] == ["SELECT 2", "SELECT 3"]
+
+
+def test_postgres_runs_a_query_for_each_set_of_values_by_a_lateral_join() -> None:
+    query = Query("SELECT :name::text, :names, :most", tuple[str, str, int], each="name text, number int")
+    assert query.rendered(syntax("postgres")) == (
+        "SELECT found.* FROM json_to_recordset(:each::text::json) AS one(name text, number int)"
+        " CROSS JOIN LATERAL (\nSELECT one.name::text, :names, :most\n) found"
+    )
+    assert query.rendered(syntax("mysql")) == "SELECT :name::text, :names, :most"
+
+
+def test_jumps_are_a_recursion_where_the_dialect_can_jump_alone() -> None:
+    jumps = Jumps("SELECT a FROM t WHERE a > :start ORDER BY a LIMIT 1")
+    for dialect in ("postgres", "sqlite"):
+        assert "SELECT a FROM t WHERE a > jumps.value ORDER BY a LIMIT 1" in jumps.rendered(syntax(dialect))
+    assert "RECURSIVE" not in jumps.rendered(syntax("mysql"))
 
 
 def test_a_parameter_used_twice_has_one_number() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
-from outboxio.storage.mysql.connection import LoopConnection, execute, fetch
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, execute, fetch
 from outboxio.storage.mysql.flavour import FLAVOURS, Server
+from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.statement import (
+    Jumps,
     Query,
     Statement,
     as_document,
@@ -19,7 +21,7 @@ from outboxio.storage.syntax import MysqlSyntax
 
 R = TypeVar("R")
 
-SYNTAX = {name: MysqlSyntax(flavour.words) for name, flavour in FLAVOURS.items()}
+SYNTAX = {name: MysqlSyntax(name, flavour.words) for name, flavour in FLAVOURS.items()}
 
 
 class MysqlPort:
@@ -31,6 +33,18 @@ class MysqlPort:
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         return query.rows(await self._connection.use(lambda connection: self._fetch(connection, query, values)))
+
+    async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
+        async def work(connection: Any) -> list[tuple[Any, ...]]:
+            found = list[tuple[Any, ...]]()
+            for start in range(0, len(each), MOST_BRANCHES):
+                some = enumerate(each[start : start + MOST_BRANCHES])
+                branches = [self._prepared(query, {**values, **one}, f"{place}_") for place, one in some]
+                sql = " UNION ALL ".join(f"({branch})" for branch, _ in branches)
+                found += await fetch(connection, sql, {n: v for _, own in branches for n, v in own.items()})
+            return found
+
+        return query.rows(await self._connection.use(work)) if each else []
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         return int(
@@ -45,14 +59,22 @@ class MysqlPort:
         return query.rows(await self._connection.in_transaction(work))
 
     async def _fetch(self, connection: Any, query: Query[Any], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        if isinstance(query, Jumps):
+            sql, arguments = self._prepared(query, {**values, "start": ""})
+            return [(value,) for value in await jump(connection, sql.replace("> %(start)s", "{behind}"), arguments)]
         return await fetch(connection, *self._prepared(query, values))
 
-    def _prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The statement in the flavour of the server, which is known when a connection is open."""
+    def _prepared(
+        self, statement: Statement, values: Mapping[str, Any], prefix: str = ""
+    ) -> tuple[str, dict[str, Any]]:
+        """The statement in the flavour of the server, which is known when a connection is open.
+
+        ``prefix``: of the names of the arguments.
+        """
         arguments = dict[str, Any]()
 
         def placeholder(name: str) -> str:
-            value = values[name]
+            value, name = values[name], prefix + name
             if isinstance(value, list) and not is_document(value):
                 arguments.update((f"{name}{number}", as_argument(item)) for number, item in enumerate(value))
                 return ", ".join(f"%({name}{number})s" for number in range(len(value)))

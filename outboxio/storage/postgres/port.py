@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from outboxio.storage.postgres.connection import LoopConnection, row_count
@@ -23,6 +23,9 @@ class PostgresPort:
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         sql, arguments = self._prepared(query, values)
         return query.rows(await self._connection.fetch(sql, *arguments))
+
+    async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
+        return await self.fetch(query, each=list(each), **values) if each else []
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         sql, arguments = self._prepared(statement, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +33,13 @@ class SqlitePort:
         arguments = _arguments(values)
         found = await self._connections.inspect(query.rendered(SYNTAX), arguments, legible=query.lenient)
         return query.rows(_rows(found))
+
+    async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
+        if not each:
+            return []
+        sql = query.rendered(SYNTAX)
+        found = await self._connections.inspect_each([(sql, _arguments({**values, **one})) for one in each])
+        return query.rows(row for rows in found for row in _rows(rows))
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         if statement.needs is not None and not await self.fetch(statement.needs, **values):
