@@ -17,7 +17,6 @@ from outboxio.jobs.moments import cron_moments, every_period, zone_of
 from outboxio.jobs.runner import JobRunner, JobSetup
 from outboxio.model.event import checked_name
 from outboxio.model.retry import RetryPolicy
-from outboxio.storage.job_table import JobTable
 from outboxio.support.clock import naive_utc
 from outboxio.support.duration import parse_duration
 from outboxio.support.signature import where_defined
@@ -153,7 +152,7 @@ async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, 
     if spec is None:
         known = ", ".join(map(repr, jobs)) or "none"
         raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this outbox are {known}")
-    runner = JobRunner(setup, JobTable(setup.namespace, setup.database), asyncio.Event())
+    runner = JobRunner(setup, asyncio.Event())
     await runner.run_alone(spec, setup.clock() if moment is None else naive_utc(moment), attempt)
 
 

@@ -26,8 +26,8 @@ from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
 from outboxio.statistics.jobs import Jobs
-from outboxio.storage.job_table import END, JobTable
 from outboxio.storage.protocols import Database, Session
+from outboxio.storage.tables.jobs import END
 from outboxio.support.aio import to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import ShardClock
@@ -109,17 +109,13 @@ class JobRunner:
     """Runs jobs of a shard."""
 
     def __init__(
-        self,
-        setup: JobSetup,
-        table: JobTable,
-        stopping: asyncio.Event,
-        home: Callable[[], asyncio.Task[Any] | None] = lambda: None,
+        self, setup: JobSetup, stopping: asyncio.Event, home: Callable[[], asyncio.Task[Any] | None] = lambda: None
     ) -> None:
         """``home``: the task that runs the shard. Its cancellation interrupts all runs."""
         self.gives_up_at = FOR_EVER
         """The event loop's time from which on a result that cannot be written is given up."""
         self._setup = setup
-        self._table = table
+        self._table = setup.database.jobs
         self._stopping = stopping
         self._home = home
 
@@ -247,7 +243,7 @@ class JobRunner:
     async def _succeeded_in(self, session: Session, run: JobRun) -> None:
         """Record a success in the transaction of the run. Raises :class:`RunRefused` if the run was taken over."""
         values = self._end_of(run, "SUCCEEDED", None)
-        if run.term != NO_ROW and not await self._table.write_in(session, END, *values):
+        if run.term != NO_ROW and not await self._table.write_in(session, END, **values):
             raise RunRefused
 
     # --- the record ----------------------------------------------------------------------------
@@ -269,15 +265,15 @@ class JobRunner:
                 job=run.spec.name, term=run.term,
             )  # fmt: skip
 
-    async def _write(self, run: JobRun, end: list[Any]) -> bool:
+    async def _write(self, run: JobRun, end: dict[str, Any]) -> bool:
         """Write the end of a run, until the database takes it; False if a different process has taken the run over."""
         failures = 0
         while True:
             try:
-                return await self._table.write(END, *end)
+                return await self._table.write(END, **end)
             except Exception as problem:
-                if end[ERROR] not in (None, REFUSED_TEXT) and self._setup.database.refuses_value(problem):
-                    end[ERROR] = REFUSED_TEXT
+                if end["error"] not in (None, REFUSED_TEXT) and self._setup.database.refuses_value(problem):
+                    end["error"] = REFUSED_TEXT
                     continue
                 failures += 1
                 if asyncio.get_running_loop().time() >= self.gives_up_at:
@@ -285,7 +281,7 @@ class JobRunner:
                 if failures == 1:
                     logger.warning(
                         "the result of a run of job %r could not be written; retrying the write: %s", run.spec.name,
-                        log_text(problem, self._setup.redact), job=run.spec.name, result=end[RESULT],
+                        log_text(problem, self._setup.redact), job=run.spec.name, result=end["result"],
                     )  # fmt: skip
             await asyncio.sleep(pause_after(failures))
 
@@ -302,7 +298,7 @@ class JobRunner:
                 job=name, attempt=run.attempt, result=result,
             )  # fmt: skip
 
-    def _end_of(self, run: JobRun, result: JobResult, error: BaseException | None) -> list[Any]:
+    def _end_of(self, run: JobRun, result: JobResult, error: BaseException | None) -> dict[str, Any]:
         """The values of the statement that ends a run."""
         setup, spec = self._setup, run.spec
         now, most, free = setup.clock(), spec.retry.max_attempts, error is not None and is_free(error)
@@ -311,17 +307,14 @@ class JobRunner:
         if error is not None and may_retry and (free or most is None or run.attempt < most):
             cap = setup.settings.handling_max_backoff_cap
             state, due = "RETRYING", next_try(error, run.attempt, now, spec.retry, cap, setup.redact)
-        succeeded, failed = int(error is None), int(error is not None and not free)
-        return [
-            state, due, now, result, self._text_of(result, error), succeeded, failed, int(free),
-            setup.namespace, spec.name, run.term,
-        ]  # fmt: skip
+        return {
+            "namespace": setup.namespace, "name": spec.name, "term": run.term, "state": state, "due_date": due,
+            "now": now, "result": result, "error": self._text_of(result, error), "succeeded": int(error is None),
+            "failed": int(error is not None and not free), "given_back": int(free),
+        }  # fmt: skip
 
     def _text_of(self, result: JobResult, error: BaseException | None) -> str | None:
         if error is None or result == "INTERRUPTED":
             return None if error is None else LEFT
         told = Description.of(error, self._setup.redact)
         return self._setup.database.encoding.escaped(f"{told.type}: {told.message}\n{told.traceback}")
-
-
-RESULT, ERROR = 3, 4  # the places in the values of END

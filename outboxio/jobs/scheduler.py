@@ -19,7 +19,7 @@ from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.model.operating.job import JobRow
 from outboxio.model.outcome import Lease
-from outboxio.storage.job_table import CLAIM, END, PASS_OVER, RESCHEDULE, JobTable
+from outboxio.storage.tables.jobs import CLAIM, END, PASS_OVER, RESCHEDULE
 from outboxio.support.aio import Signal
 from outboxio.support.log import log_of
 
@@ -57,8 +57,9 @@ class JobScheduler:
         self._setup = setup
         self._jobs = jobs
         self._instance = instance
-        self._table = JobTable(setup.namespace, setup.database)
-        self._runner = JobRunner(setup, self._table, stopping, home)
+        self._namespace = setup.namespace
+        self._table = setup.database.jobs
+        self._runner = JobRunner(setup, stopping, home)
         self._statistics = setup.statistics
         self.locks = locks
         """The lock of the jobs of this process; empty if this process runs no job."""
@@ -96,7 +97,7 @@ class JobScheduler:
         if self._declared is None or self._declared[0] != lease.term or now - self._declared[1] >= DECLARED_AGAIN:
             await self._declare(lease, now)
             self._declared = lease.term, now
-        started, rows, self._is_full = 0, await self._table.due(now + AHEAD), False
+        started, rows, self._is_full = 0, await self._table.due(self._namespace, now + AHEAD), False
         for row in rows:
             if row.name not in self._jobs or row.name in self._running:
                 continue
@@ -131,10 +132,10 @@ class JobScheduler:
 
     async def _declare(self, lease: Lease, now: datetime) -> None:
         """Insert rows of new jobs, follow changed schedules, and end the runs of a former holder of the lock."""
-        rows = {row.name: row for row in await self._table.all()}
+        rows = {row.name: row for row in await self._table.all(self._namespace)}
         new = [spec for name, spec in self._jobs.items() if name not in rows]
         if new:
-            await self._table.insert([self._new_row(spec, now) for spec in new])
+            await self._table.insert(self._namespace, [self._new_row(spec, now) for spec in new])
         for name, spec in self._jobs.items():
             row = rows.get(name)
             if row is None or name in self._running:
@@ -142,8 +143,9 @@ class JobScheduler:
             if row.schedule != spec.schedule and row.state == "WAITING":
                 moment = _next_of_changed(spec, row, now)
                 await self._table.write(
-                    RESCHEDULE, spec.schedule, moment, spec.starts_at(moment), self._setup.namespace, name, row.term
-                )
+                    RESCHEDULE, **self._key(row), schedule=spec.schedule, next_date=moment,
+                    due_date=spec.starts_at(moment),
+                )  # fmt: skip
             elif row.state == "RUNNING" and row.lease == lease.name and row.lease_term < lease.term:
                 await self._interrupted(spec, row)
 
@@ -167,8 +169,8 @@ class JobScheduler:
         if due.moment is None:
             self._accepted.pop(spec.name, None)
             if await self._table.write(
-                PASS_OVER, due.next_date, spec.starts_at(due.next_date), due.missed, self._setup.namespace, spec.name,
-                row.term,
+                PASS_OVER, **self._key(row), next_date=due.next_date, due_date=spec.starts_at(due.next_date),
+                missed=due.missed,
             ):  # fmt: skip
                 self._statistics.of(spec.name).missed += due.missed
             return 0
@@ -185,8 +187,9 @@ class JobScheduler:
         ends_by = now + waits + timedelta(seconds=self._runner.timeout_of(spec)) + GRACE
         try:
             claimed = await self._table.write(
-                CLAIM, due.moment, due.attempt, due.next_date, ends_by, lease.name, lease.term, self._instance, now,
-                due.missed, self._setup.namespace, spec.name, row.term, row.state, lease.name, lease.term,
+                CLAIM, **self._key(row), state=row.state, moment_date=due.moment, attempts=due.attempt,
+                next_date=due.next_date, due_date=ends_by, lease=lease.name, lease_term=lease.term,
+                instance=self._instance, now=now, missed=due.missed,
             )  # fmt: skip
         finally:
             if spec.is_transactional and not claimed:
@@ -221,11 +224,15 @@ class JobScheduler:
         told = f"the process {row.instance} ended, or lost the lock of jobs, during the run"
         logger.warning("job %r was interrupted: %s", spec.name, told, job=spec.name, instance=row.instance)
         if await self._table.write(
-            END, "RETRYING" if again else "WAITING", now if again else spec.starts_at(row.next_date), now,
-            "INTERRUPTED", told, 0, 1, 0, self._setup.namespace, spec.name, row.term,
+            END, **self._key(row), state="RETRYING" if again else "WAITING",
+            due_date=now if again else spec.starts_at(row.next_date), now=now, result="INTERRUPTED", error=told,
+            succeeded=0, failed=1, given_back=0,
         ):  # fmt: skip
             lasted = now - (row.started_date or now)
             self._statistics.of(spec.name).durations["interrupted"].add(max(0.0, lasted.total_seconds()))
+
+    def _key(self, row: JobRow) -> dict[str, Any]:
+        return {"namespace": self._namespace, "name": row.name, "term": row.term}
 
     def _holds_lock(self) -> bool:
         return all(map(self._holds, self.locks))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import datetime
-from typing import Any
-
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.job import JobRow
 from outboxio.model.redaction import redacted_error
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.admin_shards import AdminShard
-from outboxio.storage.job_table import ORDER, PAUSE, REMOVE, UNPAUSE, JobTable
+from outboxio.storage.statement import Statement
+from outboxio.storage.tables.jobs import ORDER, PAUSE, REMOVE, UNPAUSE
 from outboxio.support.text import briefly
 
 
@@ -28,7 +25,7 @@ class JobOrders(AdminBase):
 
             late = [job.name for job in await outbox.admin.jobs() if job.result == "FAILED"]
         """
-        jobs = await JobTable(self._namespace, self._first_shard[1].database).all()
+        jobs = await self._first_shard[1].database.jobs.all(self._namespace)
         return [redacted_error(job, self._redact) for job in jobs]
 
     async def job(self, name: str) -> JobRow:
@@ -52,7 +49,7 @@ class JobOrders(AdminBase):
             await outbox.admin.pause_job("close-day", reason="the ledger is locked")
         """
         await self.job(name)
-        return await self._order("pause_job", name, actor, reason, PAUSE, lambda now: (now, self._namespace, name))
+        return await self._order("pause_job", name, actor, reason, PAUSE)
 
     async def unpause_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> bool:
         """End the pause of a job, which waits for its next moment. False if the job was not paused.
@@ -62,7 +59,7 @@ class JobOrders(AdminBase):
             await outbox.admin.unpause_job("close-day")
         """
         await self.job(name)
-        return await self._order("unpause_job", name, actor, reason, UNPAUSE, lambda now: (self._namespace, name))
+        return await self._order("unpause_job", name, actor, reason, UNPAUSE)
 
     async def run_job_now(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
         """Run a job within about 1 s, on the process that holds its lock, even if the job is paused.
@@ -74,7 +71,7 @@ class JobOrders(AdminBase):
             await outbox.admin.run_job_now("close-day", reason="the mail server is back")
         """
         await self.job(name)
-        await self._order("run_job_now", name, actor, reason, ORDER, lambda now: (now, now, self._namespace, name))
+        await self._order("run_job_now", name, actor, reason, ORDER)
 
     async def remove_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
         """Remove the row of a job that no process has any more, with its counts and its pause.
@@ -90,9 +87,7 @@ class JobOrders(AdminBase):
         refusal = ConfigurationError(f"job {name!r} runs now, and keeps its row: remove the job after the run")
         if job.state == "RUNNING" and job.due_date > await one.now():
             raise refusal
-        if not await self._order(
-            "remove_job", name, actor, reason, REMOVE, lambda now: (self._namespace, name, now)
-        ):  # fmt: skip
+        if not await self._order("remove_job", name, actor, reason, REMOVE):
             raise refusal  # a run has begun meanwhile
 
     @property
@@ -100,16 +95,15 @@ class JobOrders(AdminBase):
         return next(iter(self._setup.shards.items()))
 
     async def _order(
-        self, kind: str, name: str, actor: str | None, reason: str | None, statement: str,
-        values: Callable[[datetime], tuple[Any, ...]],
+        self, kind: str, name: str, actor: str | None, reason: str | None, statement: Statement
     ) -> bool:  # fmt: skip
         """Record the order, and run its statement; True if a row has changed."""
         changed = False
 
         async def change(one: AdminShard) -> int:
             nonlocal changed
-            table = JobTable(self._namespace, one.database)
-            changed = await table.write(statement, *values(await one.now()))
+            values = {"namespace": self._namespace, "name": name, "now": await one.now()}
+            changed = await one.database.jobs.write(statement, **values)
             return 0  # no notification has changed
 
         order = self._recorder.order(kind, {"job": name}, actor, reason)

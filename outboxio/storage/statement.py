@@ -171,11 +171,20 @@ class Port(Protocol):
         """Run both in a transaction. Without a changed row, the query is skipped, and the result is empty."""
         ...
 
+    def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
+        """A statement and its arguments by position, for a session of the dialect."""
+        ...
+
+
+def parameters(text: str) -> list[str]:
+    """The names of the parameters, each as often as it occurs."""
+    return _PARAMETER.findall(text)
+
 
 def numbered(text: str) -> tuple[str, list[str]]:
     """A text with ``$1``, ``$2`` in place of parameters, and the names of the parameters in this order."""
     names: dict[str, str] = {}
-    for name in _PARAMETER.findall(text):
+    for name in parameters(text):
         names.setdefault(name, f"${len(names) + 1}")
     return _PARAMETER.sub(lambda found: names[found[1]], text), list(names)
 

@@ -26,13 +26,13 @@ from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, State
 from outboxio.model.operating.job import JobRow
 from outboxio.model.outcome import Bucket, Lease, Outcome
-from outboxio.storage.job_table import PAUSE, JobTable
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT_PLAIN, UNLESS_MADE, id_head
 from outboxio.storage.postgres.insertion import INSERT_EVENTS
 from outboxio.storage.postgres.notifications import SETTLE
 from outboxio.storage.protocols import FanoutRequest
+from outboxio.storage.tables.jobs import PAUSE
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
 from tests.kit.probes import MakeOutbox, add_wallet, doing
@@ -500,11 +500,11 @@ async def test_each_write_of_a_job_is_one_statement_so_that_a_frozen_process_kee
     wire: Wire, make_outbox: MakeOutbox
 ) -> None:
     outbox = await make_outbox()
-    table = JobTable("app", database_of(outbox))
-    await table.insert([JobRow("first", "every 1s", "WAITING", NOW, NOW)])  # opens the connection
+    table = database_of(outbox).jobs
+    await table.insert("app", [JobRow("first", "every 1s", "WAITING", NOW, NOW)])  # opens the connection
     with counted(wire) as spent:
-        await table.insert([JobRow(f"job {number}", "every 1s", "WAITING", NOW, NOW) for number in range(3)])
-        assert await table.write(PAUSE, NOW, "app", "job 1")
+        await table.insert("app", [JobRow(f"job {number}", "every 1s", "WAITING", NOW, NOW) for number in range(3)])
+        assert await table.write(PAUSE, namespace="app", name="job 1", now=NOW)
 
     assert [text.split()[0] for text in spent.texts] == ["INSERT", "UPDATE"], spent.texts
 

@@ -14,6 +14,8 @@ import pytest
 
 from outboxio import CommitUnknown, DatabaseUnavailable, Job, Outbox, RetryAfter, RetryPolicy, Settings, Transaction
 from outboxio.model.operating.job import JobRow
+from outboxio.storage.statement import Statement
+from outboxio.storage.tables.jobs import END
 from outboxio.testing import MovableClock
 from tests.kit.app import eventually, hang
 from tests.kit.inside import database_of, session_of
@@ -163,16 +165,15 @@ async def test_only_the_write_of_a_result_is_retried(
     fails: bool,
 ) -> None:
     outbox, runs = await make_outbox(clock=clock), list[int]()
-    database, problems = database_of(outbox), [OSError("the session was terminated"), RuntimeError("cannot switch")]
-    write = database.write_alone
+    table, problems = database_of(outbox).jobs, [OSError("the session was terminated"), RuntimeError("cannot switch")]
+    write = table.write
 
-    async def write_alone(sql: str, args: Any) -> int:
-        if "finished_date" in sql and problems:
+    async def write_or_fail(statement: Statement, **values: Any) -> bool:
+        if statement is END and problems:
             raise problems.pop()
-        written: int = await write(sql, args)
-        return written
+        return bool(await write(statement, **values))
 
-    monkeypatch.setattr(database, "write_alone", write_alone)
+    monkeypatch.setattr(table, "write", write_or_fail)
 
     @outbox.job("tick", every="1h")
     async def tick(job: Job) -> None:
@@ -195,18 +196,17 @@ async def test_a_refused_error_text_does_not_lose_the_result(
 ) -> None:
     outbox = await make_outbox(clock=clock)
     database, refusal = database_of(outbox), ValueError("this encoding has no such character")
-    write, refuses_value = database.write_alone, database.refuses_value
+    write, refuses_value = database.jobs.write, database.refuses_value
 
-    async def write_alone(sql: str, args: Any) -> int:
-        if any("\N{SNOWMAN}" in str(value) for value in args):
+    async def write_or_fail(statement: Statement, **values: Any) -> bool:
+        if any("\N{SNOWMAN}" in str(value) for value in values.values()):
             raise refusal
-        written: int = await write(sql, args)
-        return written
+        return bool(await write(statement, **values))
 
     def refuses(error: BaseException) -> bool:
         return error is refusal or refuses_value(error)
 
-    monkeypatch.setattr(database, "write_alone", write_alone)
+    monkeypatch.setattr(database.jobs, "write", write_or_fail)
     monkeypatch.setattr(database, "refuses_value", refuses)
 
     @outbox.job("tick", every="1h")
@@ -225,17 +225,16 @@ async def test_leaving_gives_up_an_unwritten_result(
 ) -> None:
     monkeypatch.setattr("outboxio.jobs.scheduler.PATIENCE", 0.0)
     outbox, refused = await make_outbox(clock=clock, settings=Settings(shutdown_timeout="50ms")), asyncio.Event()
-    database = database_of(outbox)
-    write = database.write_alone
+    table = database_of(outbox).jobs
+    write = table.write
 
-    async def write_alone(sql: str, args: Any) -> int:
-        if "finished_date" in sql:
+    async def write_or_fail(statement: Statement, **values: Any) -> bool:
+        if statement is END:
             refused.set()
             raise OSError("the server is away")
-        written: int = await write(sql, args)
-        return written
+        return bool(await write(statement, **values))
 
-    monkeypatch.setattr(database, "write_alone", write_alone)
+    monkeypatch.setattr(table, "write", write_or_fail)
 
     @outbox.job("tick", every="1h")
     async def tick() -> None: ...

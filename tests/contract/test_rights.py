@@ -17,7 +17,6 @@ import pytest
 from outboxio import Filter, Outbox, Received, RetryPolicy, RightsMissing
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.model.operating.job import JobRow
-from outboxio.storage.job_table import JobTable
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
@@ -158,9 +157,7 @@ async def test_an_operator_looks_and_puts_right_and_adds_no_events(
     owner.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     await owner.executor.execute(Emit((1, 2)))
     await owner.drain()
-    await JobTable("app", database_of(owner)).insert(
-        [JobRow("tick", "every 60 s", "WAITING", clock.now(), clock.now())]
-    )
+    await database_of(owner).jobs.insert("app", [JobRow("tick", "every 60 s", "WAITING", clock.now(), clock.now())])
     operator = open_as("app_operator")
     await operator.check()
 
@@ -241,9 +238,7 @@ async def test_an_operation_that_lacks_a_right_names_the_right(
         for amount in (1, 2):
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key="k")
     await owner.drain()
-    await JobTable("app", database_of(owner)).insert(
-        [JobRow("tick", "every 60 s", "WAITING", clock.now(), clock.now())]
-    )
+    await database_of(owner).jobs.insert("app", [JobRow("tick", "every 60 s", "WAITING", clock.now(), clock.now())])
     operator = open_as("app_operator")
     [(table, right)] = NEEDED[kind].items()
     if kind != "purge":  # the right for which no operator has a grant

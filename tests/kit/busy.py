@@ -15,8 +15,9 @@ from uuid import uuid4
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Transaction
 from outboxio.model.operating.job import JobRow
 from outboxio.statistics.buckets import DURATIONS, LAGS
-from outboxio.storage.job_table import PAUSE, JobTable
 from outboxio.storage.protocols.operating import HandlerMinute
+from outboxio.storage.statement import Statement
+from outboxio.storage.tables.jobs import PAUSE
 from tests.kit.app import Look
 from tests.kit.inside import clock_of, database_of
 
@@ -171,14 +172,21 @@ async def fill(url: str, *, orders: int = ORDERS) -> None:
         await write_jobs(outbox)
 
 
+_ENDED = Statement("""
+UPDATE eventlog.jobs SET started_date = :began, finished_date = :ended, result = :result, error = :error, attempts = 1,
+  succeeded = :succeeded, failed = :failed, missed = :missed
+WHERE namespace = :namespace AND job_name = :name
+""")
+
+
 async def write_jobs(outbox: Outbox) -> None:
     """Jobs of a process with different code: after a success, paused after a failure, and before the first run."""
-    now, table = clock_of(outbox)(), JobTable(NAMESPACE, database_of(outbox))
+    now, table = clock_of(outbox)(), database_of(outbox).jobs
     schedules = {
         "close-day": ("0 0 * * * Europe/Berlin", 7), "refresh-rates": ("every 300 s", 1),
         "send-newsletter": ("0 8 * * 1 UTC", 30),
     }  # fmt: skip
-    await table.insert([
+    await table.insert(NAMESPACE, [
         JobRow(name, schedule, "WAITING", moment := now + timedelta(hours=hours), moment)
         for name, (schedule, hours) in schedules.items()
     ])  # fmt: skip
@@ -195,11 +203,10 @@ async def write_jobs(outbox: Outbox) -> None:
     for name, (result, error, succeeded, failed, missed) in ends.items():
         began, ended = now - timedelta(minutes=41, seconds=12), now - timedelta(minutes=41)
         await table.write(
-            "UPDATE eventlog.jobs SET started_date = ?, finished_date = ?, result = ?, error = ?, attempts = 1, "
-            "succeeded = ?, failed = ?, missed = ? WHERE namespace = ? AND job_name = ?",
-            began, ended, result, error, succeeded, failed, missed, NAMESPACE, name,
+            _ENDED, began=began, ended=ended, result=result, error=error, succeeded=succeeded, failed=failed,
+            missed=missed, namespace=NAMESPACE, name=name,
         )  # fmt: skip
-    await table.write(PAUSE, now - timedelta(minutes=38), NAMESPACE, "refresh-rates")
+    await table.write(PAUSE, namespace=NAMESPACE, name="refresh-rates", now=now - timedelta(minutes=38))
 
 
 async def spread(outbox: Outbox, url: str) -> None:

@@ -49,10 +49,6 @@ HARMLESS = {
     "adoption.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
     "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
     "engines/given_engine.py": {"GivenEngine.place": TEXT, "given_engine": TEXT},
-    "job_table.py": {
-        "JobTable._sql": "a constant of this module, with the placeholders of a dialect",
-        "JobTable.insert": PLACEHOLDERS,
-    },
     "mysql/connection.py": {
         "LoopConnection.fetch_all": "one constant, repeated",
         "LoopConnection.transaction": SESSION,

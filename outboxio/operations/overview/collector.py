@@ -28,7 +28,6 @@ from outboxio.operations.overview.values import MOST
 from outboxio.operations.overview.wording import brief
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
-from outboxio.storage.job_table import JobTable
 from outboxio.storage.protocols import Announced
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
@@ -65,7 +64,6 @@ class Collector:
         self._settings = settings
         self._handlers = handlers
         self._redact = redact
-        self._jobs = JobTable(namespace, one.database)
         self._checked_at = float("-inf")
         self._pending: Sequence[str] = ()
 
@@ -99,12 +97,13 @@ class Collector:
         instances = await self._instances(now)
         undelivered = await self._database.probes.undelivered(self._namespace, now, MOST)
         handlers = await self._read_handlers(known, instances, now)
+        jobs = await self._database.jobs.faulty(self._namespace, now)
         facts = ShardFacts(
             name=self._database.name, now=now, pending=pending, clock_offset=offset, handlers=handlers,
             fanout=await self._fanout(instances, now), undelivered=undelivered,
             unroutable=await self._unroutable(known, now), instances=instances,
             failed_operations=await self._failed_operations(now),
-            jobs=[redacted_error(job, self._redact) for job in await self._jobs.faulty(now)],
+            jobs=[redacted_error(job, self._redact) for job in jobs],
         )  # fmt: skip
         return replace(facts, handlers=[await self._with_error(facts, one) for one in handlers])
 

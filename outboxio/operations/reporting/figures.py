@@ -15,7 +15,6 @@ from outboxio.operations.overview.job_rules import has_failed
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures, JobFigures
 from outboxio.statistics.shard import ShardStatistics
-from outboxio.storage.job_table import JobTable
 from outboxio.storage.protocols import Announced, Database, slots_of
 from outboxio.storage.protocols.operating import DueFigures
 from outboxio.support.clock import ShardClock
@@ -47,7 +46,6 @@ class FigureReader:
         self._statistics = statistics
         self._fans_out = fans_out
         self._seen_since = seen_since
-        self._jobs = JobTable(namespace, database)
 
     async def run_once(self) -> RoundResult:
         """Read the figures, if metrics want the figures and this process fans out."""
@@ -84,10 +82,11 @@ class FigureReader:
         wanted = waiting.keys() & self._wanted_types(announced)
         dates = (waiting[name].oldest for name in wanted)
         oldest = min((date for date in dates if date is not None), default=None)
+        jobs = await self._database.jobs.all(namespace, errors=False)
         return Figures(
             moment=now,
             handlers=figures.handlers,
-            jobs={job.name: _job_figures(job, now) for job in await self._jobs.all(errors=False)},
+            jobs={job.name: _job_figures(job, now) for job in jobs},
             undelivered=sum(waiting[name].number for name in wanted),
             undelivered_age=_age(oldest, now),
             unwanted=sum(one.number for name, one in waiting.items() if name not in wanted),

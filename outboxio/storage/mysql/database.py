@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from functools import partial
@@ -92,7 +92,8 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.ordering = MysqlOrdering(self._find)
         self.resting = MysqlResting(self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
-        Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in (self._admin, self._find, self._settle)))
+        loops = (self._admin, self._find, self._settle, self._jobs)
+        Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
         self.partitions = MysqlPartitions(self._admin)
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = MysqlEventSearch(self._admin, self._server, self.search)
@@ -159,9 +160,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         threaded = ThreadedLock(lock, session, heartbeat, longest_block)
         self._connections.locks.add(threaded)
         return threaded
-
-    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
-        return await self._jobs.execute(for_flavours(sql), tuple(args))
 
     def key_session(self, owner: str, heartbeat: float) -> MysqlKeySession:
         session = self._dedicated()

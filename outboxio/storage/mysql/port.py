@@ -15,6 +15,7 @@ from outboxio.storage.statement import (
     Statement,
     as_document,
     is_document,
+    parameters,
     with_placeholders,
 )
 from outboxio.storage.syntax import MysqlSyntax
@@ -57,6 +58,10 @@ class MysqlPort:
             return await self._fetch(connection, query, values) if changed else []
 
         return query.rows(await self._connection.in_transaction(work))
+
+    def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        sql = statement.rendered(SYNTAX[self._server.flavour.name])
+        return with_placeholders(sql, lambda _: "%s"), [as_argument(values[name]) for name in parameters(sql)]
 
     async def _fetch(self, connection: Any, query: Query[Any], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         if isinstance(query, Jumps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import datetime
 from functools import partial
@@ -124,7 +124,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.ordering = PostgresOrdering(self._find)
         self.resting = PostgresResting(self._admin)
         self.retention = PostgresRetention(self._admin)
-        Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle)))
+        Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.partitions = PostgresPartitions(self._admin)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = PostgresEventSearch(self._admin, self.search)
@@ -183,9 +183,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self._lock_session = LockSession(session, threaded)
         self._connections.locks.add(threaded or session)
         return threaded or lock
-
-    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
-        return await self._jobs.execute(sql, *args)
 
     def key_session(self, owner: str, heartbeat: float) -> PostgresKeySession:
         session = self._dedicated()

@@ -21,27 +21,27 @@ class PostgresPort:
         self._connection = connection
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
-        sql, arguments = self._prepared(query, values)
+        sql, arguments = self.prepared(query, values)
         return query.rows(await self._connection.fetch(sql, *arguments))
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         return await self.fetch(query, each=list(each), **values) if each else []
 
     async def execute(self, statement: Statement, **values: Any) -> int:
-        sql, arguments = self._prepared(statement, values)
+        sql, arguments = self.prepared(statement, values)
         return await self._connection.execute(sql, *arguments)
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
         async def work(connection: Any) -> list[Any]:
-            sql, arguments = self._prepared(change, values)
+            sql, arguments = self.prepared(change, values)
             if not row_count(await connection.execute(sql, *arguments)):
                 return []
-            sql, arguments = self._prepared(query, values)
+            sql, arguments = self.prepared(query, values)
             return list(await connection.fetch(sql, *arguments))
 
         return query.rows(await self._connection.in_transaction(work, timeout=self._connection.timeout))
 
-    def _prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql, names = numbered(statement.rendered(SYNTAX))
         return sql, [self._argument(values[name]) for name in names]
 

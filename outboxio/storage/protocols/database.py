@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +32,7 @@ from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
+    from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
@@ -119,6 +119,9 @@ class Database(Protocol):
         ...
 
     @property
+    def jobs(self) -> Jobs: ...
+
+    @property
     def operations(self) -> Operations: ...
 
     @property
@@ -162,13 +165,6 @@ class Database(Protocol):
 
         ``heartbeat``: the seconds between two proofs. ``longest_block``: the seconds for which the event loop may stand
         still without losing the locks, if the session lives in a thread.
-        """
-        ...
-
-    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
-        """Run a statement of a job, which is a transaction by itself; the number of rows that changed.
-
-        A process that freezes keeps no row locked, because no message to the server separates UPDATE and COMMIT.
         """
         ...
 

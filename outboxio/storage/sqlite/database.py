@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any
@@ -31,7 +30,6 @@ from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
-from outboxio.storage.sqlite.values import as_parameters
 from outboxio.storage.tables import Tables
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
@@ -82,7 +80,7 @@ class SqliteDatabase(Tables):
         self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         port = SqlitePort(self._connections)
-        Tables.__init__(self, name, port, port, port)
+        Tables.__init__(self, name, port, port, port, port)
         self.search = SqliteSearch(self._connections, name)
         self.event_search = SqliteEventSearch(self._connections, self.search)
         self.probes = SqliteProbes(self._connections)
@@ -124,9 +122,6 @@ class SqliteDatabase(Tables):
     ) -> SqliteClusterLock:
         """A lock on files. The operating system keeps the lock as long as the process lives, even with a stuck loop."""
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
-
-    async def write_alone(self, sql: str, args: Sequence[Any]) -> int:
-        return await self._connections.write(sql, as_parameters(sql, args))
 
     def key_session(self, owner: str, heartbeat: float) -> SqliteKeySession:
         return SqliteKeySession(self._connections, self._locks, self.name, owner)

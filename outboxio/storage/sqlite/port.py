@@ -11,7 +11,7 @@ import msgspec
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_value
-from outboxio.storage.statement import Query, Statement, as_document, is_document
+from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
 from outboxio.storage.syntax import SqliteSyntax
 from outboxio.support.clock import utc_now
 
@@ -54,6 +54,10 @@ class SqlitePort:
             return fetch_value(connection, query.rendered(SYNTAX), arguments) if changed else "[]"
 
         return query.rows(_rows(await self._connections.transact(work)))
+
+    def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        (sql, names), arguments = numbered(statement.rendered(SYNTAX)), _arguments(values)
+        return sql, [arguments[name] for name in names]
 
 
 def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:

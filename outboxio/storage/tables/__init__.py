@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outboxio.storage.statement import Port
+from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
@@ -11,7 +12,8 @@ from outboxio.storage.tables.subscriptions import Subscriptions
 class Tables:
     """The tables of a shard, for the class of each database."""
 
-    def __init__(self, shard: str, admin: Port, find: Port, settle: Port) -> None:
+    def __init__(self, shard: str, admin: Port, find: Port, settle: Port, jobs: Port) -> None:
+        self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)

@@ -1,0 +1,123 @@
+"""The table ``jobs``.
+
+All jobs of a namespace cost an idle process one read of an index per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from outboxio.model.operating.job import JobRow
+from outboxio.storage.statement import Port, Query, Statement
+
+if TYPE_CHECKING:
+    from outboxio.storage.protocols import Session
+
+# --- statements ------------------------------------------------------------------------------------
+
+_COLUMNS = ", ".join("job_name" if name == "name" else name for name in JobRow.__struct_fields__)
+_SELECT = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = :namespace"
+
+ALL = Query(f"{_SELECT} ORDER BY job_name", JobRow)
+
+# An error may be long, and is read where a person reads the error.
+WITHOUT_ERRORS = Query(f"{_SELECT.replace(' error,', ' NULL,')} ORDER BY job_name", JobRow)
+
+# The rows in which the rules of the verdict may find a fault.
+FAULTY = Query(
+    f"{_SELECT} AND (due_date <= :now OR result <> 'SUCCEEDED' OR paused_date IS NOT NULL) ORDER BY job_name", JobRow
+)
+
+DUE = Query(f"{_SELECT} AND due_date <= :until ORDER BY due_date", JobRow)
+
+# The row of a job that a different process has inserted meanwhile stays.
+INSERT = Statement("""
+INSERT INTO eventlog.jobs (namespace, job_name, schedule, state, next_date, due_date, term, attempts, lease, lease_term,
+  instance, succeeded, failed, missed)
+SELECT :namespace, j.name, j.schedule, 'WAITING', j.next_date, j.due_date, 0, 0, '', 0, '', 0, 0, 0
+FROM {rows :jobs j name text, schedule text, next_date timestamp, due_date timestamp} WHERE TRUE
+ORDER BY j.name {keep namespace, job_name}
+""")
+
+_BY_NAME = "WHERE namespace = :namespace AND job_name = :name"
+_OF_TERM = f"{_BY_NAME} AND term = :term"
+
+RESCHEDULE = Statement(f"""
+UPDATE eventlog.jobs SET schedule = :schedule, next_date = :next_date, due_date = :due_date
+{_OF_TERM} AND state = 'WAITING'
+""")
+
+# The lease refuses a process whose lock was taken over. The term refuses a second claim of the same scheduled time.
+CLAIM = Statement(f"""
+UPDATE eventlog.jobs SET state = 'RUNNING', term = term + 1, moment_date = :moment_date, attempts = :attempts,
+  next_date = :next_date, due_date = :due_date, lease = {{text :lease}}, lease_term = :lease_term,
+  instance = :instance, started_date = :now, missed = missed + :missed, ordered_date = NULL
+{_OF_TERM} AND state = :state AND (paused_date IS NULL OR ordered_date IS NOT NULL)
+  AND EXISTS (SELECT 1 FROM eventlog.leases l WHERE l.name = {{text :lease}} AND l.term = :lease_term)
+""")
+
+PASS_OVER = Statement(f"""
+UPDATE eventlog.jobs SET next_date = :next_date, due_date = :due_date, missed = missed + :missed
+{_OF_TERM} AND state = 'WAITING'
+""")
+
+# An order to run the job that came during the run is due at once. A run that did not start gives its attempt back.
+END = Statement(f"""
+UPDATE eventlog.jobs SET state = :state, due_date = COALESCE(ordered_date, :due_date), finished_date = :now,
+  result = :result, error = :error, succeeded = succeeded + :succeeded, failed = failed + :failed,
+  attempts = attempts - :given_back
+{_OF_TERM} AND state = 'RUNNING'
+""")
+
+PAUSE = Statement(f"UPDATE eventlog.jobs SET paused_date = :now {_BY_NAME} AND paused_date IS NULL")
+UNPAUSE = Statement(f"UPDATE eventlog.jobs SET paused_date = NULL {_BY_NAME} AND paused_date IS NOT NULL")
+
+# The due date of a run under way stays: the date says when the run must have ended. END then makes the order due.
+ORDER = Statement(f"""
+UPDATE eventlog.jobs SET ordered_date = :now, due_date = CASE WHEN state = 'RUNNING' THEN due_date ELSE :now END
+{_BY_NAME}
+""")
+
+# A run that goes on keeps the row. A run that must have ended long ago has no process, or does not end.
+REMOVE = Statement(f"DELETE FROM eventlog.jobs {_BY_NAME} AND (state <> 'RUNNING' OR due_date <= :now)")
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+class Jobs:
+    """Reads and writes the jobs of a shard."""
+
+    def __init__(self, admin: Port, own: Port) -> None:
+        """``own``: the port of the scheduler, which waits for no statement of an operator."""
+        self._admin = admin
+        self._own = own
+
+    async def all(self, namespace: str, *, errors: bool = True) -> list[JobRow]:
+        """All jobs, by name. ``errors=False`` leaves the errors out."""
+        return await self._admin.fetch(ALL if errors else WITHOUT_ERRORS, namespace=namespace)
+
+    async def faulty(self, namespace: str, now: datetime) -> list[JobRow]:
+        """The jobs that are due, whose last run did not succeed, or that are paused, by name."""
+        return await self._admin.fetch(FAULTY, namespace=namespace, now=now)
+
+    async def due(self, namespace: str, until: datetime) -> list[JobRow]:
+        """The jobs that are due at ``until``, the first first."""
+        return await self._own.fetch(DUE, namespace=namespace, until=until)
+
+    async def insert(self, namespace: str, jobs: Sequence[JobRow]) -> None:
+        """Insert the rows of new jobs, of which there must be at least one."""
+        fields = ("name", "schedule", "next_date", "due_date")
+        await self.write(INSERT, namespace=namespace, jobs=[{f: getattr(job, f) for f in fields} for job in jobs])
+
+    async def write(self, statement: Statement, **values: Any) -> bool:
+        """Run a statement of this module as a transaction of its own; True if a row has changed.
+
+        A process that freezes keeps no row locked, because no message to the server separates UPDATE and COMMIT.
+        """
+        return await self._own.execute(statement, **values) > 0
+
+    async def write_in(self, session: Session, statement: Statement, **values: Any) -> bool:
+        """Run a statement of this module in an open transaction; True if a row has changed."""
+        return await session.execute(*self._own.prepared(statement, values)) > 0
