@@ -315,8 +315,8 @@ def version_awaited(next_retry_at: datetime) -> int:
     return (next_retry_at - FIRST_REST) // timedelta(microseconds=1)
 
 
-class RestQuery(Struct, frozen=True):
-    """The resting rows of a slot that become due: up to the moment ``until``, and those that are past the retention.
+class DeferredQuery(Struct, frozen=True):
+    """The deferred rows of a slot that become due: up to the moment ``until``, and those that are past the retention.
 
     ``before``: the retention of a row is over if it began earlier.
     """

@@ -35,7 +35,7 @@ async def count_unroutable(database: Database, namespace: str, clock: ShardClock
     names = await _unroutable(database, namespace, unfinished, seen_since)
     count = await database.notifications.count_unfinished(namespace, names) if names else 0
     slots = slots_of(await counts_of(database, namespace), [name for name in unfinished if name not in names])
-    return count + sum(one.number for one in await database.resting.deferred(namespace, slots, _NO_BOUND))
+    return count + sum(one.number for one in await database.deferred.count(namespace, slots, _NO_BOUND))
 
 
 async def _unroutable(database: Database, namespace: str, unfinished: Sequence[str], seen_since: datetime) -> list[str]:

@@ -75,6 +75,10 @@ SELECT value FROM jumps WHERE value <> ''"""
         """``INSERT ... {keep namespace, name}``: where a row with this key exists, do nothing."""
 
     @abstractmethod
+    def unfinished(self) -> str:
+        """``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it."""
+
+    @abstractmethod
     def now(self) -> str:
         """``{now}``: the time of the database, in UTC."""
 
@@ -121,6 +125,9 @@ class PostgresSyntax(Syntax):
 
     def keep(self, key: str) -> str:
         return f"ON CONFLICT ({key}) DO NOTHING"
+
+    def unfinished(self) -> str:
+        return "n.state IN ('PENDING', 'FAILED', 'DYING')"
 
     def now(self) -> str:
         return "(clock_timestamp() AT TIME ZONE 'UTC')"
@@ -177,6 +184,9 @@ class MysqlSyntax(Syntax):
         column = key.partition(",")[0]
         return f"ON DUPLICATE KEY UPDATE {column} = VALUES({column})"  # changes nothing
 
+    def unfinished(self) -> str:
+        return "n.is_unfinished = TRUE"
+
     def now(self) -> str:
         return "UTC_TIMESTAMP(6)"
 
@@ -197,7 +207,11 @@ class SqliteSyntax(Syntax):
 
     def table(self, arguments: str) -> str:
         name, index, alias = (*arguments.split(), "", "")[:3]
-        own = {"primary": f"sqlite_autoindex_eventlog_{name}_1", "event_notifications_event": _OF_EVENTS}
+        own = {
+            "primary": f"sqlite_autoindex_eventlog_{name}_1",
+            "event_notifications_event": _OF_EVENTS,
+            "event_notifications_partition": "eventlog_event_notifications_due",  # each handler has a single partition
+        }
         forced = f"INDEXED BY {own.get(index, f'eventlog_{index}')}" if index else ""
         return " ".join(filter(None, (f"eventlog_{name}", alias and f"AS {alias}", forced)))
 
@@ -225,6 +239,9 @@ class SqliteSyntax(Syntax):
 
     def keep(self, key: str) -> str:
         return f"ON CONFLICT ({key}) DO NOTHING"
+
+    def unfinished(self) -> str:
+        return "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')"
 
     def now(self) -> str:
         return ":database_now"

@@ -52,7 +52,7 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
 
 
 async def test_rows_of_newer_versions_are_counted_by_version(outbox: Outbox, look: Look) -> None:
-    resting = database_of(outbox).resting
+    deferred = database_of(outbox).deferred
     second, third = rest_of(2), rest_of(3)
     await insert(look, [
         PENDING.but(next_retry_at=second), PENDING.but(next_retry_at=second, state="FAILED"),
@@ -62,22 +62,22 @@ async def test_rows_of_newer_versions_are_counted_by_version(outbox: Outbox, loo
         PENDING.but(handler_name="unasked", next_retry_at=second),
     ])  # fmt: skip
 
-    found = await resting.deferred("app", [Slot("ledger"), Slot("later"), Slot("nobody")], MANY)
+    found = await deferred.count("app", [Slot("ledger"), Slot("later"), Slot("nobody")], MANY)
 
     assert sorted((one.handler_name, one.event_type, one.version, one.number) for one in found) == [
         ("later", PENDING.event_type, 3, 1), ("ledger", PENDING.event_type, 2, 2), ("ledger", PENDING.event_type, 3, 1),
         ("ledger", "Other", 2, 1),
     ]  # fmt: skip
-    bounded = await resting.deferred("app", [Slot("ledger")], 3)
+    bounded = await deferred.count("app", [Slot("ledger")], 3)
     assert sum(one.number for one in bounded) == 3
-    assert await resting.deferred("app", [], MANY) == []
+    assert await deferred.count("app", [], MANY) == []
 
 
 @needs_partitions
 async def test_rows_of_newer_versions_are_counted_in_every_partition(outbox: Outbox, look: Look) -> None:
     await insert(look, [PENDING.but(next_retry_at=rest_of(2), partition_number=number) for number in (0, 1, 1, 40)])
 
-    found = await database_of(outbox).resting.deferred("app", [Slot("ledger", number) for number in range(41)], MANY)
+    found = await database_of(outbox).deferred.count("app", [Slot("ledger", number) for number in range(41)], MANY)
 
     assert sum(one.number for one in found) == 4
 

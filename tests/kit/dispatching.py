@@ -28,7 +28,7 @@ from outboxio.loops.signals import Signals
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import Event, EventTypes
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import DYING, DueQuery, Notification, RestQuery, State
+from outboxio.model.notification import DYING, DeferredQuery, DueQuery, Notification, State
 from outboxio.model.outcome import Bucket, Lease, Outcome, expired, success
 from outboxio.runs.cursor import Cursors, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
@@ -89,10 +89,10 @@ class Table:
         ]
 
 
-class NothingRests:
+class NothingDeferred:
     """No rows of newer versions."""
 
-    async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
+    async def wake(self, namespace: str, slots: Sequence[DeferredQuery], now: datetime, limit: int) -> int:
         return 0
 
 
@@ -106,7 +106,7 @@ class Database:
 
     def __init__(self) -> None:
         self.notifications = Table()
-        self.resting = NothingRests()
+        self.deferred = NothingDeferred()
 
     def is_unreachable(self, error: Exception) -> bool:
         return isinstance(error, Gone)

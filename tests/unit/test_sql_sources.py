@@ -140,7 +140,6 @@ HARMLESS = {
         "MysqlPort.fetch_each.work": "one constant, repeated, and numbers in names of arguments",
     },
     "mysql/partitions.py": {"MysqlPartitions.rehome": IDS},
-    "mysql/resting.py": {"MysqlResting.wake": IDS},
     "mysql/retention.py": {"MysqlRetention._parking_nothing": IDS, "MysqlRetention._remove": IDS},
     "mysql/schema.py": {
         "MysqlSchema._rights_missing": FOR_PEOPLE,

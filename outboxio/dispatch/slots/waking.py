@@ -11,7 +11,7 @@ from datetime import timedelta
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.invocation.resting import readable_version, rest_of
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import RestQuery
+from outboxio.model.notification import DeferredQuery
 from outboxio.runs.ports import HandlingSetup
 
 PIECE = 1000  # rows of a slot that a statement makes due
@@ -45,17 +45,17 @@ class Waking:
             self._wanted.update(dict.fromkeys(cursor.slot for cursor in self._cursors))
         self._next_look = now + LOOK_AGAIN
         slots, setup = list(self._wanted), self._setup
-        moment, queries = setup.clock(), list[RestQuery]()
+        moment, queries = setup.clock(), list[DeferredQuery]()
         for slot in slots:
             cursor = self._cursors.by_slot.get(slot)
             if cursor is not None:
                 spec = cursor.queue.spec
                 until = rest_of(readable_version(setup.handlers, spec.handler))
-                queries.append(RestQuery(*slot, until, moment - min(spec.retention, _LONGEST)))
+                queries.append(DeferredQuery(*slot, until, moment - min(spec.retention, _LONGEST)))
         if not queries:
             self._wanted.clear()
             return False
-        woken = await setup.database.resting.wake(setup.namespace, queries, moment, PIECE)
+        woken = await setup.database.deferred.wake(setup.namespace, queries, moment, PIECE)
         if woken:
             for slot in slots:
                 self._cursors.sweep_soon(slot)

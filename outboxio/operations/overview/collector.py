@@ -159,7 +159,7 @@ class Collector:
             now=now,
             instances=instances,
             due=await probes.due(namespace, known.slots(known.names), now, MOST),
-            deferred=await self._database.resting.deferred(namespace, known.slots(known.names), MOST),
+            deferred=await self._database.deferred.count(namespace, known.slots(known.names), MOST),
             blocked=await probes.blocked(namespace, sorted(known.names), MOST),
             dead=await probes.dead(namespace, ended, now - HOUR, MOST) if ended else (),
             parked=await probes.parked(namespace, families, MOST_KEYS) if ended else (),
@@ -201,7 +201,7 @@ class Collector:
         numbers = dict.fromkeys(names, 0)
         for due in await self._database.probes.due(self._namespace, slots, now, MOST):
             numbers[due.handler_name] += due.due + due.waiting
-        for deferred in await self._database.resting.deferred(self._namespace, slots, MOST):
+        for deferred in await self._database.deferred.count(self._namespace, slots, MOST):
             numbers[deferred.handler_name] += deferred.number
         for name, blocked in (await self._database.probes.blocked(self._namespace, names, MOST)).items():
             numbers[name] += blocked.number

@@ -117,7 +117,7 @@ class FigureReader:
     async def _unroutable(self, slots: Sequence[Slot], due: Sequence[DueFigures]) -> int:
         routable = await self._database.subscriptions.routable_names(self._namespace, self._seen_since())
         routable |= set(self._handlers.names)
-        deferred = await self._database.resting.deferred(self._namespace, slots, MOST_COUNTED)
+        deferred = await self._database.deferred.count(self._namespace, slots, MOST_COUNTED)
         return sum(one.number for one in deferred) + sum(
             one.due + one.waiting for one in due if one.handler_name not in routable
         )

@@ -45,7 +45,6 @@ from outboxio.storage.mysql.partitions import MysqlPartitions
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
 from outboxio.storage.mysql.reports import MysqlReports
-from outboxio.storage.mysql.resting import MysqlResting
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
@@ -90,7 +89,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = MysqlEvents(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.ordering = MysqlOrdering(self._find)
-        self.resting = MysqlResting(self._admin)
         self.retention = MysqlRetention(self._admin, self._server)
         loops = (self._admin, self._find, self._settle, self._jobs)
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))

@@ -50,7 +50,6 @@ from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.probes import PostgresProbes
 from outboxio.storage.postgres.reports import PostgresReports
-from outboxio.storage.postgres.resting import PostgresResting
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.search import PostgresSearch
@@ -122,7 +121,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
         self.ordering = PostgresOrdering(self._find)
-        self.resting = PostgresResting(self._admin)
         self.retention = PostgresRetention(self._admin)
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.partitions = PostgresPartitions(self._admin)

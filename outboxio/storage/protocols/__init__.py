@@ -15,7 +15,6 @@ from outboxio.storage.protocols.cold import (
     EventStore,
     OperatorStore,
     PartitionRepository,
-    RestingRepository,
     RetentionRepository,
     Schema,
 )
@@ -132,7 +131,6 @@ __all__ = [
     "PurgeResult",
     "Rehomed",
     "ReportRepository",
-    "RestingRepository",
     "RetentionRepository",
     "Schema",
     "SearchRepository",

@@ -9,9 +9,8 @@ from uuid import UUID
 
 from outboxio.errors import RightsMissing
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import NotificationRecord, Position, RestQuery
+from outboxio.model.notification import NotificationRecord, Position
 from outboxio.model.outcome import Lease
-from outboxio.storage.protocols.operating import DeferredFigures
 from outboxio.storage.protocols.values import (
     ClusterView,
     Instance,
@@ -102,18 +101,6 @@ class OperatorStore(Protocol):
         ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
         transaction. Returns the number of rows.
         """
-        ...
-
-
-class RestingRepository(Protocol):
-    """Resting rows of ``event_notifications``, which only newer code can read (``invocation/resting.py``)."""
-
-    async def wake(self, namespace: str, slots: Sequence[RestQuery], now: datetime, limit: int) -> int:
-        """Make resting rows due, up to ``limit`` rows of each slot, in order of the sequence; the number of rows."""
-        ...
-
-    async def deferred(self, namespace: str, slots: Sequence[Slot], most: int) -> list[DeferredFigures]:
-        """The resting rows by handler name, event type and version, up to ``most`` rows of each slot."""
         ...
 
 

@@ -10,7 +10,6 @@ from outboxio.storage.protocols.cold import (
     EventStore,
     OperatorStore,
     PartitionRepository,
-    RestingRepository,
     RetentionRepository,
     Schema,
 )
@@ -32,6 +31,7 @@ from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
+    from outboxio.storage.tables.deferred import Deferred
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.starts import Starts
@@ -105,7 +105,7 @@ class Database(Protocol):
     def starts(self) -> Starts: ...
 
     @property
-    def resting(self) -> RestingRepository: ...
+    def deferred(self) -> Deferred: ...
 
     @property
     def retention(self) -> RetentionRepository: ...

@@ -25,7 +25,6 @@ from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.probes import SqliteProbes
 from outboxio.storage.sqlite.reports import SqliteReports
-from outboxio.storage.sqlite.resting import SqliteResting
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
@@ -77,7 +76,6 @@ class SqliteDatabase(Tables):
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
         self.ordering = SqliteOrdering(self._connections)
-        self.resting = SqliteResting(self._connections)
         self.retention = SqliteRetention(self._connections)
         port = SqlitePort(self._connections)
         Tables.__init__(self, name, port, port, port, port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outboxio.storage.statement import Port
+from outboxio.storage.tables.deferred import Deferred
 from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.starts import Starts
@@ -13,6 +14,7 @@ class Tables:
     """The tables of a shard, for the class of each database."""
 
     def __init__(self, shard: str, admin: Port, find: Port, settle: Port, jobs: Port) -> None:
+        self.deferred = Deferred(admin)
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
         self.starts = Starts(find, settle, admin)
