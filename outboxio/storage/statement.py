@@ -6,6 +6,7 @@ and each dialect renders them in its own syntax at the first use:
 - ``:name`` is a parameter.
 - A *marker* in braces stands for syntax that differs, such as ``{table events events_causation}`` for a table with the
   index to use. The markers are in ``syntax.py``.
+- A *part* is a marker whose text a statement names itself, for example the conditions that a search has.
 - A dialect that needs a different plan or a different statement has its own text beside the shared text.
 
 ``python -m outboxio.storage`` prints every statement as a dialect receives it.
@@ -13,13 +14,14 @@ and each dialect renders them in its own syntax at the first use:
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Protocol, Self, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -57,15 +59,33 @@ class Statement:
         self._texts = {
             "postgres": postgres, "mysql": mysql, "mariadb": mysql if mariadb is None else mariadb, "sqlite": sqlite,
         }  # fmt: skip
+        self._parts: Mapping[str, str | Statement] = {}
         self._rendered: dict[Syntax, str] = {}
+
+    def having(self, **parts: str | Statement) -> Self:
+        """The statement with texts in place of the markers with these names. The texts may have markers."""
+        filled = copy.copy(self)
+        filled._parts, filled._rendered = {**self._parts, **parts}, {}
+        return filled
 
     def rendered(self, syntax: Syntax) -> str:
         """The text in the syntax of a dialect, with parameters still as ``:name``."""
         if (text := self._rendered.get(syntax)) is None:
-            source = self._texts[syntax.dialect]
-            text = _MARKER.sub(syntax.replacement, self._text if source is None else source).strip()
-            text = self._rendered[syntax] = syntax.finished(self._shaped(text, syntax), self.columns)
+            text = self._source(syntax)
+            while _MARKER.search(text):  # the arguments of a marker may contain markers
+                text = _MARKER.sub(lambda marker: self._replacement(marker, syntax), text)
+            text = self._rendered[syntax] = syntax.finished(self._shaped(text.strip(), syntax), self.columns)
         return text
+
+    def _source(self, syntax: Syntax) -> str:
+        source = self._texts[syntax.dialect]
+        return self._text if source is None else source
+
+    def _replacement(self, marker: re.Match[str], syntax: Syntax) -> str:
+        part = self._parts.get(marker[1])
+        if part is None:
+            return syntax.replacement(marker)
+        return part if isinstance(part, str) else part._source(syntax)
 
     def _shaped(self, text: str, syntax: Syntax) -> str:
         """The whole text of a query that is run many times in one statement."""
@@ -94,10 +114,13 @@ class Query(Statement, Generic[R]):
         mariadb: str | None = None,
         sqlite: str | None = None,
         fields: Sequence[str] | None = None,
+        make: Callable[[dict[str, Any]], R] | None = None,
         lenient: bool = False,
         each: str = "",
     ) -> None:
         """``fields``: the fields of the struct that are columns, in this order, if not all are.
+
+        ``make``: makes a struct of the values of the driver, by field, for columns with documents of other tools.
 
         ``each``: for :meth:`Port.fetch_each`, the parameters that differ from run to run, and their types as in
         ``{rows ...}``.
@@ -107,6 +130,7 @@ class Query(Statement, Generic[R]):
         self._each = each
         self._row: Any = row
         self._fields = _fields_of(row, fields)
+        self._made_by = make
         self.lenient = lenient
 
     def rows(self, raw: Iterable[Sequence[Any]]) -> list[R]:
@@ -129,13 +153,14 @@ class Query(Statement, Generic[R]):
 
     @cached_property
     def _converters(self) -> Sequence[Callable[[Any], Any]]:
-        return [_converter(kind) for kind in self._types]
+        return [_converter(Any if self._made_by else kind) for kind in self._types]
 
     @cached_property
     def _make(self) -> Callable[..., R]:
         row, fields = self._row, self._fields
         if fields is not None:
-            return lambda *values: row(**dict(zip(fields, values, strict=True)))
+            make = self._made_by or (lambda values: row(**values))
+            return lambda *values: make(dict(zip(fields, values, strict=True)))
         return (lambda *values: values) if get_origin(row) is tuple else (lambda value: value)  # type: ignore[return-value]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class Syntax(ABC):
@@ -82,6 +82,19 @@ SELECT value FROM jumps WHERE value <> ''"""
     def now(self) -> str:
         """``{now}``: the time of the database, in UTC."""
 
+    @abstractmethod
+    def list(self, arguments: str) -> str:
+        """``{list n.date timestamp, n.id id if n.is_match by n.date DESC, n.id DESC}``: the rows with a condition.
+
+        A JSON array with an array of texts for each row; for a single column, with a text for each row. A timestamp is
+        a text with six decimals. The result may be NULL without rows. MySQL does not keep the order of a subquery, so
+        the order is repeated.
+        """
+
+    @abstractmethod
+    def last(self, arguments: str) -> str:
+        """``{last ...}``: as ``list``, but only the last row; NULL without rows."""
+
 
 _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 
@@ -131,6 +144,24 @@ class PostgresSyntax(Syntax):
 
     def now(self) -> str:
         return "(clock_timestamp() AT TIME ZONE 'UTC')"
+
+    def list(self, arguments: str) -> str:
+        columns, condition, _ = _rows_in(arguments)
+        texts = [self._as_text(column, kind) for column, kind in columns]
+        value = texts[0] if len(texts) == 1 else f"json_build_array({', '.join(texts)})"
+        return f"(json_agg({value}) FILTER (WHERE {condition}))::text"
+
+    def last(self, arguments: str) -> str:
+        columns, condition, _ = _rows_in(arguments)
+        own = f"FILTER (WHERE {condition})"
+        texts = [self._as_text(f"(array_agg({c}) {own})[count(*) {own}]", kind) for c, kind in columns]
+        value = texts[0] if len(texts) == 1 else f"json_build_array({', '.join(texts)})::text"
+        return f"CASE WHEN count(*) {own} > 0 THEN {value} END"
+
+    def _as_text(self, value: str, kind: str) -> str:
+        if kind != "timestamp":
+            return f"({value})::text"
+        return f"CASE WHEN isfinite({value}) THEN to_char({value}, 'YYYY-MM-DD HH24:MI:SS.US') ELSE ({value})::text END"
 
 
 _MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp": "DATETIME(6)"}
@@ -190,6 +221,24 @@ class MysqlSyntax(Syntax):
     def now(self) -> str:
         return "UTC_TIMESTAMP(6)"
 
+    def list(self, arguments: str) -> str:
+        columns, condition, order = _rows_in(arguments)
+        ordered = f" ORDER BY {order}" if order else ""
+        rows = f"GROUP_CONCAT(IF({condition}, {self._as_json(columns)}, NULL){ordered})"
+        return f"CONCAT('[' COLLATE utf8mb4_bin, {rows}, ']')"
+
+    def last(self, arguments: str) -> str:
+        columns, condition, order = _rows_in(arguments)
+        if len(columns) == 1:
+            first = "MIN" if order.endswith("DESC") else "MAX"
+            return f"{first}(IF({condition}, {columns[0][0]}, NULL))"
+        rows = f"GROUP_CONCAT(IF({condition}, {self._as_json(columns)}, NULL) ORDER BY {order} SEPARATOR '\n')"
+        return f"SUBSTRING_INDEX({rows}, '\n', -1)"
+
+    def _as_json(self, columns: Sequence[tuple[str, str]]) -> str:
+        texts = [f"CAST({column} AS CHAR) COLLATE utf8mb4_bin" for column, _ in columns]
+        return f"JSON_QUOTE({texts[0]})" if len(texts) == 1 else f"JSON_ARRAY({', '.join(texts)})"
+
 
 _OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # SQLite's own index of the second key
 
@@ -245,6 +294,29 @@ class SqliteSyntax(Syntax):
 
     def now(self) -> str:
         return ":database_now"
+
+    def list(self, arguments: str) -> str:
+        columns, condition, _ = _rows_in(arguments)
+        # The empty text makes the JSON a text, also within the JSON text of all rows.
+        return f"json_group_array({self._as_json(columns)}) FILTER (WHERE {condition}) || ''"
+
+    def last(self, arguments: str) -> str:
+        columns, condition, order = _rows_in(arguments)
+        if len(columns) == 1:
+            first = "min" if order.endswith("DESC") else "max"
+            return f"{first}({columns[0][0]}) FILTER (WHERE {condition})"
+        return f"json_extract(json_group_array({self._as_json(columns)}) FILTER (WHERE {condition}), '$[#-1]') || ''"
+
+    def _as_json(self, columns: Sequence[tuple[str, str]]) -> str:
+        texts = [f"CAST({column} AS TEXT)" for column, _ in columns]
+        return texts[0] if len(texts) == 1 else f"json_array({', '.join(texts)})"
+
+
+def _rows_in(text: str) -> tuple[list[tuple[str, str]], str, str]:
+    """The columns, the condition and the order in ``n.id id if n.is_match by n.id DESC``."""
+    text, _, order = text.partition(" by ")
+    columns, _, condition = text.partition(" if ")
+    return _columns_of(columns), condition or "TRUE", order
 
 
 def _columns_of(text: str) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 from outboxio import Filter, Outbox
 from outboxio.model.notification import State
 from outboxio.model.operating.filter import Search
-from outboxio.storage.protocols.events import EventSearchRepository
+from outboxio.storage.tables.event_search import EventSearch
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert
@@ -21,8 +21,8 @@ ACTIONS = [UUID(int=number) for number in (1, 2, 3)]
 
 
 @pytest.fixture
-def repository(outbox: Outbox) -> EventSearchRepository:
-    repository: EventSearchRepository = database_of(outbox).event_search
+def repository(outbox: Outbox) -> EventSearch:
+    repository: EventSearch = database_of(outbox).event_search
     return repository
 
 
@@ -63,7 +63,7 @@ def matches(search: Search, event: EventRow) -> bool:
     )
 
 
-async def test_each_matching_event_is_in_one_page_newest_first(repository: EventSearchRepository, look: Look) -> None:
+async def test_each_matching_event_is_in_one_page_newest_first(repository: EventSearch, look: Look) -> None:
     chance = random.Random(3)
     events = list(generated(chance))
     await insert(look, events)
@@ -81,9 +81,7 @@ async def test_each_matching_event_is_in_one_page_newest_first(repository: Event
         assert found == expected, search
 
 
-async def test_each_action_is_in_one_page_by_its_newest_matching_event(
-    repository: EventSearchRepository, look: Look
-) -> None:
+async def test_each_action_is_in_one_page_by_its_newest_matching_event(repository: EventSearch, look: Look) -> None:
     chance = random.Random(5)
     actions = [UUID(int=number) for number in range(1, 30)]
     large = UUID(int=99)  # with more events than a list shows, between those of all other actions
@@ -118,7 +116,7 @@ async def test_each_action_is_in_one_page_by_its_newest_matching_event(
                 assert all((event.payload, event.headers) == (None, None) for event in row.events)
 
 
-async def test_large_documents_are_left_out_on_demand(repository: EventSearchRepository, look: Look) -> None:
+async def test_large_documents_are_left_out_on_demand(repository: EventSearch, look: Look) -> None:
     cause = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')
     child = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}', causation_id=cause.id)
     await insert(look, [cause, child])
@@ -136,7 +134,7 @@ async def test_large_documents_are_left_out_on_demand(repository: EventSearchRep
     assert (record.payload, record.action_params, record.headers) == (None, {}, None)
 
 
-async def test_the_states_of_events_are_counted(repository: EventSearchRepository, look: Look) -> None:
+async def test_the_states_of_events_are_counted(repository: EventSearch, look: Look) -> None:
     first, second, without = uuid4(), uuid4(), uuid4()
     states = ((first, "DEAD"), (first, "SUCCEEDED"), (first, "SUCCEEDED"), (second, "BLOCKED"))
     await insert(
@@ -150,7 +148,7 @@ async def test_the_states_of_events_are_counted(repository: EventSearchRepositor
     assert await repository.states_of("app", []) == {}
 
 
-async def test_a_summary_has_the_columns_of_the_event(repository: EventSearchRepository, look: Look) -> None:
+async def test_a_summary_has_the_columns_of_the_event(repository: EventSearch, look: Look) -> None:
     cause = uuid4()
     event = EventRow(
         payload='{"amount": 12345678901234567890}', headers=None, action_params='{"a": [1]}', model_type="Wallet",
@@ -172,9 +170,7 @@ async def test_a_summary_has_the_columns_of_the_event(repository: EventSearchRep
     assert await repository.events("app", []) == []
 
 
-async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(
-    repository: EventSearchRepository, look: Look
-) -> None:
+async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(repository: EventSearch, look: Look) -> None:
     first, second = EventRow(), EventRow()
     children = [EventRow(causation_id=(first if number % 2 else second).id) for number in range(8)]
     await insert(look, [first, second, *children, EventRow(causation_id=first.id, namespace="another"), EventRow()])
@@ -186,9 +182,7 @@ async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(
     assert await repository.caused_by("app", [], 100) == []
 
 
-async def test_the_notifications_of_events_come_by_event_and_handler(
-    repository: EventSearchRepository, look: Look
-) -> None:
+async def test_the_notifications_of_events_come_by_event_and_handler(repository: EventSearch, look: Look) -> None:
     rows = [Row(handler_name=name, event_id=event) for event in (uuid4(), uuid4(), uuid4()) for name in ("b", "a")]
     await insert(look, [*rows, rows[0].but(event_id=rows[0].event_id, namespace="another", handler_name="c")])
     events = [rows[0].event_id, rows[2].event_id]

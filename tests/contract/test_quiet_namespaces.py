@@ -11,8 +11,9 @@ import pytest
 from outboxio import Filter, Outbox
 from outboxio.model.operating.page import Page
 from outboxio.storage.protocols.operating import SearchRepository
-from outboxio.storage.searching import events, reading
+from outboxio.storage.searching import reading
 from outboxio.storage.searching.reading import Bounds
+from outboxio.storage.tables import event_search
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, insert
@@ -80,7 +81,7 @@ def set_bounds(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, bounds: Bounds) 
 def pass_few(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Let a question pass few rows of other namespaces, and a read fewer still."""
     set_bounds(outbox, monkeypatch, Bounds(rows=100, errors=50, foreign=most))
-    for module in (reading, events):
+    for module in (reading, event_search):
         monkeypatch.setattr(module, "FOREIGN_AT_ONCE", most // 2)
         monkeypatch.setattr(module, "MOST_ROWS", most // 3)
 

@@ -13,7 +13,7 @@ from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import given_filter, search_of
 from outboxio.operations.orders import given_limit
 from outboxio.storage.protocols import ActionPlace, FoundAction, FoundActions
-from outboxio.storage.searching.actions import place_behind
+from outboxio.storage.tables.event_search import place_behind
 
 
 class ActionQuestions(AdminBase):

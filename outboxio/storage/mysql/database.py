@@ -34,7 +34,6 @@ from outboxio.storage.mysql.connection import (
     limit,
     waits_for,
 )
-from outboxio.storage.mysql.event_search import MysqlEventSearch
 from outboxio.storage.mysql.events import MysqlEvents
 from outboxio.storage.mysql.flavour import FLAVOURS, MARIADB, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.key_session import MysqlKeySession
@@ -54,6 +53,7 @@ from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_bac
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
 from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.tables import Tables
+from outboxio.storage.tables.event_search import EventSearch
 from outboxio.support.aio import heeding_cancellation, to_the_end
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
         self.partitions = MysqlPartitions(self._admin)
         self.search = MysqlSearch(self._admin, self._server, name)
-        self.event_search = MysqlEventSearch(self._admin, self._server, self.search)
+        self.event_search = EventSearch(MysqlPort(self._admin, self._server), self.search)
         self.probes = MysqlProbes(self._admin, self._server)
         self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)

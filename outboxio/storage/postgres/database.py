@@ -38,7 +38,6 @@ from outboxio.storage.postgres.connection import (
     quoted,
     underlying,
 )
-from outboxio.storage.postgres.event_search import PostgresEventSearch
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.key_session import PostgresKeySession
@@ -66,6 +65,7 @@ from outboxio.storage.postgres.server_info import (
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
 from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 from outboxio.storage.tables import Tables
+from outboxio.storage.tables.event_search import EventSearch
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
@@ -125,7 +125,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.partitions = PostgresPartitions(self._admin)
         self.search = PostgresSearch(self._admin, name)
-        self.event_search = PostgresEventSearch(self._admin, self.search)
+        self.event_search = EventSearch(PostgresPort(self._admin), self.search)
         self.probes = PostgresProbes(self._admin)
         self.reports = PostgresReports(self._admin)
         self.schema = PostgresSchema(self._admin, name)

@@ -21,7 +21,6 @@ from outboxio.storage.protocols.cold import (
 from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
 from outboxio.storage.protocols.events import (
     ActionPlace,
-    EventSearchRepository,
     EventSummary,
     FoundAction,
     FoundActions,
@@ -98,7 +97,6 @@ __all__ = [
     "DispatchStore",
     "DueFigures",
     "EventRepository",
-    "EventSearchRepository",
     "EventStore",
     "EventSummary",
     "FanoutRequest",

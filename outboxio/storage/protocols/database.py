@@ -13,7 +13,6 @@ from outboxio.storage.protocols.cold import (
     RetentionRepository,
     Schema,
 )
-from outboxio.storage.protocols.events import EventSearchRepository
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -32,6 +31,7 @@ from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
     from outboxio.storage.tables.deferred import Deferred
+    from outboxio.storage.tables.event_search import EventSearch
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.starts import Starts
@@ -128,7 +128,7 @@ class Database(Protocol):
     def search(self) -> SearchRepository: ...
 
     @property
-    def event_search(self) -> EventSearchRepository: ...
+    def event_search(self) -> EventSearch: ...
 
     @property
     def probes(self) -> ProbeRepository: ...

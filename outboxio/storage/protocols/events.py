@@ -1,17 +1,13 @@
-"""The protocol behind the lists of events and actions. Every read is bounded."""
+"""The values behind the lists of events and actions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Protocol
 from uuid import UUID
 
 import msgspec
 from msgspec import Struct
-
-from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.filter import Search
 
 
 class FoundEvents(Struct, frozen=True):
@@ -48,54 +44,6 @@ class FoundActions(Struct, frozen=True):
     rows: Sequence[FoundAction]
     next: ActionPlace | None
     """The place after which to go on; ``None`` after the last match. A page may have few rows and a place."""
-
-
-class EventSearchRepository(Protocol):
-    """Events, the effects of events, the notifications of events, and the actions that emitted the events.
-
-    ``documents=False``: payload, parameters and headers are neither read nor returned, because each document may have
-    many megabytes.
-    """
-
-    async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of the events, by event id and handler name; always without documents."""
-        ...
-
-    async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
-        """How many notifications of each event each state has. An event without notifications is left out."""
-        ...
-
-    async def events(self, namespace: str, ids: Sequence[UUID], *, documents: bool = True) -> list[EventSummary]:
-        """The events with the ids, in the order of the sequence."""
-        ...
-
-    async def caused_by(
-        self, namespace: str, causes: Sequence[UUID], limit: int, *, documents: bool = True
-    ) -> list[EventSummary]:
-        """Up to ``limit`` of the events that the given events have caused, in the order of the sequence."""
-        ...
-
-    async def newest(
-        self,
-        namespace: str,
-        search: Search,
-        limit: int,
-        after: UUID | None = None,
-        *,
-        most: int = 10_000,
-        documents: bool = True,
-    ) -> FoundEvents:
-        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
-
-        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
-        """
-        ...
-
-    async def newest_actions(
-        self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
-    ) -> FoundActions:
-        """The actions with a matching event, by the newest matching event, newest first. Each action is in one page."""
-        ...
 
 
 class EventSummary(Struct, frozen=True, kw_only=True):

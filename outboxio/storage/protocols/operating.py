@@ -111,7 +111,7 @@ class SearchRepository(Protocol):
     ) -> FoundRows:
         """Up to ``limit`` matches after a place. The place is from a page of the same search.
 
-        ``documents``: see ``EventSearchRepository``.
+        ``documents``: see ``EventSearch``.
         """
         ...
 

@@ -54,7 +54,7 @@ class WalkedSearch(Reader):
 
     @abstractmethod
     async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearchRepository`."""
+        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearch`."""
 
     @abstractmethod
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:

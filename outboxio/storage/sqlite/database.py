@@ -16,7 +16,6 @@ from outboxio.storage.protocols import PartitionRepository
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.event_search import SqliteEventSearch
 from outboxio.storage.sqlite.events import SqliteEvents
 from outboxio.storage.sqlite.key_session import SqliteKeySession
 from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
@@ -30,6 +29,7 @@ from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.tables import Tables
+from outboxio.storage.tables.event_search import EventSearch
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.text import UTF_8
@@ -80,7 +80,7 @@ class SqliteDatabase(Tables):
         port = SqlitePort(self._connections)
         Tables.__init__(self, name, port, port, port, port)
         self.search = SqliteSearch(self._connections, name)
-        self.event_search = SqliteEventSearch(self._connections, self.search)
+        self.event_search = EventSearch(port, self.search)
         self.probes = SqliteProbes(self._connections)
         self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
