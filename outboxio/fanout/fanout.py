@@ -1,6 +1,6 @@
 """Fan-out: undelivered events become notifications, one for each subscribed handler.
 
-The work is a single statement inside the database (``EventRepository.fan_out``, decision 1). A payload travels through
+The work is a single statement inside the database (``FanoutStore.fan_out``, decision 1). A payload travels through
 Python only if the row is handed to the dispatcher of the same process (decision 16). This module decides how many
 events of each key a round takes, and where the round starts to read.
 """

@@ -61,7 +61,7 @@ class Newcomers:
         types, topics = keys
         if not (types or topics):
             return Waiting(0, None)
-        return await self._database.events.count_waiting(
+        return await self._database.stored_events.count_waiting(
             self._namespace, types or topics, MOST_COUNTED + 1, are_topics=bool(topics)
         )
 

@@ -261,6 +261,13 @@ class NotificationRecord(Struct, frozen=True, kw_only=True):
     shard: str
 
 
+COPIED = (
+    "namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
+    "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
+    "hops",
+)  # fmt: skip
+"""The columns that a notification copies from its event."""
+
 DOCUMENTS = frozenset({"action_params", "payload", "headers"})
 """The columns of an event, and of its notifications, that may be large."""
 

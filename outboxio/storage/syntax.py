@@ -6,16 +6,29 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from outboxio.storage.mysql.columns import OWN_PARTITION
+from outboxio.storage.postgres.columns import PARTITION_NOW
+
 
 class Syntax(ABC):
-    """The syntax of a dialect. The methods from ``table`` on are the markers."""
+    """The syntax of a dialect. The methods from ``table`` on are the markers, and so are the keys of ``words``."""
 
     dialect: str
+    words: Mapping[str, str]
+    """The markers without arguments:
+
+    - ``{now}``: the time of the database, in UTC.
+    - ``{join}`` joins two tables in the order in which they are written.
+    - ``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it.
+    - ``{partition}``: the partition to which the notification ``n`` belongs now.
+    """
 
     def replacement(self, marker: re.Match[str]) -> str:
         """The text that replaces a marker."""
         name, arguments = marker[1], marker[2]
-        return getattr(self, name)() if arguments is None else getattr(self, name)(arguments)  # type: ignore[no-any-return]
+        if arguments is None:
+            return self.words[name]
+        return getattr(self, name)(arguments)  # type: ignore[no-any-return]
 
     def finished(self, text: str, columns: int) -> str:
         """The text after all markers were replaced. ``columns``: of a query, the number of its columns."""
@@ -39,6 +52,10 @@ SELECT value FROM jumps WHERE value <> ''"""
 
         The index ``primary`` is the primary key. ``{table events}`` leaves the choice to the database.
         """
+
+    def id(self, column: str) -> str:
+        """``{id o.event_id}``: an id in a column of ``{rows ...}``, for a comparison with a column of ids."""
+        return column
 
     @abstractmethod
     def text(self, column: str) -> str:
@@ -75,14 +92,6 @@ SELECT value FROM jumps WHERE value <> ''"""
         """``INSERT ... {keep namespace, name}``: where a row with this key exists, do nothing."""
 
     @abstractmethod
-    def unfinished(self) -> str:
-        """``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it."""
-
-    @abstractmethod
-    def now(self) -> str:
-        """``{now}``: the time of the database, in UTC."""
-
-    @abstractmethod
     def list(self, arguments: str) -> str:
         """``{list n.date timestamp, n.id id if n.is_match by n.date DESC, n.id DESC}``: the rows with a condition.
 
@@ -101,6 +110,12 @@ _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 
 class PostgresSyntax(Syntax):
     dialect = "postgres"
+    words: Mapping[str, str] = {
+        "now": "(clock_timestamp() AT TIME ZONE 'UTC')",
+        "join": "JOIN",
+        "unfinished": "n.state IN ('PENDING', 'FAILED', 'DYING')",
+        "partition": PARTITION_NOW,
+    }
 
     def for_each(self, text: str, columns: str) -> str:
         names = "|".join(name for name, _ in _columns_of(columns))
@@ -139,12 +154,6 @@ class PostgresSyntax(Syntax):
     def keep(self, key: str) -> str:
         return f"ON CONFLICT ({key}) DO NOTHING"
 
-    def unfinished(self) -> str:
-        return "n.state IN ('PENDING', 'FAILED', 'DYING')"
-
-    def now(self) -> str:
-        return "(clock_timestamp() AT TIME ZONE 'UTC')"
-
     def list(self, arguments: str) -> str:
         columns, condition, _ = _rows_in(arguments)
         texts = [self._as_text(column, kind) for column, kind in columns]
@@ -164,6 +173,12 @@ class PostgresSyntax(Syntax):
         return f"CASE WHEN isfinite({value}) THEN to_char({value}, 'YYYY-MM-DD HH24:MI:SS.US') ELSE ({value})::text END"
 
 
+_MYSQL_WORDS = {
+    "now": "UTC_TIMESTAMP(6)",
+    "join": "STRAIGHT_JOIN",
+    "unfinished": "n.is_unfinished = TRUE",
+    "partition": OWN_PARTITION,
+}
 _MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp": "DATETIME(6)"}
 
 
@@ -171,13 +186,8 @@ class MysqlSyntax(Syntax):
     def __init__(self, dialect: str, words: Mapping[str, str]) -> None:
         """``words``: the markers without arguments in which MySQL and MariaDB differ (``mysql/flavour.py``)."""
         self.dialect = dialect
-        self._words = words
+        self.words = {**_MYSQL_WORDS, **words}
         self._types = {**_MYSQL_TYPES, **{kind: words[kind] for kind in ("text", "document", "id")}}
-
-    def replacement(self, marker: re.Match[str]) -> str:
-        if marker[2] is None and marker[1] in self._words:
-            return self._words[marker[1]]
-        return super().replacement(marker)
 
     def jumping(self, text: str) -> str:
         # A recursive statement would read every row between two values: the port jumps (``mysql/jumps.py``).
@@ -187,6 +197,9 @@ class MysqlSyntax(Syntax):
         name, index, alias = (*arguments.split(), "", "")[:3]
         forced = f"FORCE INDEX ({'PRIMARY' if index == 'primary' else index})" if index else ""
         return " ".join(filter(None, (f"eventlog.{name}", alias, forced)))
+
+    def id(self, column: str) -> str:
+        return self.words["id_of"].format(column)
 
     def text(self, column: str) -> str:
         return column
@@ -215,12 +228,6 @@ class MysqlSyntax(Syntax):
         column = key.partition(",")[0]
         return f"ON DUPLICATE KEY UPDATE {column} = VALUES({column})"  # changes nothing
 
-    def unfinished(self) -> str:
-        return "n.is_unfinished = TRUE"
-
-    def now(self) -> str:
-        return "UTC_TIMESTAMP(6)"
-
     def list(self, arguments: str) -> str:
         columns, condition, order = _rows_in(arguments)
         ordered = f" ORDER BY {order}" if order else ""
@@ -245,6 +252,12 @@ _OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # SQLite's own i
 
 class SqliteSyntax(Syntax):
     dialect = "sqlite"
+    words: Mapping[str, str] = {
+        "now": ":database_now",
+        "join": "CROSS JOIN",
+        "unfinished": "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')",
+        "partition": "0",
+    }
 
     def finished(self, text: str, columns: int) -> str:
         """A query returns its rows as one JSON text, because each row of its own costs a switch of threads."""
@@ -262,6 +275,8 @@ class SqliteSyntax(Syntax):
             "event_notifications_partition": "eventlog_event_notifications_due",  # each handler has a single partition
         }
         forced = f"INDEXED BY {own.get(index, f'eventlog_{index}')}" if index else ""
+        if index == "events_sequence":  # the sequence is the rowid
+            forced = "NOT INDEXED"
         return " ".join(filter(None, (f"eventlog_{name}", alias and f"AS {alias}", forced)))
 
     def text(self, column: str) -> str:
@@ -288,12 +303,6 @@ class SqliteSyntax(Syntax):
 
     def keep(self, key: str) -> str:
         return f"ON CONFLICT ({key}) DO NOTHING"
-
-    def unfinished(self) -> str:
-        return "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')"
-
-    def now(self) -> str:
-        return ":database_now"
 
     def list(self, arguments: str) -> str:
         columns, condition, _ = _rows_in(arguments)

@@ -212,7 +212,7 @@ async def test_backfilled_notifications_have_such_ids_too(store: Store) -> None:
     await emit(store, [Many])
     await store.fan_out()
     await store.subscribe("late", types=("Many",))
-    await store.database.events.backfill("app", "late", [], LONG_AGO, NOW)
+    await store.database.stored_events.backfill("app", "late", [], LONG_AGO, NOW)
     [plain, late] = [(await store.rows(name))[0].id for name in ("plain", "late")]
     assert plain < late
     assert late.version == 7

@@ -119,7 +119,7 @@ async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Loo
     assert {name for done in found[:rounds] for name in done.events} == set(names)
     assert sum(done.notifications for done in found) == 149 * 8 + 1
     assert len(found) <= 2 * rounds + 1, "a turn takes less than it has room for"
-    assert await database_of(outbox).events.count_undelivered("app") == 0
+    assert await database_of(outbox).stored_events.count_undelivered("app") == 0
 
 
 async def test_locked_types_whose_turn_it_is_cause_no_busy_loop(outbox: Outbox, look: Look) -> None:

@@ -245,7 +245,7 @@ class Polls:
         return notifications.removed, events.removed, await retention.purge_consumed(before, 100)
 
     async def count_waiting(self, namespace: str, *keys: str, are_topics: bool = False) -> int:
-        return (await self._database.events.count_waiting(namespace, keys, FEW, are_topics=are_topics)).number
+        return (await self._database.stored_events.count_waiting(namespace, keys, FEW, are_topics=are_topics)).number
 
     async def settle(self, error: str | None = None) -> int:
         """Rows that fail, so that the next call finds the rows again."""

@@ -160,7 +160,7 @@ async def test_counting_stops_at_a_thousand(
     database = store.database
     types = ["MoneyDeposited", "WalletOpened"]
     for most in (1, 1001, 5000):
-        waiting = await database.events.count_waiting("app", types, most, are_topics=False)
+        waiting = await database.stored_events.count_waiting("app", types, most, are_topics=False)
         assert waiting == Waiting(min(most, 1002), NOON)
     outbox.handler(MoneyDeposited, name="first")(Journal())
     caplog.set_level(logging.INFO)
@@ -168,7 +168,7 @@ async def test_counting_stops_at_a_thousand(
     await outbox.drain()
 
     assert "'first' is new to more than 1,000 events" in told(caplog)[0][1]
-    assert await database.events.count_waiting("app", types, 1001, are_topics=False) == Waiting(0, None)
+    assert await database.stored_events.count_waiting("app", types, 1001, are_topics=False) == Waiting(0, None)
 
 
 async def test_of_a_topic_and_of_a_namespace_only_its_own_events_wait(
@@ -178,7 +178,7 @@ async def test_of_a_topic_and_of_a_namespace_only_its_own_events_wait(
     await deposit(ours, 1, topic="money")
     await deposit(ours, 2)
     await deposit(theirs, 3, topic="money")
-    events = Store(ours, look).database.events
+    events = Store(ours, look).database.stored_events
 
     assert await events.count_waiting("app", ["money"], 9, are_topics=True) == Waiting(1, NOON)
     assert await events.count_waiting("app", ["MoneyDeposited"], 9, are_topics=False) == Waiting(2, NOON)

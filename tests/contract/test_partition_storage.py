@@ -204,7 +204,7 @@ async def test_a_row_of_a_new_handler_has_the_partition_of_the_rows_of_fan_out(s
     await store.subscribe("second", ordered=True)
     await store.set_number("second", 16)
 
-    assert await store.database.events.backfill("app", "second", [], LONG_AGO, NOW) == len(KEYS)
+    assert await store.database.stored_events.backfill("app", "second", [], LONG_AGO, NOW) == len(KEYS)
 
     assert by_key(await store.rows("second")) == by_key(await store.rows("first"))
 
@@ -251,7 +251,7 @@ async def moved(store: Shared) -> Shared:
         await store.set_number(name, 16)
         await store.set_number(f"new {name}", 16)
         await store.subscribe(f"new {name}", ordered=ordered)
-        await store.database.events.backfill("app", f"new {name}", [], LONG_AGO, NOW)
+        await store.database.stored_events.backfill("app", f"new {name}", [], LONG_AGO, NOW)
         assert set((await store.numbers(name)).values()) == {0}
         assert len(set((await store.numbers(f"new {name}")).values())) > 8
     return store

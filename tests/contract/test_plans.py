@@ -18,7 +18,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.notification import BEGINNING, Position
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
-from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, WAITING_BY_TYPE, id_head
+from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, id_head
 from outboxio.storage.postgres.notifications import (
     ANY_DUE,
     COUNT_UNFINISHED,
@@ -46,6 +46,8 @@ from outboxio.storage.postgres.ordering import (
 from outboxio.storage.postgres.partitions import REHOME
 from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATIONS
 from outboxio.storage.postgres.session import CLAIM, FINISH
+from outboxio.storage.tables.events import WAITING_BY_TYPE
+from tests.kit.rendered import on_postgres
 from tests.kit.size import FULL
 
 pytestmark = [pytest.mark.every_version, pytest.mark.with_tables]
@@ -201,7 +203,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", statement)
         await prepare(connection, "any_undelivered", ANY_UNDELIVERED)
-        await prepare(connection, "waiting", WAITING_BY_TYPE)
+        await prepare(connection, "waiting", on_postgres(WAITING_BY_TYPE))
         await connection.execute(SUBSCRIBE, "h", NOW)
         await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 2 * BATCH, False)
         small = await fan_out(connection, "planned_when_empty", *closed)
@@ -225,7 +227,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
         waiting = await explain(connection, "any_undelivered", "app", LONG_AGO)
         assert waiting.rows_read <= TYPES
         assert not waiting.table_scans
-        counted = await explain(connection, "waiting", "app", ["T0", "T1"], 100)
+        counted = await explain(connection, "waiting", '[{"key": "T0"}, {"key": "T1"}]', "app", 100)
         assert counted.rows_read == 200
         assert not counted.table_scans
         assert not counted.sorts

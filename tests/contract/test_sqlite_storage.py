@@ -49,11 +49,13 @@ from outboxio.storage.sqlite.connection import BUSY_TIMEOUT, fetch_value
 from outboxio.storage.sqlite.database import SqliteDatabase
 from outboxio.storage.sqlite.inserts import INSERT_NOTIFICATIONS, MARK_DELIVERED
 from outboxio.storage.sqlite.session import CLAIM, FINISH, SqliteSession
+from outboxio.storage.tables import events as stored_events
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.ids import uuid7
 from tests.contract.test_schema import SHARED
 from tests.kit.app import eventually, turns
+from tests.kit.rendered import on_sqlite
 from tests.kit.virtual_time import timers
 
 NOW = datetime(2026, 1, 31, 9, 5)  # no microseconds, but the text must have six decimals
@@ -347,7 +349,7 @@ PLANS = {
     "a batch of a topic": (events.TOPICS.measure, f"{UNDELIVERED_TOPIC})"),
     "notifications of a topic": (events.TOPICS.notify, f"{UNDELIVERED_TOPIC} AND sequence<?)"),
     "a topic delivered": (events.TOPICS.mark_delivered, f"{UNDELIVERED_TOPIC} AND sequence<?)"),
-    "history": (events.BACKFILL, EVENT_BY_ID),
+    "history": (on_sqlite(stored_events.BACKFILL), EVENT_BY_ID),
     "handlers with work": (due.FIND_BUSY, BY_POSITION),
     "due": (due.FIND_DUE, BY_POSITION),
     "settle": (notifications.SETTLE, BY_ID),
@@ -471,7 +473,7 @@ async def test_closing_twice_is_closing_once_and_a_file_can_be_used_again(in_fil
     await emit(in_file, event())
     await in_file.close()
     await in_file.close()
-    assert await in_file.events.count_undelivered("ns") == 1
+    assert await in_file.stored_events.count_undelivered("ns") == 1
 
 
 def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
@@ -480,7 +482,7 @@ def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
     async def crowd() -> int:
         """Many at once, so that some tasks wait for a turn."""
         await asyncio.gather(*(emit(database, event()) for _ in range(5)))
-        return await database.events.count_undelivered("ns")
+        return await database.stored_events.count_undelivered("ns")
 
     asyncio.run(database.schema.migrate())
     assert [asyncio.run(crowd()), asyncio.run(crowd())] == [5, 10]
@@ -502,16 +504,16 @@ def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
 async def test_a_reader_sees_committed_rows_and_never_waits(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         await session.insert_events(action(), [event()])
-        assert await asyncio.create_task(in_file.events.count_undelivered("ns")) == 0
+        assert await asyncio.create_task(in_file.stored_events.count_undelivered("ns")) == 0
         await session.commit()
-        assert await in_file.events.count_undelivered("ns") == 1
+        assert await in_file.stored_events.count_undelivered("ns") == 1
 
 
 async def test_in_memory_a_reader_waits_for_the_action_to_end() -> None:
     async with migrated(None) as database:
         async with transaction(database) as session:
             await session.insert_events(action(), [event()])
-            reader = asyncio.create_task(database.events.count_undelivered("ns"))
+            reader = asyncio.create_task(database.stored_events.count_undelivered("ns"))
             await asyncio.sleep(0)
             await session.fetch("SELECT 1", ())
             assert not reader.done()
@@ -549,7 +551,7 @@ async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_
     async with asyncio.timeout(20):
         await asyncio.gather(fails(), follows())
 
-    assert await database.events.count_undelivered("ns") == 1
+    assert await database.stored_events.count_undelivered("ns") == 1
 
 
 async def _with_deferred_references(database: SqliteDatabase) -> None:
@@ -665,7 +667,7 @@ async def test_a_cancelled_statement_runs_to_its_end_and_the_rollback_comes_afte
         statement.cancel()
         await session.rollback()
         assert not session.in_transaction()
-    assert await database.events.count_undelivered("ns") == 0
+    assert await database.stored_events.count_undelivered("ns") == 0
 
 
 async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteDatabase) -> None:
@@ -680,7 +682,7 @@ async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteData
         beginning.cancel()
         await asyncio.gather(beginning, return_exceptions=True)
         await emit(database, event())
-    assert await database.events.count_undelivered("ns") == 4
+    assert await database.stored_events.count_undelivered("ns") == 4
 
 
 async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: SqliteDatabase) -> None:
@@ -689,7 +691,7 @@ async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: 
         await asyncio.sleep(0)
         waiting[1].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert await database.events.count_undelivered("ns") == 2
+    assert await database.stored_events.count_undelivered("ns") == 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 8, 16, 32])
@@ -707,7 +709,7 @@ async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteD
 async def test_an_uncommitted_session_is_rolled_back_when_it_is_given_back(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.insert_events(action(), [event()])
-    assert await database.events.count_undelivered("ns") == 0
+    assert await database.stored_events.count_undelivered("ns") == 0
     await emit(database, event())
 
 
@@ -717,7 +719,7 @@ async def test_a_connection_that_the_application_closed_is_replaced(in_file: Sql
         with pytest.raises(sqlite3.ProgrammingError, match="closed"):
             await session.commit()
     await emit(in_file, event())
-    assert await in_file.events.count_undelivered("ns") == 1
+    assert await in_file.stored_events.count_undelivered("ns") == 1
 
 
 async def test_a_discarded_connection_is_never_used_again(in_file: SqliteDatabase) -> None:
@@ -835,7 +837,7 @@ async def test_a_row_factory_of_the_application_does_not_change_our_reads(databa
     async with transaction(database) as session:
         session.connection.row_factory = lambda cursor, row: {"only": "names"}
     await emit(database, event())
-    assert await database.events.count_undelivered("ns") == 1
+    assert await database.stored_events.count_undelivered("ns") == 1
 
 
 async def test_the_session_knows_when_its_transaction_was_ended_behind_its_back(database: SqliteDatabase) -> None:
@@ -861,7 +863,7 @@ async def test_events_are_recorded_in_the_transaction_of_a_sqlite3_connection(
             assert session.in_transaction()
             await session.insert_events(action(), [event(), event()])
             connection.execute(end)
-            assert await in_file.events.count_undelivered("ns") == expected
+            assert await in_file.stored_events.count_undelivered("ns") == expected
 
 
 async def test_events_are_recorded_in_the_transaction_of_an_aiosqlite_connection(
@@ -876,11 +878,11 @@ async def test_events_are_recorded_in_the_transaction_of_an_aiosqlite_connection
         assert session.in_transaction()
         await session.insert_events(action(), [event()])
         await connection.rollback()
-        assert await in_file.events.count_undelivered("ns") == 0
+        assert await in_file.stored_events.count_undelivered("ns") == 0
         await connection.execute("INSERT INTO pets VALUES ('a')")
         await session.insert_events(action(), [event()])
         await connection.commit()
-        assert await in_file.events.count_undelivered("ns") == 1
+        assert await in_file.stored_events.count_undelivered("ns") == 1
 
 
 async def test_all_events_of_an_action_are_written_or_none(in_file: SqliteDatabase, path: Path) -> None:
@@ -892,7 +894,7 @@ async def test_all_events_of_an_action_are_written_or_none(in_file: SqliteDataba
         with pytest.raises(sqlite3.IntegrityError):
             await session.insert_events(action(), [event(), twice, twice])
         connection.commit()
-    assert await in_file.events.count_undelivered("ns") == 0
+    assert await in_file.stored_events.count_undelivered("ns") == 0
 
 
 async def test_events_beyond_the_number_of_variables_are_one_statement(database: SqliteDatabase) -> None:
@@ -983,7 +985,7 @@ async def test_ids_differ_whatever_the_random_numbers(
         Subscription(handler_name="later", event_type="Greeted"),
         Subscription(handler_name="later", topic="hall"),
     )
-    assert await database.events.backfill("ns", "later", [], SINCE, NOW) == 50
+    assert await database.stored_events.backfill("ns", "later", [], SINCE, NOW) == 50
 
 
 async def test_migrations_are_recorded_by_the_clock_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1018,18 +1020,18 @@ async def test_no_handler_wants_the_empty_topic(database: SqliteDatabase) -> Non
     )
     await emit(database, event(topic=""))
     assert (await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).notifications == 1
-    assert await database.events.backfill("ns", "sing", [], SINCE, NOW) == 0
+    assert await database.stored_events.backfill("ns", "sing", [], SINCE, NOW) == 0
 
 
 async def test_history_is_written_in_pieces_and_only_once(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "PIECE", 2)
+    monkeypatch.setattr(stored_events, "PIECE", 2)
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(5)))
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
     await subscribe(database, Subscription(handler_name="later", event_type="Greeted"))
-    assert [await database.events.backfill("ns", "later", [], SINCE, NOW) for _ in range(2)] == [5, 0]
+    assert [await database.stored_events.backfill("ns", "later", [], SINCE, NOW) for _ in range(2)] == [5, 0]
 
 
 async def test_only_the_newest_term_settles(database: SqliteDatabase) -> None:
@@ -1049,7 +1051,7 @@ async def test_events_of_a_refused_bucket_are_not_written(database: SqliteDataba
     assert [
         await database.notifications.settle_emitting(Bucket(State.SUCCEEDED, 1, [outcome]), NOW) for outcome in outcomes
     ] == [0, 1]
-    assert await database.events.count_undelivered("ns") == 1
+    assert await database.stored_events.count_undelivered("ns") == 1
 
 
 async def test_the_last_ten_errors_are_kept(database: SqliteDatabase) -> None:

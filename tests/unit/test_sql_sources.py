@@ -96,7 +96,6 @@ HARMLESS = {
         "few_of_slots": "one constant, repeated",
         "of_slots": "one constant, repeated",
     },
-    "mysql/events.py": {"MysqlEvents.backfill.write": IDS},
     "mysql/fanout.py": {
         "MysqlFanout._claim_and_notify": "constants, in a row",
         "MysqlFanout._message": IDS,

@@ -48,7 +48,7 @@ class Questions(AdminBase):
         for one in self._shards.chosen(shard):
             for state, number in (await one.database.notifications.count_states(self._namespace)).items():
                 counts[state] = counts.get(state, 0) + number
-            counts["undelivered"] += await one.database.events.count_undelivered(self._namespace)
+            counts["undelivered"] += await one.database.stored_events.count_undelivered(self._namespace)
             counts["unroutable"] += await count_unroutable(one.database, self._namespace, one.clock, self._settings)
         return counts
 
@@ -219,7 +219,7 @@ class Questions(AdminBase):
         names = GivenTypes(event_types).names
         found: list[str] = []
         for database in self._shards.databases(shard):
-            found += await database.events.payloads(self._namespace, names)
+            found += await database.stored_events.payloads(self._namespace, names)
         return found
 
     # --- inside ----------------------------------------------------------------------------------

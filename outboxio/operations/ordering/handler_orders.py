@@ -121,7 +121,9 @@ class HandlerOrders(AdminBase):
                 await refuse_skipped(database, self._namespace, known, begin)
 
         async def change(one: AdminShard) -> int:
-            return await one.database.events.backfill(self._namespace, handler, given.names, begin, await one.now())
+            return await one.database.stored_events.backfill(
+                self._namespace, handler, given.names, begin, await one.now()
+            )
 
         return await self._recorder.done(order, shard, change)
 

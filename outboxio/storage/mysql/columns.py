@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import Context, Notification, NotificationRecord
+from outboxio.model.notification import COPIED, Context, Notification, NotificationRecord
 
 # --- events ----------------------------------------------------------------------------------------
 
@@ -39,18 +39,11 @@ BY_EVENT = "eventlog.event_notifications n FORCE INDEX (event_notifications_even
 BY_DEAD = "eventlog.event_notifications n FORCE INDEX (event_notifications_dead)"
 BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 
-_COPIED = (
-    "namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
-    "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
-    "hops",
-)  # fmt: skip
-"""The columns that a notification has from its event."""
-
 
 def notifications_of(own: Mapping[str, str]) -> tuple[str, str]:
     """INSERT INTO and SELECT of notifications of events ``e``. ``own``: the columns that an event does not have."""
-    columns = ", ".join((*own, *_COPIED))
-    values = ", ".join((*own.values(), *(f"e.{column}" for column in _COPIED)))
+    columns = ", ".join((*own, *COPIED))
+    values = ", ".join((*own.values(), *(f"e.{column}" for column in COPIED)))
     return f"INSERT INTO eventlog.event_notifications ({columns})", f"SELECT {values}"
 
 

@@ -34,7 +34,7 @@ from outboxio.storage.mysql.connection import (
     limit,
     waits_for,
 )
-from outboxio.storage.mysql.events import MysqlEvents
+from outboxio.storage.mysql.fanout import MysqlFanout
 from outboxio.storage.mysql.flavour import FLAVOURS, MARIADB, MYSQL, Server, for_flavours
 from outboxio.storage.mysql.key_session import MysqlKeySession
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
@@ -86,7 +86,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
             flavour = FLAVOURS[source.dialect if isinstance(source, GivenEngine) else dialect_of(source)]
         self._server = Server(flavour, limits, self._give_up)
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
-        self.events = MysqlEvents(self._fanout, self._admin, self._server)
+        self.events = MysqlFanout(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.ordering = MysqlOrdering(self._find)
         self.retention = MysqlRetention(self._admin, self._server)

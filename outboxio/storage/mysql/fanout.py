@@ -74,15 +74,15 @@ WHERE {_TOPIC_WAITS} = 1
 CLAIM = """
 SELECT GROUP_CONCAT(b.number, ' ', b.sequence, ' ', b.id) FROM ({branches}) b
 """
-OF_TYPE_WAITING = f"FROM {BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
-OF_TOPIC_WAITING = f"FROM {_BY_TOPIC} WHERE e.namespace = %s AND e.waiting_topic = %s"
+_OF_TYPE_WAITING = f"FROM {BY_TYPE} WHERE e.namespace = %s AND e.delivered = FALSE AND e.event_type = %s"
+_OF_TOPIC_WAITING = f"FROM {_BY_TOPIC} WHERE e.namespace = %s AND e.waiting_topic = %s"
 _FIRST = "ORDER BY e.sequence LIMIT %s"
 _READ = "SELECT %s AS number, e.id AS id, e.sequence AS sequence, 0 AS hops"
 _READ_ON = _READ.replace("0 AS", "e.hops AS")
 _MARKING = _READ.replace("e.id", "IF({other} IN ({{others}}), CONCAT('-', e.id), e.id)")
-OF_TYPE, OF_TOPIC = f"{_READ} {OF_TYPE_WAITING} {_FIRST}", f"{_READ} {OF_TOPIC_WAITING} {_FIRST}"
-OF_TYPE_AFTER = f"{_READ_ON} {OF_TYPE_WAITING} AND e.sequence > %s {_FIRST}"
-OF_TOPIC_AFTER = f"{_READ_ON} {OF_TOPIC_WAITING} AND e.sequence > %s {_FIRST}"
+OF_TYPE, OF_TOPIC = f"{_READ} {_OF_TYPE_WAITING} {_FIRST}", f"{_READ} {_OF_TOPIC_WAITING} {_FIRST}"
+OF_TYPE_AFTER = f"{_READ_ON} {_OF_TYPE_WAITING} AND e.sequence > %s {_FIRST}"
+OF_TOPIC_AFTER = f"{_READ_ON} {_OF_TOPIC_WAITING} AND e.sequence > %s {_FIRST}"
 OF_TYPE_MARKING = OF_TYPE.replace(_READ, _MARKING.format(other="e.topic"))
 OF_TOPIC_MARKING = OF_TOPIC.replace(_READ, _MARKING.format(other="e.event_type"))
 SKIP_LOCKED = " FOR UPDATE SKIP LOCKED"
@@ -124,8 +124,9 @@ NOTHING_DONE = FanoutResult({}, frozenset(), 0)
 class MysqlFanout:
     """Rounds of fan-out, on the connection of the fan-out loop."""
 
-    def __init__(self, loop: LoopConnection, server: Server) -> None:
+    def __init__(self, loop: LoopConnection, admin: LoopConnection, server: Server) -> None:
         self._loop = loop
+        self._admin = admin
         self._server = server
         self.plan = ClaimPlan()
 
@@ -149,6 +150,10 @@ class MysqlFanout:
         done = NOTHING_DONE if claim is None else await self._take(request, claim)
         plan.ended(done)
         return done
+
+    async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
+        wanted = await find_wanted(self._admin, namespace, seen_since, {})
+        return any(key.waits for key in wanted)
 
     async def _take(self, request: FanoutRequest, claim: Claim) -> FanoutResult:
         """Claim events, and make the notifications. If MariaDB refuses to wait for a lock, do so with SKIP LOCKED."""

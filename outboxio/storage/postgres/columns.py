@@ -25,13 +25,6 @@ OF_EVENT = {
     "headers": "",
 }
 
-#: The columns that a notification copies from the event.
-COPIED = (
-    "namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
-    "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
-    "hops",
-)  # fmt: skip
-
 #: All columns of ``event_notifications``, in the order of the fields of :class:`NotificationRecord`.
 OF_NOTIFICATION = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import asyncpg
 
-from outboxio.storage.postgres.columns import COPIED, DUE_COLUMNS, partition_of
+from outboxio.model.notification import COPIED
+from outboxio.storage.postgres.columns import DUE_COLUMNS, partition_of
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.postgres.notifications import as_notifications
-from outboxio.storage.protocols import FanoutRequest, FanoutResult, Waiting
+from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from outboxio.support.ids import uuid7
 
 # The id is a UUIDv7: the time of the round, 20 bits of the event's sequence, 42 random bits. So a round appends
@@ -26,7 +26,7 @@ _ID = """
 
 _ORDERING_KEY = "CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END"
 
-# How fan-out and backfill make a notification of the event ``e`` for the subscription ``s``.
+# How fan-out makes a notification of the event ``e`` for the subscription ``s``.
 _MADE = {
     "id": _ID,
     "event_id": "e.id",
@@ -217,37 +217,6 @@ SELECT EXISTS (
     ORDER BY e.sequence LIMIT 1) e)
 """
 
-COUNT_UNDELIVERED = """
-SELECT count(*) FROM eventlog.events WHERE namespace = $1 AND delivered = FALSE AND event_type IS NOT NULL
-"""
-
-WAITING = """
-SELECT count(*), min(e.event_date) FROM unnest($2::text[]) AS k(key) CROSS JOIN LATERAL (
-  SELECT event_date FROM eventlog.events
-  WHERE namespace = $1 AND {column} = k.key AND delivered = FALSE AND {column} IS NOT NULL AND event_type IS NOT NULL
-  ORDER BY sequence LIMIT $3) e
-"""
-WAITING_BY_TYPE, WAITING_BY_TOPIC = WAITING.format(column="event_type"), WAITING.format(column="topic")
-
-PAYLOADS = """
-SELECT payload::text FROM eventlog.events WHERE namespace = $1 AND event_type = ANY ($2::text[]) ORDER BY sequence
-"""
-
-# An event for which the handler has a row under an alias gets no second row.
-_PARTITIONS = "(SELECT partitions FROM eventlog.handler_partitions WHERE namespace = $1 AND handler_name = $2)"
-BACKFILL = f"""
-{_INTO}
-{_OWED.format(now="$5", id_head="$6", partitions=_PARTITIONS)}
-FROM eventlog.events e JOIN eventlog.subscriptions s
-  ON s.namespace = e.namespace AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')
-WHERE e.namespace = $1 AND s.handler_name = $2 AND e.delivered = TRUE AND e.event_date >= $4
-  AND (cardinality($3::text[]) = 0 OR e.event_type = ANY ($3))
-  AND NOT EXISTS (SELECT FROM eventlog.event_notifications n
-    WHERE n.event_id = e.id AND s.aliases @> to_jsonb(n.handler_name::text))
-ORDER BY e.sequence
-ON CONFLICT (event_id, handler_name) DO NOTHING
-"""
-
 
 class PostgresEvents:
     def __init__(self, fanout: LoopConnection, admin: LoopConnection) -> None:
@@ -297,22 +266,6 @@ class PostgresEvents:
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
         return bool((await self._admin.fetch(ANY_UNDELIVERED, namespace, seen_since))[0][0])
-
-    async def count_undelivered(self, namespace: str) -> int:
-        return int((await self._admin.fetch(COUNT_UNDELIVERED, namespace))[0][0])
-
-    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
-        statement = WAITING_BY_TOPIC if are_topics else WAITING_BY_TYPE
-        (row,) = await self._admin.fetch(statement, namespace, list(keys), most)
-        return Waiting(row[0], row[1])
-
-    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
-        return [row[0] for row in await self._admin.fetch(PAYLOADS, namespace, list(types))]
-
-    async def backfill(
-        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
-    ) -> int:
-        return await self._admin.execute(BACKFILL, namespace, handler_name, list(types), since, now, id_head())
 
 
 def id_head() -> str:

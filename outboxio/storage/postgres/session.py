@@ -15,8 +15,9 @@ from msgspec import Struct
 from outboxio.errors import TransactionEnded
 from outboxio.model.action import cause_chain
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent, refusal_of
+from outboxio.model.notification import COPIED
 from outboxio.storage.connections.pool import GiveBack
-from outboxio.storage.postgres.columns import COPIED, partition_of
+from outboxio.storage.postgres.columns import partition_of
 from outboxio.storage.postgres.connection import OurConnection, row_count
 from outboxio.storage.postgres.errors import is_unreachable
 from outboxio.storage.postgres.insertion import as_texts, insertion

@@ -12,13 +12,12 @@ remaining methods are short transactions, or single autocommit statements, on co
 """
 
 from outboxio.storage.protocols.cold import (
-    EventStore,
     OperatorStore,
     PartitionRepository,
     RetentionRepository,
     Schema,
 )
-from outboxio.storage.protocols.database import Database, EventRepository, NotificationRepository
+from outboxio.storage.protocols.database import Database, NotificationRepository
 from outboxio.storage.protocols.events import (
     ActionPlace,
     EventSummary,
@@ -96,8 +95,6 @@ __all__ = [
     "DeferredFigures",
     "DispatchStore",
     "DueFigures",
-    "EventRepository",
-    "EventStore",
     "EventSummary",
     "FanoutRequest",
     "FanoutResult",

@@ -16,29 +16,8 @@ from outboxio.storage.protocols.values import (
     Instance,
     PurgeResult,
     Rehomed,
-    Waiting,
 )
 from outboxio.storage.schema import Rights
-
-
-class EventStore(Protocol):
-    """The ``events`` table for operators and for new handlers."""
-
-    async def count_undelivered(self, namespace: str) -> int: ...
-
-    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
-        """The undelivered events of these types, or on these topics, counted up to ``most`` for each key."""
-        ...
-
-    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
-        """The payloads of events of these types, in order of the sequence."""
-        ...
-
-    async def backfill(
-        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
-    ) -> int:
-        """Write notifications of delivered events for a handler; the number of notifications."""
-        ...
 
 
 class OperatorStore(Protocol):

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outboxio.storage.protocols.cold import (
-    EventStore,
     OperatorStore,
     PartitionRepository,
     RetentionRepository,
@@ -32,14 +31,11 @@ from outboxio.support.text import TextEncoding
 if TYPE_CHECKING:
     from outboxio.storage.tables.deferred import Deferred
     from outboxio.storage.tables.event_search import EventSearch
+    from outboxio.storage.tables.events import StoredEvents
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
-
-
-class EventRepository(FanoutStore, EventStore, Protocol):
-    """The ``events`` table."""
 
 
 class NotificationRepository(DispatchStore, OperatorStore, Protocol):
@@ -93,7 +89,10 @@ class Database(Protocol):
         ...
 
     @property
-    def events(self) -> EventRepository: ...
+    def events(self) -> FanoutStore: ...
+
+    @property
+    def stored_events(self) -> StoredEvents: ...
 
     @property
     def notifications(self) -> NotificationRepository: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import DOCUMENTS, Context, NotificationRecord
+from outboxio.model.notification import COPIED, DOCUMENTS, Context, NotificationRecord
 
 # --- eventlog_events ---------------------------------------------------------------------------------
 
@@ -24,13 +24,10 @@ EVENT = {
 
 # --- eventlog_event_notifications --------------------------------------------------------------------
 
-_COPIED = ("namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "model_id",
-           "model_type", "event_type", "payload", "event_date", "sequence", "correlation_id", "causation_id", "headers",
-           "hops")  # fmt: skip
 IS_DUE_FROM = "max(coalesce(e.available_at, :now), :now)"
 
 NOTIFICATION = {
-    **{column: f"e.{column}" for column in _COPIED},
+    **{column: f"e.{column}" for column in COPIED},
     "event_id": "e.id",
     "created_date": ":now",
     "updated_date": ":now",

@@ -1,4 +1,4 @@
-"""The ``events`` table on SQLite: fan-out, inspection and backfill."""
+"""Fan-out on SQLite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from outboxio.storage.protocols import FanoutRequest, FanoutResult, Waiting
+from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from outboxio.storage.share_out import Reach, share_out
 from outboxio.storage.sqlite.columns import IS_DUE_FROM, NOTIFICATION, names, values
 from outboxio.storage.sqlite.connection import fetch_value, in_transaction
@@ -133,55 +133,6 @@ UPDATE eventlog_events NOT INDEXED SET delivered = TRUE WHERE sequence IN (
   WHERE {_TAKEN})
 """
 
-COUNT_UNDELIVERED = """
-SELECT count(*) FROM eventlog_events INDEXED BY eventlog_events_undelivered
-WHERE namespace = :namespace AND delivered = FALSE AND event_type IS NOT NULL
-"""
-
-# As in _RANGES, the subquery of a column may refer to a neighbouring table.
-WAITING = """
-SELECT json_object('number', coalesce(sum(json_extract(k.batch, '$[0]')), 0),
-  'oldest', min(json_extract(k.batch, '$[1]')))
-FROM (
-  SELECT (
-    SELECT json_array(count(*), min(event_date)) FROM (
-      SELECT e.event_date FROM eventlog_events e INDEXED BY {index}
-      WHERE e.namespace = :namespace AND e.{column} = k.value AND e.delivered = FALSE AND +e.event_type IS NOT NULL
-      ORDER BY e.sequence LIMIT :most)
-  ) AS batch FROM json_each(:keys) k) k
-"""
-
-PAYLOADS = """
-SELECT json_group_array(payload) FROM (SELECT payload FROM eventlog_events NOT INDEXED
-  WHERE namespace = :namespace AND event_type IN (SELECT value FROM json_each(:types)) ORDER BY sequence)
-"""
-
-# History can be long, and SQLite has a single writer: so the events are found without the write lock, and the
-# notifications are written in pieces. An event that the handler has had under an alias is left out.
-HISTORY = """
-SELECT json_group_array(id) FROM (SELECT e.id FROM eventlog_events e NOT INDEXED
-  WHERE e.namespace = :namespace AND e.delivered = TRUE AND e.event_date >= :since
-    AND (:types = '[]' OR e.event_type IN (SELECT value FROM json_each(:types)))
-    AND EXISTS (SELECT 1 FROM eventlog_subscriptions s
-      WHERE s.namespace = :namespace AND s.handler_name = :handler_name
-        AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> '')))
-    AND NOT EXISTS (SELECT 1 FROM eventlog_subscriptions s, json_each(s.aliases) a, eventlog_event_notifications n
-      WHERE s.namespace = :namespace AND s.handler_name = :handler_name
-        AND n.event_id = e.id AND n.handler_name = a.value)
-  ORDER BY e.sequence)
-"""
-PIECE = 1000
-# sqlite_autoindex_..._1 is SQLite's own index of the ids.
-BACKFILL = f"""
-{_INSERT}
-SELECT {values(_OWED)}
-FROM json_each(:ids) h CROSS JOIN eventlog_events e INDEXED BY sqlite_autoindex_eventlog_events_1 ON e.id = h.value
-CROSS JOIN eventlog_subscriptions s ON s.namespace = :namespace AND s.handler_name = :handler_name
-  AND (e.event_type = s.event_type OR (e.topic = s.topic AND s.topic <> ''))
-WHERE TRUE ON CONFLICT (event_id, handler_name) DO NOTHING
-"""
-
-
 _Range = tuple[str, int | None, int | None, int]
 """An event type: the lowest and the highest sequence, and the number of events."""
 
@@ -241,9 +192,9 @@ class Kind:
 
     def __init__(self, column: str, index: str, sign: str) -> None:
         self.sign = sign
-        self.measure, self.notify, self.mark_delivered, self.count_waiting = (
+        self.measure, self.notify, self.mark_delivered = (
             statement.format(column=column, index=index)
-            for statement in (MEASURE, INSERT_NOTIFICATIONS, MARK_DELIVERED, WAITING)
+            for statement in (MEASURE, INSERT_NOTIFICATIONS, MARK_DELIVERED)
         )
 
 
@@ -251,7 +202,6 @@ TYPES = Kind("event_type", "eventlog_events_undelivered", "")
 TOPICS = Kind("topic", "eventlog_events_undelivered_topic", "#")
 
 _survey = msgspec.json.Decoder(_Survey)
-_strings = msgspec.json.Decoder(list[str])
 _batch = msgspec.json.Decoder(_Batch)
 _ranges = msgspec.json.Decoder(list[_Range])
 
@@ -272,32 +222,6 @@ class SqliteEvents:
         scope = {"namespace": namespace, "seen_since": as_text(seen_since)}
         survey = await self._connections.read(lambda connection: _Survey.read(connection, scope, 1))
         return bool(survey.waiting)
-
-    async def count_undelivered(self, namespace: str) -> int:
-        return int(await self._connections.inspect(COUNT_UNDELIVERED, {"namespace": namespace}))
-
-    async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
-        scope = {"namespace": namespace, "keys": as_json(keys), "most": most}
-        found = await self._connections.inspect((TOPICS if are_topics else TYPES).count_waiting, scope)
-        return msgspec.json.decode(found, type=Waiting)
-
-    async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
-        return _strings.decode(
-            await self._connections.inspect(PAYLOADS, {"namespace": namespace, "types": as_json(types)})
-        )
-
-    async def backfill(
-        self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
-    ) -> int:
-        scope = {"namespace": namespace, "handler_name": handler_name}
-        sought = {**scope, "types": as_json(types), "since": as_text(since)}
-        history = _strings.decode(await self._connections.inspect(HISTORY, sought))
-        owed = {**scope, "now": as_text(now), **_new_ids()}
-        made = 0
-        for start in range(0, len(history), PIECE):
-            ids = as_json(history[start : start + PIECE])
-            made += await self._connections.write(BACKFILL, {**owed, "ids": ids})
-        return made
 
 
 def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outboxio.storage.statement import Port
 from outboxio.storage.tables.deferred import Deferred
+from outboxio.storage.tables.events import StoredEvents
 from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.starts import Starts
@@ -19,3 +20,4 @@ class Tables:
         self.operations = Operations(admin, shard)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
+        self.stored_events = StoredEvents(admin, self.subscriptions)
