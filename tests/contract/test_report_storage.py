@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from outboxio import Outbox
-from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport, ReportRepository
+from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
+from outboxio.storage.tables.reports import Reports
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 
@@ -19,8 +20,8 @@ MINUTE = timedelta(minutes=1)
 
 
 @pytest.fixture
-def reports(outbox: Outbox) -> ReportRepository:
-    repository: ReportRepository = database_of(outbox).reports
+def reports(outbox: Outbox) -> Reports:
+    repository: Reports = database_of(outbox).reports
     return repository
 
 
@@ -39,7 +40,7 @@ def report(instance: str = "host:1:a", seen: datetime = NOON, **content: Any) ->
     )  # fmt: skip
 
 
-async def test_minutes_are_read_as_they_were_written(reports: ReportRepository) -> None:
+async def test_minutes_are_read_as_they_were_written(reports: Reports) -> None:
     written = [minute("b"), minute("a", skipped=2**62), minute("a", NOON + MINUTE), minute("\"ü😀'\\")]
     await reports.write_minutes("app", "host:1:a", written)
 
@@ -49,14 +50,14 @@ async def test_minutes_are_read_as_they_were_written(reports: ReportRepository) 
     )
 
 
-async def test_a_minute_that_is_written_again_is_replaced(reports: ReportRepository) -> None:
+async def test_a_minute_that_is_written_again_is_replaced(reports: Reports) -> None:
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=1), minute("other")])
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=7, failed=0)])
 
     assert await reports.minutes_of("app", "h", [NOON]) == [minute(succeeded=7, failed=0)]
 
 
-async def test_the_minutes_of_several_processes_are_added_up(reports: ReportRepository) -> None:
+async def test_the_minutes_of_several_processes_are_added_up(reports: Reports) -> None:
     for instance in ("host:1:a", "host:2:b", "host:3:c"):
         await reports.write_minutes("app", instance, [minute(succeeded=4), minute(date=NOON + MINUTE)])
 
@@ -65,7 +66,7 @@ async def test_the_minutes_of_several_processes_are_added_up(reports: ReportRepo
     assert (second.minute_date, second.succeeded) == (NOON + MINUTE, 3)
 
 
-async def test_minutes_are_selected_by_moment_handler_and_namespace(reports: ReportRepository) -> None:
+async def test_minutes_are_selected_by_moment_handler_and_namespace(reports: Reports) -> None:
     await reports.write_minutes("app", "i", [minute("a"), minute("b"), minute("a", NOON + MINUTE)])
     await reports.write_minutes("other", "i", [minute("a")])
 
@@ -78,7 +79,7 @@ async def test_minutes_are_selected_by_moment_handler_and_namespace(reports: Rep
     assert await reports.minutes("none", NOON) == []
 
 
-async def test_a_report_is_replaced_by_the_next_report_of_its_process(reports: ReportRepository) -> None:
+async def test_a_report_is_replaced_by_the_next_report_of_its_process(reports: Reports) -> None:
     await reports.write_report("app", report(loop_lag=0.5))
     await reports.write_report("app", report("host:2:b"))
     await reports.write_report("app", report(seen=NOON + MINUTE, text="ü😀'\\\"", loop_lag=0.25))
@@ -92,7 +93,7 @@ async def test_a_report_is_replaced_by_the_next_report_of_its_process(reports: R
     assert await reports.reports("other", NOON) == []
 
 
-async def test_a_process_that_leaves_removes_its_own_report_only(reports: ReportRepository) -> None:
+async def test_a_process_that_leaves_removes_its_own_report_only(reports: Reports) -> None:
     for instance in ("a", "b"):
         await reports.write_report("app", report(instance))
     await reports.write_report("other", report("a"))
@@ -102,7 +103,7 @@ async def test_a_process_that_leaves_removes_its_own_report_only(reports: Report
     assert [each.instance for each in await reports.reports("other", NOON)] == ["a"]
 
 
-async def test_old_rows_are_removed_in_pieces_oldest_minutes_first(reports: ReportRepository, look: Look) -> None:
+async def test_old_rows_are_removed_in_pieces_oldest_minutes_first(reports: Reports, look: Look) -> None:
     await reports.write_minutes("app", "i", [minute(date=NOON + number * MINUTE) for number in range(5)])
     await reports.write_minutes("other", "i", [minute()])
     for number in range(3):
@@ -117,12 +118,12 @@ async def test_old_rows_are_removed_in_pieces_oldest_minutes_first(reports: Repo
 
 
 async def test_many_processes_write_the_same_minutes_at_the_same_time_without_a_deadlock(
-    reports: ReportRepository, make_outbox: Any
+    reports: Reports, make_outbox: Any
 ) -> None:
     names = [f"h{number}" for number in range(20)]
     others = [database_of(await make_outbox()).reports for _ in range(4)]
 
-    async def write(repository: ReportRepository, instance: str) -> None:
+    async def write(repository: Reports, instance: str) -> None:
         for round in range(10):
             shuffled = names[round:] + names[:round]
             await repository.write_minutes("app", instance, [minute(name, succeeded=round) for name in shuffled])

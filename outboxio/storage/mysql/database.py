@@ -43,7 +43,6 @@ from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.partitions import MysqlPartitions
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
-from outboxio.storage.mysql.reports import MysqlReports
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
@@ -96,7 +95,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = EventSearch(MysqlPort(self._admin, self._server), self.search)
         self.probes = MysqlProbes(self._admin, self._server)
-        self.reports = MysqlReports(self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 

@@ -48,7 +48,6 @@ from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.probes import PostgresProbes
-from outboxio.storage.postgres.reports import PostgresReports
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.search import PostgresSearch
@@ -127,7 +126,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.search = PostgresSearch(self._admin, name)
         self.event_search = EventSearch(PostgresPort(self._admin), self.search)
         self.probes = PostgresProbes(self._admin)
-        self.reports = PostgresReports(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

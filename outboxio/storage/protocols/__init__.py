@@ -48,7 +48,6 @@ from outboxio.storage.protocols.operating import (
     ParkedKey,
     Piece,
     ProbeRepository,
-    ReportRepository,
     SearchRepository,
     Taken,
 )
@@ -125,7 +124,6 @@ __all__ = [
     "ProbeRepository",
     "PurgeResult",
     "Rehomed",
-    "ReportRepository",
     "RetentionRepository",
     "Schema",
     "SearchRepository",

@@ -22,7 +22,6 @@ from outboxio.storage.protocols.hot import (
 from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
     ProbeRepository,
-    ReportRepository,
     SearchRepository,
 )
 from outboxio.support.codec import Check
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.events import StoredEvents
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
+    from outboxio.storage.tables.reports import Reports
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
 
@@ -133,7 +133,7 @@ class Database(Protocol):
     def probes(self) -> ProbeRepository: ...
 
     @property
-    def reports(self) -> ReportRepository: ...
+    def reports(self) -> Reports: ...
 
     @property
     def schema(self) -> Schema: ...

@@ -275,37 +275,6 @@ class InstanceReport(Struct, frozen=True, kw_only=True):
         return now - self.last_seen_date < SILENT_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
 
 
-class ReportRepository(Protocol):
-    """The tables ``handler_minutes`` and ``instance_reports``."""
-
-    async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
-        """Write the minutes of this process, in one statement. A row that exists is replaced."""
-        ...
-
-    async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
-        """The minutes of all handlers after a moment, the processes added up."""
-        ...
-
-    async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
-        """The rows of a handler name for these minutes, the oldest first, the processes added up.
-
-        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
-        """
-        ...
-
-    async def write_report(self, namespace: str, report: InstanceReport) -> None: ...
-
-    async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]: ...
-
-    async def remove_report(self, namespace: str, instance: str) -> None:
-        """Remove the row of a process that leaves."""
-        ...
-
-    async def remove_old(self, namespace: str, minutes_before: datetime, seen_before: datetime, limit: int) -> int:
-        """Remove up to ``limit`` old rows of each table; the number of rows."""
-        ...
-
-
 class Taken(Struct, frozen=True):
     """An operation that this process carries out from now on."""
 

@@ -23,7 +23,6 @@ from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.probes import SqliteProbes
-from outboxio.storage.sqlite.reports import SqliteReports
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
@@ -82,7 +81,6 @@ class SqliteDatabase(Tables):
         self.search = SqliteSearch(self._connections, name)
         self.event_search = EventSearch(port, self.search)
         self.probes = SqliteProbes(self._connections)
-        self.reports = SqliteReports(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:
