@@ -11,7 +11,7 @@ import asyncio
 
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.subscription import OLDER_FOR
-from outboxio.storage.protocols import PartitionRepository
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of
 
@@ -24,7 +24,7 @@ class Declarations:
     """Declares the numbers of partitions once, as soon as no older version announces the handler."""
 
     def __init__(
-        self, namespace: str, repository: PartitionRepository | None, handlers: HandlerRegistry, clock: ShardClock
+        self, namespace: str, repository: PartitionTables | None, handlers: HandlerRegistry, clock: ShardClock
     ) -> None:
         """``repository``: ``None`` if all handlers have a single partition."""
         self._namespace = namespace

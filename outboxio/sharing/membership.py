@@ -25,7 +25,8 @@ from outboxio.loops.signals import Signals
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.sharing.lock_plan import LockMoves
 from outboxio.sharing.partition_share import PartitionShare
-from outboxio.storage.protocols import Instance, LockGrant, PartitionCount, PartitionRepository
+from outboxio.storage.protocols import Instance, LockGrant, PartitionCount
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of
 
@@ -75,7 +76,7 @@ class Membership:
     def __init__(
         self,
         member: Member,
-        repository: PartitionRepository | None,
+        repository: PartitionTables | None,
         share: PartitionShare,
         clock: ShardClock,
         signals: Signals,
@@ -197,7 +198,7 @@ class Membership:
             await self._unowned(slots)
         return NOTHING
 
-    async def _look(self, repository: PartitionRepository) -> None:
+    async def _look(self, repository: PartitionTables) -> None:
         time, now = asyncio.get_running_loop().time, self._clock()
         while self._died:
             died = next(iter(self._died))
@@ -219,7 +220,7 @@ class Membership:
         self._share.see(alive, {leases[name]: lease for name, lease in view.leases.items()}, asked_at)
         self._signals.locks.set()  # the share decides with the newest view
 
-    async def _tell_names(self, repository: PartitionRepository) -> None:
+    async def _tell_names(self, repository: PartitionTables) -> None:
         """Write for which handler names the other processes should count this process as a member."""
         time = asyncio.get_running_loop().time
         names = self._share.names_for_others(time())

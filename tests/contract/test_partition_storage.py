@@ -25,12 +25,12 @@ from outboxio.storage.protocols import (
     Instance,
     NewNotification,
     PartitionCount,
-    PartitionRepository,
     Pause,
     Rehomed,
     SeenLease,
     StartedRun,
 )
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Look, MoneyDeposited, WalletOpened, eventually
@@ -47,7 +47,7 @@ class Shared(Store):
     """A database that several processes share."""
 
     @property
-    def partitions(self) -> PartitionRepository:
+    def partitions(self) -> PartitionTables:
         assert self.database.partitions is not None
         return self.database.partitions
 

@@ -18,7 +18,8 @@ from outboxio.operations.partitions.owners import (
     find_instances,
     find_partitions,
 )
-from outboxio.storage.protocols import Database, PartitionRepository
+from outboxio.storage.protocols import Database
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
@@ -154,6 +155,6 @@ def _refuse_by_options(handler: Handler, number: int) -> None:
         )
 
 
-def _repository(database: Database) -> PartitionRepository:
+def _repository(database: Database) -> PartitionTables:
     assert database.partitions is not None
     return database.partitions

@@ -40,7 +40,6 @@ from outboxio.storage.mysql.key_session import MysqlKeySession
 from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.ordering import MysqlOrdering
-from outboxio.storage.mysql.partitions import MysqlPartitions
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
@@ -91,7 +90,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.retention = MysqlRetention(self._admin, self._server)
         loops = (self._admin, self._find, self._settle, self._jobs)
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
-        self.partitions = MysqlPartitions(self._admin)
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = EventSearch(MysqlPort(self._admin, self._server), self.search)
         self.probes = MysqlProbes(self._admin, self._server)

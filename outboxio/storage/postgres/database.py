@@ -44,7 +44,6 @@ from outboxio.storage.postgres.key_session import PostgresKeySession
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
-from outboxio.storage.postgres.partitions import PostgresPartitions
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.probes import PostgresProbes
@@ -122,7 +121,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.ordering = PostgresOrdering(self._find)
         self.retention = PostgresRetention(self._admin)
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
-        self.partitions = PostgresPartitions(self._admin)
         self.search = PostgresSearch(self._admin, name)
         self.event_search = EventSearch(PostgresPort(self._admin), self.search)
         self.probes = PostgresProbes(self._admin)

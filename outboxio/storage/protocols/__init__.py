@@ -13,7 +13,6 @@ remaining methods are short transactions, or single autocommit statements, on co
 
 from outboxio.storage.protocols.cold import (
     OperatorStore,
-    PartitionRepository,
     RetentionRepository,
     Schema,
 )
@@ -118,7 +117,6 @@ __all__ = [
     "Orders",
     "ParkedKey",
     "PartitionCount",
-    "PartitionRepository",
     "Pause",
     "Piece",
     "ProbeRepository",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 from uuid import UUID
 
 from outboxio.errors import RightsMissing
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import NotificationRecord, Position
-from outboxio.model.outcome import Lease
+from outboxio.model.notification import NotificationRecord
 from outboxio.storage.protocols.values import (
-    ClusterView,
-    Instance,
     PurgeResult,
-    Rehomed,
 )
 from outboxio.storage.schema import Rights
 
@@ -107,62 +103,6 @@ class RetentionRepository(Protocol):
 
     async def purge_consumed(self, before: datetime, limit: int) -> int:
         """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; the number of rows."""
-        ...
-
-
-class PartitionRepository(Protocol):
-    """The tables ``handler_partitions`` and ``instances``: the partitions, and the processes that share them.
-
-    The database computes the partition of a row wherever a row is made or made due: a hash of the row's ordering key,
-    or of the event's id without an ordering key, modulo the number of partitions of the stored handler name.
-    """
-
-    async def declare(self, namespace: str, numbers: Mapping[str, int], now: datetime) -> None:
-        """Write the numbers of partitions that the code of this process declares, by stored handler name.
-
-        A number that is larger than all numbers that were declared before becomes the handler's number, unless the
-        handler's number is larger. A smaller number changes nothing. So an operator's number outlives the restart of a
-        process, and code never lowers a number.
-        """
-        ...
-
-    async def set_number(self, namespace: str, handler_name: str, number: int, now: datetime) -> None:
-        """Spread new rows of a stored handler name over ``number`` partitions, by the order of an operator."""
-        ...
-
-    async def shrink(self, namespace: str, changed_before: datetime) -> int:
-        """Lower ``active`` to ``number`` where no unfinished row is left beyond; how many handler names were changed.
-
-        Left out are names with a change after ``changed_before``, because fan-out may still write by the old number.
-        """
-        ...
-
-    async def names_of_older(self, namespace: str, since: datetime) -> set[str]:
-        """The handler names that a process without partitions (an older version) has announced after ``since``."""
-        ...
-
-    async def seen(self, namespace: str, instance: Instance) -> None:
-        """Write that a process is alive, or is alive again."""
-        ...
-
-    async def leave(self, namespace: str, instance: str) -> None:
-        """Remove a process that leaves, or that is known to have died."""
-        ...
-
-    async def view(self, namespace: str, seen_since: datetime, leases: Sequence[str]) -> ClusterView:
-        """The processes that were seen after a moment, and the leases with these names, in a single statement."""
-        ...
-
-    async def rehome(
-        self, namespace: str, lease: Lease, after: Position, limit: int, besides: Collection[UUID], now: datetime
-    ) -> Rehomed:
-        """Read up to ``limit`` due rows of a slot behind a position, and move the rows that belong elsewhere now.
-
-        ``lease``: the lock of the slot. No row moves unless the lease row has this name and term, as for an outcome
-        (decision 3). So a process that froze moves no row that the new holder of the slot runs.
-
-        ``besides``: the rows in flight of this process, which stay.
-        """
         ...
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outboxio.storage.protocols.cold import (
     OperatorStore,
-    PartitionRepository,
     RetentionRepository,
     Schema,
 )
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.events import StoredEvents
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
+    from outboxio.storage.tables.partitions import PartitionTables
     from outboxio.storage.tables.reports import Reports
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
@@ -113,7 +113,7 @@ class Database(Protocol):
     def subscriptions(self) -> Subscriptions: ...
 
     @property
-    def partitions(self) -> PartitionRepository | None:
+    def partitions(self) -> PartitionTables | None:
         """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
         ...
 

@@ -12,7 +12,6 @@ from outboxio.errors import ConfigurationError, OtherDatabase
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
 from outboxio.storage.engines.given_engine import GivenEngine
-from outboxio.storage.protocols import PartitionRepository
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
 from outboxio.storage.sqlite.connections import Connections
@@ -42,8 +41,6 @@ class SqliteDatabase(Tables):
     check_numbers = None
     encoding = UTF_8
     wakes_across_processes = False
-    partitions: PartitionRepository | None = None
-    """No table: a single process at a time writes to a SQLite file, so each handler has a single partition."""
 
     def __init__(
         self,
@@ -78,6 +75,8 @@ class SqliteDatabase(Tables):
         self.retention = SqliteRetention(self._connections)
         port = SqlitePort(self._connections)
         Tables.__init__(self, name, port, port, port, port)
+        # A single process at a time writes to a SQLite file, so each handler has a single partition.
+        self.partitions = None
         self.search = SqliteSearch(self._connections, name)
         self.event_search = EventSearch(port, self.search)
         self.probes = SqliteProbes(self._connections)

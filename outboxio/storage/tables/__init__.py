@@ -7,6 +7,7 @@ from outboxio.storage.tables.deferred import Deferred
 from outboxio.storage.tables.events import StoredEvents
 from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.operations import Operations
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.storage.tables.reports import Reports
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
@@ -19,6 +20,7 @@ class Tables:
         self.deferred = Deferred(admin)
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
+        self.partitions: PartitionTables | None = PartitionTables(admin)
         self.reports = Reports(admin)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
