@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Generic, Protocol, Self, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec.structs import asdict, astuple
 
 from outboxio.storage.syntax import Syntax
 
@@ -135,8 +136,12 @@ class Query(Statement, Generic[R]):
 
     def rows(self, raw: Iterable[Sequence[Any]]) -> list[R]:
         """The rows of a driver as values."""
-        convert, make = self._converters, self._make
-        return [make(*[to(value) for to, value in zip(convert, row, strict=True)]) for row in raw]
+        rows = [[int(value) if type(value) is Decimal else value for value in row] for row in raw]
+        for column, decode in self._documents.items():
+            for row in rows:
+                if row[column] is not None:
+                    row[column] = decode(row[column])
+        return [self._make(row) for row in msgspec.convert(rows, list[self._read], strict=False)]  # type: ignore[name-defined]
 
     @property
     def columns(self) -> int:
@@ -152,16 +157,27 @@ class Query(Statement, Generic[R]):
         return get_args(self._row) if get_origin(self._row) is tuple else [self._row]
 
     @cached_property
-    def _converters(self) -> Sequence[Callable[[Any], Any]]:
-        return [_converter(Any if self._made_by else kind) for kind in self._types]
+    def _documents(self) -> dict[int, Callable[[Any], Any]]:
+        """How the columns with JSON text are read."""
+        kinds = [] if self._made_by else enumerate(self._types)
+        return {column: msgspec.json.Decoder(kind).decode for column, kind in kinds if _is_document_type(kind)}
 
     @cached_property
-    def _make(self) -> Callable[..., R]:
-        row, fields = self._row, self._fields
-        if fields is not None:
+    def _read(self) -> type[msgspec.Struct]:
+        """A row whose documents are read. A row is converted as a whole, and its type is kept, for speed."""
+        kinds = [Any if self._made_by or n in self._documents else kind for n, kind in enumerate(self._types)]
+        names = self._fields or [f"c{number}" for number in range(self.columns)]
+        return msgspec.defstruct(
+            "Read", list(zip(names, kinds, strict=True)), array_like=True, forbid_unknown_fields=True
+        )
+
+    @cached_property
+    def _make(self) -> Callable[[Any], R]:
+        row = self._row
+        if self._fields is not None:
             make = self._made_by or (lambda values: row(**values))
-            return lambda *values: make(dict(zip(fields, values, strict=True)))
-        return (lambda *values: values) if get_origin(row) is tuple else (lambda value: value)  # type: ignore[return-value]
+            return lambda read: make(asdict(read))
+        return astuple if get_origin(row) is tuple else (lambda read: astuple(read)[0])  # type: ignore[return-value]
 
 
 class Jumps(Query[str]):
@@ -227,23 +243,10 @@ def _fields_of(row: Any, chosen: Sequence[str] | None = None) -> dict[str, Any] 
     return types if chosen is None else {name: types[name] for name in chosen}
 
 
-def _converter(kind: Any) -> Callable[[Any], Any]:
-    """A function from a value of a driver to a value of this type. Lists, dicts and structs come as JSON text."""
-    if kind is Any:
-        return lambda value: value
-    wanted = [part for part in get_args(kind) or [kind] if part is not NoneType] if _is_union(kind) else [kind]
-    if any(_fields_of(part) is not None or (get_origin(part) or part) in _DOCUMENTS for part in wanted):
-        decode = msgspec.json.Decoder(kind).decode
-        return lambda value: None if value is None else decode(value)
-
-    def convert(value: Any) -> Any:
-        return msgspec.convert(int(value) if isinstance(value, Decimal) else value, kind, strict=False)
-
-    return convert
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
+def _is_document_type(kind: Any) -> bool:
+    """True for the type of a column with JSON text: a list, a dict or a struct, or one of these and ``None``."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    return any(_fields_of(part) is not None or (get_origin(part) or part) in _DOCUMENTS for part in parts)
 
 
 def as_document(value: Any) -> str:

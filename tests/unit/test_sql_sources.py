@@ -45,7 +45,7 @@ NAME = "no statement: a name of this process, or of a file"
 #: Where text is put together in a function that runs later, and why no data becomes a part of a statement there.
 HARMLESS = {
     "__main__.py": {"main": "printed, never run", "statements": "no statement: the name of a module"},
-    "statement.py": {"numbered": "numbers of parameters"},
+    "statement.py": {"numbered": "numbers of parameters", "Query._read": "no statement: names of fields"},
     "tables/search.py": {"matching_events": "constants, in a row"},
     "adoption.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
     "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
