@@ -38,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     syntax, variable = SYNTAXES[arguments[0]]
     for table, name, statement in statements():
-        if table in arguments[1:] or not arguments[1:]:
-            print(f"-- {table}.{name}\n{with_placeholders(statement.rendered(syntax), variable)};\n")
+        text = statement.rendered(syntax)
+        if text and (table in arguments[1:] or not arguments[1:]):
+            print(f"-- {table}.{name}\n{with_placeholders(text, variable)};\n")
     return 0
 
 

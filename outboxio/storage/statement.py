@@ -40,7 +40,7 @@ class Statement:
     """A statement that changes rows.
 
     ``postgres``, ``mysql`` (also for MariaDB), ``mariadb`` and ``sqlite`` are texts for these dialects in place of
-    ``text``.
+    ``text``; the empty text where the dialect has no such statement.
     """
 
     def __init__(

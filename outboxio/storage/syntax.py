@@ -20,6 +20,8 @@ class Syntax(ABC):
     - ``{now}``: the time of the database, in UTC.
     - ``{join}`` joins two tables in the order in which they are written.
     - ``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it.
+    - ``{dead}``: the notification ``n`` is DEAD or EXPIRED, as the index of ended rows has it; ``{dead_name}`` and
+      ``{dead_date}`` are the handler name and the date in the index.
     - ``{partition}``: the partition to which the notification ``n`` belongs now.
     """
 
@@ -105,6 +107,7 @@ SELECT value FROM jumps WHERE value <> ''"""
         """``{last ...}``: as ``list``, but only the last row; NULL without rows."""
 
 
+_DEAD = {"dead_name": "n.handler_name", "dead_date": "n.updated_date"}
 _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 
 
@@ -114,6 +117,8 @@ class PostgresSyntax(Syntax):
         "now": "(clock_timestamp() AT TIME ZONE 'UTC')",
         "join": "JOIN",
         "unfinished": "n.state IN ('PENDING', 'FAILED', 'DYING')",
+        "dead": "n.state IN ('DEAD', 'EXPIRED')",
+        **_DEAD,
         "partition": PARTITION_NOW,
     }
 
@@ -256,6 +261,8 @@ class SqliteSyntax(Syntax):
         "now": ":database_now",
         "join": "CROSS JOIN",
         "unfinished": "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')",
+        "dead": "(n.state = 'DEAD' OR n.state = 'EXPIRED')",
+        **_DEAD,
         "partition": "0",
     }
 

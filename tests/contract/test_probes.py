@@ -10,8 +10,9 @@ from outboxio import Outbox
 from outboxio.invocation.resting import rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_REST
-from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey, ProbeRepository
+from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
+from outboxio.storage.tables.probes import Probes
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.marks import needs_partitions
@@ -24,14 +25,12 @@ DEAD = Row(state="DEAD")
 
 
 @pytest.fixture
-def probes(outbox: Outbox) -> ProbeRepository:
-    probes: ProbeRepository = database_of(outbox).probes
+def probes(outbox: Outbox) -> Probes:
+    probes: Probes = database_of(outbox).probes
     return probes
 
 
-async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(
-    probes: ProbeRepository, look: Look
-) -> None:
+async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(probes: Probes, look: Look) -> None:
     await insert(look, [
         PENDING.but(next_retry_at=at(-5)), PENDING.but(next_retry_at=NOW, state="FAILED"),
         PENDING.but(next_retry_at=at(-3), state="DYING"), PENDING.but(next_retry_at=at(-9), state="BLOCKED"),
@@ -82,7 +81,7 @@ async def test_rows_of_newer_versions_are_counted_in_every_partition(outbox: Out
     assert sum(one.number for one in found) == 4
 
 
-async def test_no_number_is_greater_than_the_bound(probes: ProbeRepository, look: Look) -> None:
+async def test_no_number_is_greater_than_the_bound(probes: Probes, look: Look) -> None:
     await insert(look, [PENDING.but(next_retry_at=at(number)) for number in range(-9, 10)])
     await insert(look, [DEAD.but(updated_date=at(number)) for number in range(9)])
     await insert(look, [EventRow(delivered=False) for _ in range(9)])
@@ -98,7 +97,7 @@ async def test_no_number_is_greater_than_the_bound(probes: ProbeRepository, look
 
 
 @needs_partitions
-async def test_the_partitions_of_a_handler_are_counted_together(probes: ProbeRepository, look: Look) -> None:
+async def test_the_partitions_of_a_handler_are_counted_together(probes: Probes, look: Look) -> None:
     await insert(look, [
         PENDING.but(partition_number=number % 4, next_retry_at=at(number - 20)) for number in range(30)
     ])  # fmt: skip
@@ -109,7 +108,7 @@ async def test_the_partitions_of_a_handler_are_counted_together(probes: ProbeRep
     assert await probes.due("app", four[:2], NOW, MANY) == [DueFigures("ledger", 11, 5, at(-20))]
 
 
-async def test_dead_and_expired_rows_are_counted_by_handler(probes: ProbeRepository, look: Look) -> None:
+async def test_dead_and_expired_rows_are_counted_by_handler(probes: Probes, look: Look) -> None:
     await insert(look, [
         DEAD.but(updated_date=at(-90)), DEAD.but(updated_date=at(-60)), DEAD.but(updated_date=at(-30), state="EXPIRED"),
         DEAD.but(handler_name="old", updated_date=at(-99)), DEAD.but(handler_name="A'\\", updated_date=at(1)),
@@ -129,7 +128,7 @@ async def test_dead_and_expired_rows_are_counted_by_handler(probes: ProbeReposit
     assert await probes.dead_names("nobody's") == []
 
 
-async def test_the_names_of_many_handlers_are_found_by_jumps(probes: ProbeRepository, look: Look) -> None:
+async def test_the_names_of_many_handlers_are_found_by_jumps(probes: Probes, look: Look) -> None:
     names = [f"handler-{number:03}" for number in range(150)]
     await insert(look, [DEAD.but(handler_name=name, updated_date=at(day)) for name in names for day in range(3)])
     await insert(look, [EventRow(event_type=f"T{number}", delivered=False) for number in range(150)])
@@ -140,7 +139,7 @@ async def test_the_names_of_many_handlers_are_found_by_jumps(probes: ProbeReposi
     assert len(await probes.due("app", [Slot(name) for name in names], NOW, MANY)) == 150
 
 
-async def test_blocked_rows_are_counted_with_and_without_an_ordering_key(probes: ProbeRepository, look: Look) -> None:
+async def test_blocked_rows_are_counted_with_and_without_an_ordering_key(probes: Probes, look: Look) -> None:
     blocked = Row(state="BLOCKED")
     await insert(look, [
         blocked.but(), blocked.but(ordering_key="a"), blocked.but(ordering_key="a"), blocked.but(ordering_key=""),
@@ -157,9 +156,7 @@ def line(key: str, *states: str, name: str = "ledger") -> list[Row]:
             for place, state in enumerate(states)]  # fmt: skip
 
 
-async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(
-    probes: ProbeRepository, look: Look
-) -> None:
+async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(probes: Probes, look: Look) -> None:
     parked = {
         "dead": line("dead", "DEAD", "BLOCKED", "BLOCKED"),
         "expired": line("expired", "SUCCEEDED", "EXPIRED", "DEAD", "BLOCKED"),
@@ -188,7 +185,7 @@ async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_r
     assert await probes.parked("app", [], MANY) == []
 
 
-async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: ProbeRepository, look: Look) -> None:
+async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: Probes, look: Look) -> None:
     await insert(look, [*line("a", "DEAD", name="former"), *line("a", "BLOCKED", name="ledger")])
 
     [found] = await probes.parked("app", [["ledger", "former"]], MANY)
@@ -196,7 +193,7 @@ async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: 
     assert await probes.parked("app", [["ledger"], ["former"]], MANY) == []
 
 
-async def test_parked_keys_are_found_among_many_keys(probes: ProbeRepository, look: Look) -> None:
+async def test_parked_keys_are_found_among_many_keys(probes: Probes, look: Look) -> None:
     await insert(look, [row for number in range(300) for row in line(f"{number:03}", "PENDING", "BLOCKED")])
     await insert(look, [row for number in range(300, 600) for row in line(f"{number:03}", "DEAD")])
     wanted = [f"{number:03}" for number in range(600, 720)]
@@ -205,9 +202,7 @@ async def test_parked_keys_are_found_among_many_keys(probes: ProbeRepository, lo
     assert sorted(key.ordering_key for key in await probes.parked("app", [["ledger"]], MANY)) == wanted
 
 
-async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(
-    probes: ProbeRepository, look: Look
-) -> None:
+async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(probes: Probes, look: Look) -> None:
     await insert(look, [
         EventRow(event_type="A", event_date=at(-9), available_at=at(60), delivered=False),
         EventRow(event_type="A", event_date=at(-5), available_at=at(-1), delivered=False),

@@ -92,7 +92,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
         self.search = MysqlSearch(self._admin, self._server, name)
         self.event_search = EventSearch(MysqlPort(self._admin, self._server), self.search)
-        self.probes = MysqlProbes(self._admin, self._server)
+        self.probes = MysqlProbes(MysqlPort(self._admin, self._server), self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)
 

@@ -19,13 +19,14 @@ from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.mysql.matching import TOLD, Conditions
 from outboxio.storage.mysql.ordering import BLOCKED as BLOCKED_PART
 from outboxio.storage.mysql.pieces import change
-from outboxio.storage.mysql.probes import NEXT_DEAD_NAME
+from outboxio.storage.mysql.port import SYNTAX
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.mysql.walks import arguments_of, counting, rest_on, walk_of
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.repository import Change, WalkedSearch
 from outboxio.storage.searching.walks import ALL, BLOCKED, DEAD, KEYED, KEYLESS, WAITING, Chunk, Match, Request, Stretch
+from outboxio.storage.tables.probes import DEAD_NAMES
 
 NEXT_UNFINISHED_NAME = f"""SELECT n.handler_name FROM {BY_DUE}
   WHERE n.namespace = %(namespace)s AND n.is_unfinished = TRUE AND n.handler_name {{behind}}
@@ -33,6 +34,10 @@ NEXT_UNFINISHED_NAME = f"""SELECT n.handler_name FROM {BY_DUE}
 NEXT_BLOCKED_NAME = f"""SELECT n.handler_name FROM {BY_LINE}
   WHERE n.namespace = %(namespace)s AND n.line_part = {BLOCKED_PART} AND n.handler_name {{behind}}
   ORDER BY n.handler_name LIMIT 1"""
+NEXT_DEAD_NAME = {
+    name: DEAD_NAMES.rendered(syntax).replace(":namespace", "%(namespace)s").replace("> :start", "{behind}")
+    for name, syntax in SYNTAX.items()
+}
 NEXT_NAMES = {
     DEAD: NEXT_DEAD_NAME,
     WAITING: for_flavours(NEXT_UNFINISHED_NAME),

@@ -46,7 +46,6 @@ from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
-from outboxio.storage.postgres.probes import PostgresProbes
 from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.search import PostgresSearch
@@ -123,7 +122,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.search = PostgresSearch(self._admin, name)
         self.event_search = EventSearch(PostgresPort(self._admin), self.search)
-        self.probes = PostgresProbes(self._admin)
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

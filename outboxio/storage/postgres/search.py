@@ -16,7 +16,7 @@ from outboxio.storage.postgres.columns import OF_NOTIFICATION, RECORD_COLUMNS, R
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.postgres.notifications import RETRY, SKIP, UNFINISHED_NAMES
-from outboxio.storage.postgres.probes import DEAD_NAMES
+from outboxio.storage.postgres.port import SYNTAX
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import like
 from outboxio.storage.searching.reading import Bounds
@@ -34,6 +34,8 @@ from outboxio.storage.searching.walks import (
     Stretch,
     given,
 )
+from outboxio.storage.statement import numbered
+from outboxio.storage.tables import probes
 
 # The last error, ``l.told``: read once, because the document may be stored apart from the row, and compressed. NULL for
 # anything but an array. An error that is no object with two texts has no text.
@@ -99,6 +101,8 @@ def _last_key(text: str, own: str) -> str:
     one, two = (f"(array_agg(n.{column}){own})[count(*){own}]" for column in ("one", "two"))
     return f"CASE WHEN count(*){own} > 0 THEN json_build_array({text.format(one)}, {two}::text) END"
 
+
+DEAD_NAMES = numbered(probes.DEAD_NAMES.rendered(SYNTAX))[0]
 
 _OF_NAME = "n.namespace = $1 AND n.handler_name = w.name"
 _IN_LINE = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"

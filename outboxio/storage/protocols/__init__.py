@@ -46,7 +46,6 @@ from outboxio.storage.protocols.operating import (
     LastError,
     ParkedKey,
     Piece,
-    ProbeRepository,
     SearchRepository,
     Taken,
 )
@@ -119,7 +118,6 @@ __all__ = [
     "PartitionCount",
     "Pause",
     "Piece",
-    "ProbeRepository",
     "PurgeResult",
     "Rehomed",
     "RetentionRepository",

@@ -20,7 +20,6 @@ from outboxio.storage.protocols.hot import (
 )
 from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
-    ProbeRepository,
     SearchRepository,
 )
 from outboxio.support.codec import Check
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.jobs import Jobs
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.partitions import PartitionTables
+    from outboxio.storage.tables.probes import Probes
     from outboxio.storage.tables.reports import Reports
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
@@ -130,7 +130,7 @@ class Database(Protocol):
     def event_search(self) -> EventSearch: ...
 
     @property
-    def probes(self) -> ProbeRepository: ...
+    def probes(self) -> Probes: ...
 
     @property
     def reports(self) -> Reports: ...

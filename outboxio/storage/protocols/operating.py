@@ -13,11 +13,9 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.model.lock_name import Slot
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.filter import Place, Search
 from outboxio.model.operating.operation import Operation
-from outboxio.storage.protocols.values import Waiting
 
 SILENT_REPORTS = 3
 """A process counts as alive until so many of its reports are missing."""
@@ -193,54 +191,6 @@ class ParkedKey(Struct, frozen=True):
     """The moment at which the notification ended."""
     blocked: int
     """The BLOCKED rows behind, counted up to a bound."""
-
-
-class ProbeRepository(Protocol):
-    """The figures of overview, health and metrics. Every statement reads index entries up to a bound.
-
-    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
-    to ``most`` stands for "``most`` or more".
-    """
-
-    async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
-        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
-
-        ``oldest_due`` is exact. Resting rows do not count.
-        """
-        ...
-
-    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
-        """The number of BLOCKED rows of each stored handler name.
-
-        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
-        is not complete may be small.
-        """
-        ...
-
-    async def dead_names(self, namespace: str) -> list[str]:
-        """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
-        ...
-
-    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
-        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
-        ...
-
-    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
-        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
-
-        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
-        at.
-        """
-        ...
-
-    async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
-        """The undelivered events of each event type, by jumps in the index.
-
-        ``oldest`` is the moment since which the first event, in the order of the sequence, has waited: the later of the
-        moments at which the event was emitted and became available. An event that becomes available after ``now`` does
-        not wait; ``None`` if no counted event waits.
-        """
-        ...
 
 
 class HandlerMinute(Struct, frozen=True, kw_only=True):

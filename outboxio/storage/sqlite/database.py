@@ -21,7 +21,6 @@ from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLo
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
-from outboxio.storage.sqlite.probes import SqliteProbes
 from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
@@ -79,7 +78,6 @@ class SqliteDatabase(Tables):
         self.partitions = None
         self.search = SqliteSearch(self._connections, name)
         self.event_search = EventSearch(port, self.search)
-        self.probes = SqliteProbes(self._connections)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:

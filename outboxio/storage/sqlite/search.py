@@ -35,9 +35,15 @@ from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED
 from outboxio.storage.sqlite.notifications import RETRY, SKIP, UNFINISHED_NAMES
-from outboxio.storage.sqlite.probes import BY_DEAD, BY_LINE, DEAD_NAMES, IN_DEAD, IN_LINE
+from outboxio.storage.sqlite.port import SYNTAX
 from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.storage.tables import probes
 
+DEAD_NAMES = probes.DEAD_NAMES.rendered(SYNTAX).replace("json_array(c0)", "c0")
+BY_DEAD = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_dead"
+IN_DEAD = "(state = 'DEAD' OR state = 'EXPIRED')"
+BY_LINE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_line"
+IN_LINE = "(ordering_key IS NOT NULL OR state = 'BLOCKED') AND state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
 BY_ID = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
 BY_EVENT = "eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_2"
 

@@ -8,6 +8,7 @@ from outboxio.storage.tables.events import StoredEvents
 from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.partitions import PartitionTables
+from outboxio.storage.tables.probes import Probes
 from outboxio.storage.tables.reports import Reports
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
@@ -21,6 +22,7 @@ class Tables:
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
         self.partitions: PartitionTables | None = PartitionTables(admin)
+        self.probes = Probes(admin)
         self.reports = Reports(admin)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)

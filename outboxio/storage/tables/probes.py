@@ -1,0 +1,305 @@
+"""The figures of overview, health and metrics.
+
+Every statement reads index entries up to a bound. Most handlers have nothing to count: the first statement finds the
+names with rows, and the second counts the rows of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import FIRST_REST
+from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
+from outboxio.storage.protocols.values import Waiting
+from outboxio.storage.searching.slots import numbers_of
+from outboxio.storage.statement import Jumps, Port, Query
+
+# --- due rows --------------------------------------------------------------------------------------
+
+_DUE = "{table event_notifications event_notifications_partition n}"
+_PARTITION = "AND n.partition_number = w.number"
+_OF_SLOT = f"n.namespace = :namespace AND {{unfinished}} AND n.handler_name = w.name {_PARTITION}"
+# The first and the last row of each slot: with a condition on the date, MySQL would read all rows of the slot. ORDER BY
+# has the columns that differ from slot to slot, as in mysql/ordering.py. PostgreSQL has a range of one partition, so
+# that only the index with the partition has the rows in order.
+_ENDS = f"""
+SELECT f.name, min(f.first), max(f.last) FROM (
+  SELECT w.name, (SELECT n.next_retry_at FROM {_DUE} WHERE {_OF_SLOT}
+      ORDER BY n.handler_name, n.partition_number, n.next_retry_at, n.sequence LIMIT 1) AS first,
+    (SELECT n.next_retry_at FROM {_DUE} WHERE {_OF_SLOT}
+      ORDER BY n.handler_name DESC, n.partition_number DESC, n.next_retry_at DESC, n.sequence DESC LIMIT 1) AS last
+  FROM {{rows :slots w name text, number int}}) f
+GROUP BY f.name
+"""
+ENDS = Query(
+    _ENDS,
+    tuple[str, datetime | None, datetime | None],
+    postgres=_ENDS.replace("= w.number", "BETWEEN w.number AND w.number"),
+    sqlite=_ENDS.replace(_PARTITION, "").replace("n.partition_number, ", "").replace("n.partition_number DESC, ", ""),
+)
+
+# MySQL: the partitions are a list of numbers, so that each partition is a range of its own.
+_AMONG = "AND n.partition_number IN (:partitions)"
+_OF_NAME = "n.namespace = :namespace AND {unfinished} AND n.handler_name = :name"
+_COUNT_DUE = f"""
+SELECT :name, (SELECT count(*) FROM (
+    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at <= :now LIMIT :most) c),
+  (SELECT count(*) FROM (
+    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at > :now AND n.next_retry_at < :first_rest
+    LIMIT :most) c)
+"""
+
+
+def _counted(bounds: str) -> str:
+    """PostgreSQL: the entries of all partitions of a name, partition by partition, up to the limit."""
+    return f"""(SELECT count(*) FROM (
+    SELECT FROM unnest(:partitions) AS p(number) CROSS JOIN LATERAL (
+      SELECT FROM {_DUE} WHERE {_OF_NAME} AND {bounds}
+      ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT :most) n
+    LIMIT :most) c)"""
+
+
+_PLACE = "(n.partition_number, n.next_retry_at)"
+COUNT_DUE = Query(
+    _COUNT_DUE,
+    tuple[str, int, int],
+    postgres=f"""
+SELECT :name, {_counted(f"n.partition_number >= p.number AND {_PLACE} <= (p.number, :now)")},
+  {_counted(f"{_PLACE} > (p.number, :now) AND {_PLACE} < (p.number, :first_rest)")}
+""",
+    sqlite=_COUNT_DUE.replace(_AMONG, ""),
+    each="name text, partitions int[]",
+)
+
+# --- BLOCKED rows ----------------------------------------------------------------------------------
+
+_LINE = "{table event_notifications event_notifications_line n}"
+# SQLite uses a partial index for a query that repeats each condition of the index word for word.
+_IN_LINE = (
+    "(n.ordering_key IS NOT NULL OR n.state = 'BLOCKED') AND n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
+)
+_IN_ORDER = "ORDER BY n.ordering_key, n.sequence"
+_BLOCKED = f"FROM {_LINE} WHERE n.namespace = :namespace AND n.line_part = 2"  # MySQL has BLOCKED rows by themselves
+_NAMES = "{rows :names w name text}"
+
+WITH_LINE = Query(
+    f"""
+SELECT w.name FROM {_NAMES} WHERE (
+  SELECT 1 FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = w.name AND {_IN_LINE}
+  {_IN_ORDER} LIMIT 1) = 1
+""",
+    str,
+    mysql=f"SELECT w.name FROM {_NAMES} WHERE (SELECT 1 {_BLOCKED} AND n.handler_name = w.name LIMIT 1) = 1",
+)
+COUNT_BLOCKED = Query(
+    f"""
+SELECT :name, count(*) FILTER (WHERE n.state = 'BLOCKED'), count(*) FROM (
+  SELECT n.state FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = :name AND {_IN_LINE}
+  {_IN_ORDER} LIMIT :most) n
+""",
+    tuple[str, int, int],
+    mysql=f"SELECT :name, COUNT(*), COUNT(*) FROM (SELECT 1 {_BLOCKED} AND n.handler_name = :name LIMIT :most) c",
+    each="name text",
+)
+
+# --- DEAD and EXPIRED rows -------------------------------------------------------------------------
+
+_DEAD = "{table event_notifications event_notifications_dead n}"
+_OF_DEAD = f"FROM {_DEAD} WHERE n.namespace = :namespace AND {{dead}} AND {{dead_name}}"
+
+
+# On MariaDB the state is a column of the index, so each probe becomes two (decision 42).
+def _of_state(state: str, columns: str, condition: str, order: str) -> str:
+    return f"""(SELECT {columns} FROM {_DEAD}
+  WHERE n.namespace = :namespace AND n.state = '{state}' AND {condition} ORDER BY {order} LIMIT 1)"""
+
+
+def _next_name(state: str) -> str:
+    return _of_state(state, "n.handler_name AS name", "n.handler_name > :start", "n.handler_name")
+
+
+def _newest(state: str) -> str:
+    newest = _of_state(state, "n.updated_date", "n.handler_name = w.name", "n.updated_date DESC, n.id DESC")
+    return f"IFNULL({newest}, {_NEVER})"
+
+
+_NEVER = "TIMESTAMP'1000-01-01 00:00:00'"
+DEAD_NAMES = Jumps(
+    f"SELECT {{dead_name}} {_OF_DEAD} > :start ORDER BY {{dead_name}} LIMIT 1",
+    mariadb=f"SELECT MIN(d.name) FROM ({_next_name('DEAD')} UNION ALL {_next_name('EXPIRED')}) d",
+)
+NEWEST_DEAD = Query(
+    f"""
+SELECT w.name,
+  (SELECT {{dead_date}} {_OF_DEAD} = w.name ORDER BY {{dead_name}} DESC, {{dead_date}} DESC, n.id DESC LIMIT 1)
+FROM {_NAMES}
+""",
+    tuple[str, datetime | None],
+    mariadb=f"SELECT w.name, NULLIF(GREATEST({_newest('DEAD')}, {_newest('EXPIRED')}), {_NEVER}) FROM {_NAMES}",
+)
+_COUNT_DEAD = f"""
+SELECT :name, (SELECT count(*) FROM (SELECT 1 {_OF_DEAD} = :name LIMIT :most) c),
+  (SELECT count(*) FROM (SELECT 1 {_OF_DEAD} = :name AND {{dead_date}} >= :since LIMIT :most) c)
+"""
+COUNT_DEAD = Query(
+    _COUNT_DEAD,
+    tuple[str, int, int],
+    postgres=_COUNT_DEAD.replace("LIMIT", "ORDER BY n.updated_date DESC, n.id DESC LIMIT"),  # only this index fits
+    each="name text",
+)
+
+# --- parked keys -----------------------------------------------------------------------------------
+
+MOST_JUMPS = 1000
+MOST_BLOCKED = 1000
+
+_PARKED = "{table event_notifications event_notifications_parked n}"
+_IN_PARKED = "n.ordering_key IS NOT NULL AND n.state IN ('DEAD', 'EXPIRED')"
+
+
+def _next_waiting(behind: str) -> str:
+    return f"""(SELECT CAST(n.ordering_key AS TEXT) FROM {_LINE}
+      WHERE n.namespace = :namespace AND n.handler_name = jump.blocked_name AND {_IN_LINE} AND n.ordering_key {behind}
+      {_IN_ORDER} LIMIT 1)"""
+
+
+_WAITING = f"""FROM {_LINE}
+    WHERE n.namespace = :namespace AND n.handler_name = j.blocked_name AND {_IN_LINE} AND n.ordering_key = j.waiting
+    ORDER BY n.sequence"""
+
+# Keys that are in the index of the key queues and in the index of parking rows: each jump goes to the next key in one
+# index, and then to the next key, not before the first, in the other index. So a few keys in either index take a few
+# jumps, however many the other index has. A jump takes two rows of the recursion. MySQL: mysql/probes.py.
+PARKED = Query(
+    f"""
+WITH RECURSIVE jump(blocked_name, dead_name, number, waiting, parking) AS (
+  SELECT w.blocked_name, w.dead_name, 0, CAST(NULL AS TEXT), CAST('' AS TEXT)
+  FROM {{rows :pairs w blocked_name text, dead_name text}}
+  UNION ALL
+  SELECT blocked_name, dead_name, number + 1,
+    CASE WHEN number % 2 = 1 THEN waiting
+      WHEN waiting = parking THEN {_next_waiting("> jump.waiting")} ELSE {_next_waiting(">= jump.parking")} END,
+    CASE WHEN number % 2 = 0 THEN parking ELSE (SELECT CAST(n.ordering_key AS TEXT) FROM {_PARKED}
+      WHERE n.namespace = :namespace AND n.handler_name = jump.dead_name AND {_IN_PARKED}
+        AND n.ordering_key >= jump.waiting
+      {_IN_ORDER} LIMIT 1) END
+  FROM jump
+  WHERE parking IS NOT NULL AND (waiting IS NOT NULL OR number = 0) AND number < 2 * {MOST_JUMPS}
+)
+SELECT j.dead_name, d.ordering_key, d.id, d.event_id, d.updated_date, (
+  SELECT count(*) FILTER (WHERE n.state = 'BLOCKED') FROM (SELECT n.state {_WAITING} LIMIT {MOST_BLOCKED}) n)
+FROM jump j {{join}} {{table event_notifications primary d}} ON d.id = (
+  SELECT n.id FROM {_PARKED}
+  WHERE n.namespace = :namespace AND n.handler_name = j.dead_name AND {_IN_PARKED} AND n.ordering_key = j.waiting
+  ORDER BY n.sequence LIMIT 1)
+WHERE j.number > 0 AND j.number % 2 = 0 AND j.waiting = j.parking AND (
+  SELECT CASE WHEN n.sequence > d.sequence THEN n.state END {_WAITING} LIMIT 1) = 'BLOCKED'
+LIMIT :most
+""",
+    ParkedKey,
+    mysql="",
+)
+
+# --- undelivered events ----------------------------------------------------------------------------
+
+_EVENTS = """FROM {table events events_undelivered e}
+    WHERE e.namespace = :namespace AND e.delivered = FALSE AND e.event_type IS NOT NULL AND e.event_type"""
+TYPES = Jumps(f"SELECT e.event_type {_EVENTS} > :start ORDER BY e.event_type LIMIT 1")
+UNDELIVERED = Query(
+    f"""
+SELECT :name, (SELECT count(*) FROM (SELECT 1 {_EVENTS} = :name ORDER BY e.sequence LIMIT :most) c), (
+  SELECT CASE WHEN e.available_at > e.event_date THEN e.available_at ELSE e.event_date END
+  FROM (SELECT e.event_date, e.available_at, e.sequence {_EVENTS} = :name ORDER BY e.sequence LIMIT :among) e
+  WHERE e.available_at IS NULL OR e.available_at <= :now ORDER BY e.sequence LIMIT 1)
+""",
+    tuple[str, int, datetime | None],
+    each="name text",
+)
+
+# --- the probes ------------------------------------------------------------------------------------
+
+
+class Probes:
+    """Reads the figures.
+
+    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
+    to ``most`` stands for "``most`` or more".
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
+        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
+
+        ``oldest_due`` is exact. Resting rows do not count.
+        """
+        partitions = {name: list(range(number)) for name, number in numbers_of(slots).items()}
+        pairs = [{"name": name, "number": number} for name, numbers in partitions.items() for number in numbers]
+        if not pairs:
+            return []
+        ends = await self._port.fetch(ENDS, namespace=namespace, slots=pairs)
+        oldest = {name: first for name, first, _ in ends if first is not None and first <= now}
+        counted = [
+            {"name": name, "partitions": partitions[name]}
+            for name, _, last in ends
+            if name in oldest or (last is not None and last > now)
+        ]
+        scope = {"namespace": namespace, "now": now, "first_rest": FIRST_REST, "most": most}
+        rows = {row[0]: row for row in await self._port.fetch_each(COUNT_DUE, counted, **scope)}
+        found = [rows.get(name, (name, 0, 0)) for name in partitions]
+        return [DueFigures(name, due, waiting, oldest.get(name)) for name, due, waiting in found]
+
+    async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
+        """The number of BLOCKED rows of each stored handler name.
+
+        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
+        is not complete may be small.
+        """
+        each = _each(await self._port.fetch(WITH_LINE, namespace=namespace, names=_each(names))) if names else []
+        rows = await self._port.fetch_each(COUNT_BLOCKED, each, namespace=namespace, most=most)
+        counts = {name: Counted(number, entries < most) for name, number, entries in rows}
+        return {name: counts.get(name, Counted(0, True)) for name in names}
+
+    async def dead_names(self, namespace: str) -> list[str]:
+        """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
+        return await self._port.fetch(DEAD_NAMES, namespace=namespace)
+
+    async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
+        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
+        newest = dict(await self._port.fetch(NEWEST_DEAD, namespace=namespace, names=_each(names))) if names else {}
+        each = _each([name for name, date in newest.items() if date is not None])
+        scope = {"namespace": namespace, "since": since, "most": most}
+        rows = {row[0]: row for row in await self._port.fetch_each(COUNT_DEAD, each, **scope)}
+        found = [rows.get(name, (name, 0, 0)) for name in names]
+        return [DeadFigures(name, number, recent, newest.get(name)) for name, number, recent in found]
+
+    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
+        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
+
+        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
+        at.
+        """
+        pairs = [{"blocked_name": one, "dead_name": two} for names in handlers for one in names for two in names]
+        return await self._port.fetch(PARKED, namespace=namespace, pairs=pairs, most=most) if pairs else []
+
+    async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
+        """The undelivered events of each event type, by jumps in the index.
+
+        ``oldest`` is the time since which the first event, in the order of the sequence, has waited: the later of the
+        times at which the event was emitted and became available. An event that becomes available after ``now`` does
+        not wait; ``None`` if no counted event waits.
+        """
+        found, unknown = dict[str, Waiting](), await self._port.fetch(TYPES, namespace=namespace)
+        for among in (1, most):  # MySQL reads all events among which to look
+            scope = {"namespace": namespace, "now": now, "most": most, "among": among}
+            rows = await self._port.fetch_each(UNDELIVERED, _each(unknown), **scope)
+            found |= {name: Waiting(number, oldest) for name, number, oldest in rows}
+            unknown = [name for name, number, oldest in rows if oldest is None and number > 1]
+        return found
+
+
+def _each(names: Sequence[str]) -> list[dict[str, str]]:
+    return [{"name": name} for name in names]
