@@ -43,10 +43,16 @@ from outboxio.storage.postgres.ordering import (
     RELEASE,
     UNBLOCK,
 )
-from outboxio.storage.postgres.retention import PURGE_EVENTS, PURGE_NOTIFICATIONS
 from outboxio.storage.postgres.session import CLAIM, FINISH
 from outboxio.storage.tables.events import WAITING_BY_TYPE
 from outboxio.storage.tables.partitions import FIND_MISPLACED, REHOME
+from outboxio.storage.tables.retention import (
+    FIND_EVENTS,
+    FIND_NOTIFICATIONS,
+    PARKING,
+    REMOVE_EVENTS,
+    REMOVE_NOTIFICATIONS,
+)
 from tests.kit.rendered import on_postgres
 from tests.kit.size import FULL
 
@@ -486,25 +492,38 @@ async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(pos
 
 # --- removing --------------------------------------------------------------------------------------------
 
-WALKS: dict[str, tuple[str, Sequence[Any]]] = {
-    "notifications": (PURGE_NOTIFICATIONS, ["app", NIL, BATCH, NOW, NOW]),
-    "events": (PURGE_EVENTS, ["app", NIL, BATCH, NOW]),
-    "replay": (REPLAY, ["app", NIL, BATCH, ["ledger", "plain"], LONG_AGO, NOW, [], ["DEAD", "SUCCEEDED"], NOW]),
-}
+NAMES = '[{"name": "", "other": ""}, {"name": "ledger", "other": "books"}]'
+
+
+def walks(notifications: Sequence[str] = (), events: Sequence[str] = ()) -> dict[str, tuple[str, Sequence[Any]]]:
+    """The statements of walks. ``notifications``, ``events``: the ids of a batch."""
+    return {
+        "notifications": (on_postgres(FIND_NOTIFICATIONS), ["app", NOW, NOW, NOW, NIL, BATCH]),
+        "notifications_that_park": (on_postgres(PARKING), [notifications, NAMES, "app"]),
+        "notifications_removed": (on_postgres(REMOVE_NOTIFICATIONS), [notifications, NOW, NOW]),
+        "events": (on_postgres(FIND_EVENTS), ["app", NOW, NIL, BATCH]),
+        "events_removed": (on_postgres(REMOVE_EVENTS), [events, NOW]),
+        "replay": (REPLAY, ["app", NIL, BATCH, ["ledger", "plain"], LONG_AGO, NOW, [], ["DEAD", "SUCCEEDED"], NOW]),
+    }
+
+
+async def first_ids(connection: Any, table: str) -> list[str]:
+    return [str(row[0]) for row in await connection.fetch(f"SELECT id FROM eventlog.{table} ORDER BY id LIMIT {BATCH}")]
 
 
 async def test_a_batch_of_a_walk_reads_its_own_rows_whatever_the_table_holds(postgres_url: str) -> None:
     """And a row behind its own rows: one per key."""
     async with loop_connection(postgres_url) as connection:
-        for what, (statement, _) in WALKS.items():
+        for what, (statement, _) in walks().items():
             await prepare(connection, f"{what}_when_empty", statement)
         await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 50_000, True)
         await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000 // PARTS, False)
         await fill_line(connection, 20_000, others=10_000, dead=20_000)
+        batches = [await first_ids(connection, table) for table in ("event_notifications", "events")]
         for belief in ("when_empty", "without_statistics", "with_statistics"):
             if belief == "with_statistics":
                 await connection.execute("ANALYZE")
-            for what, (statement, arguments) in WALKS.items():
+            for what, (statement, arguments) in walks(*batches).items():
                 if belief != "when_empty":
                     await prepare(connection, f"{what}_{belief}", statement)
                 plan = await explain(connection, f"{what}_{belief}", *arguments)

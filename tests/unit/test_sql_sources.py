@@ -130,7 +130,6 @@ HARMLESS = {
         "MysqlPort._prepared.placeholder": PLACEHOLDERS,
         "MysqlPort.fetch_each.work": "one constant, repeated, and numbers in names of arguments",
     },
-    "mysql/retention.py": {"MysqlRetention._parking_nothing": IDS, "MysqlRetention._remove": IDS},
     "mysql/schema.py": {
         "MysqlSchema._rights_missing": FOR_PEOPLE,
         "MysqlSchema._refuse_old": TEXT,

@@ -43,7 +43,6 @@ from outboxio.storage.mysql.ordering import MysqlOrdering
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
-from outboxio.storage.mysql.retention import MysqlRetention
 from outboxio.storage.mysql.schema import MysqlSchema
 from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
@@ -87,7 +86,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = MysqlFanout(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
         self.ordering = MysqlOrdering(self._find)
-        self.retention = MysqlRetention(self._admin, self._server)
         loops = (self._admin, self._find, self._settle, self._jobs)
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
         self.search = MysqlSearch(self._admin, self._server, name)

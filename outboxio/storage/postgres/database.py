@@ -46,7 +46,6 @@ from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
-from outboxio.storage.postgres.retention import PostgresRetention
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.search import PostgresSearch
 from outboxio.storage.postgres.server_info import (
@@ -118,7 +117,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
         self.ordering = PostgresOrdering(self._find)
-        self.retention = PostgresRetention(self._admin)
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.search = PostgresSearch(self._admin, name)
         self.event_search = EventSearch(PostgresPort(self._admin), self.search)

@@ -13,7 +13,6 @@ remaining methods are short transactions, or single autocommit statements, on co
 
 from outboxio.storage.protocols.cold import (
     OperatorStore,
-    RetentionRepository,
     Schema,
 )
 from outboxio.storage.protocols.database import Database, NotificationRepository
@@ -120,7 +119,6 @@ __all__ = [
     "Piece",
     "PurgeResult",
     "Rehomed",
-    "RetentionRepository",
     "Schema",
     "SearchRepository",
     "SeenLease",

@@ -10,9 +10,6 @@ from uuid import UUID
 from outboxio.errors import RightsMissing
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import NotificationRecord
-from outboxio.storage.protocols.values import (
-    PurgeResult,
-)
 from outboxio.storage.schema import Rights
 
 
@@ -76,33 +73,6 @@ class OperatorStore(Protocol):
         ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
         transaction. Returns the number of rows.
         """
-        ...
-
-
-class RetentionRepository(Protocol):
-    """Removes old rows in small batches, along an index or along the primary key."""
-
-    async def purge_notifications(
-        self, namespace: str, position: UUID, finished_before: datetime, dead_before: datetime, limit: int
-    ) -> PurgeResult:
-        """Read up to ``limit`` rows behind ``position``, by id, and remove the rows that ended long enough ago.
-
-        Removed are SUCCEEDED, EXPIRED and SKIPPED rows that were last updated before ``finished_before``, and DEAD rows
-        that were last updated before ``dead_before``. A row that parks a key with BLOCKED rows stays, and so does a row
-        of a different namespace.
-        """
-        ...
-
-    async def purge_events(self, namespace: str, position: UUID, before: datetime, limit: int) -> PurgeResult:
-        """Read up to ``limit`` events behind ``position``, by id, and remove settled events older than ``before``.
-
-        The age counts from ``event_date``. Settled are sentinel events, and delivered events without an unfinished
-        notification.
-        """
-        ...
-
-    async def purge_consumed(self, before: datetime, limit: int) -> int:
-        """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; the number of rows."""
         ...
 
 

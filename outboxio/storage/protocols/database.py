@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outboxio.storage.protocols.cold import (
     OperatorStore,
-    RetentionRepository,
     Schema,
 )
 from outboxio.storage.protocols.hot import (
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.partitions import PartitionTables
     from outboxio.storage.tables.probes import Probes
     from outboxio.storage.tables.reports import Reports
+    from outboxio.storage.tables.retention import Retention
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
 
@@ -107,7 +107,7 @@ class Database(Protocol):
     def deferred(self) -> Deferred: ...
 
     @property
-    def retention(self) -> RetentionRepository: ...
+    def retention(self) -> Retention: ...
 
     @property
     def subscriptions(self) -> Subscriptions: ...

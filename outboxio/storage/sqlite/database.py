@@ -21,7 +21,6 @@ from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLo
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
-from outboxio.storage.sqlite.retention import SqliteRetention
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
@@ -71,7 +70,6 @@ class SqliteDatabase(Tables):
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections, name)
         self.ordering = SqliteOrdering(self._connections)
-        self.retention = SqliteRetention(self._connections)
         port = SqlitePort(self._connections)
         Tables.__init__(self, name, port, port, port, port)
         # A single process at a time writes to a SQLite file, so each handler has a single partition.

@@ -10,6 +10,7 @@ from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.storage.tables.probes import Probes
 from outboxio.storage.tables.reports import Reports
+from outboxio.storage.tables.retention import Retention
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
 
@@ -24,6 +25,7 @@ class Tables:
         self.partitions: PartitionTables | None = PartitionTables(admin)
         self.probes = Probes(admin)
         self.reports = Reports(admin)
+        self.retention = Retention(admin)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
         self.stored_events = StoredEvents(admin, self.subscriptions)
