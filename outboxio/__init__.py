@@ -1,5 +1,10 @@
 """The transactional outbox for asyncio: commit your rows and their events together, handle every event afterwards."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from outboxio.actions.reading import Connection
 from outboxio.errors import (
     AmbiguousTypeName,
@@ -61,11 +66,6 @@ from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Delivery, OnDeadKey
 from outboxio.handlers.registration import Handlers
 from outboxio.handlers.wiring import Around
-from outboxio.health.asgi import health_app
-from outboxio.health.listener import serve_health
-from outboxio.health.values import Health, LoopHealth, ShardHealth
-from outboxio.inbox.inbox import Inbox
-from outboxio.inbox.inline import Consumption, Received
 from outboxio.jobs.job import Job
 from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.action import Action, Retry
@@ -74,29 +74,8 @@ from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.group import Group, Groups
-from outboxio.model.operating.history import HandlerHistory, HistoryPoint
-from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.model.operating.page import BoundedCount, Page
-from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
-from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
-from outboxio.operations.admin import Admin
-from outboxio.operations.overview.values import (
-    Finding,
-    HandlerStatus,
-    InstanceStatus,
-    KeyStatus,
-    LockStatus,
-    Overview,
-    OverviewFigures,
-    ShardStatus,
-    StuckRunStatus,
-)
-from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
-from outboxio.operations.retention import Removed
-from outboxio.operations.stranded import Stranded
 from outboxio.outbox import Drained, Outbox
 from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
@@ -104,6 +83,77 @@ from outboxio.storage import Shard
 from outboxio.support.clock import Clock
 from outboxio.transaction import Transaction
 from outboxio.version import __version__
+
+if TYPE_CHECKING:
+    from outboxio.health.asgi import health_app
+    from outboxio.health.listener import serve_health
+    from outboxio.health.values import Health, LoopHealth, ShardHealth
+    from outboxio.inbox.inbox import Inbox
+    from outboxio.inbox.inline import Consumption, Received
+    from outboxio.model.operating.group import Group, Groups
+    from outboxio.model.operating.history import HandlerHistory, HistoryPoint
+    from outboxio.model.operating.operation import Operation, OperationState
+    from outboxio.model.operating.page import BoundedCount, Page
+    from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
+    from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
+    from outboxio.operations.admin import Admin
+    from outboxio.operations.overview.values import (
+        Finding,
+        HandlerStatus,
+        InstanceStatus,
+        KeyStatus,
+        LockStatus,
+        Overview,
+        OverviewFigures,
+        ShardStatus,
+        StuckRunStatus,
+    )
+    from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
+    from outboxio.operations.retention import Removed
+    from outboxio.operations.stranded import Stranded
+
+# What only operators and inboxes need is imported when it is first used: most processes only write events and run
+# handlers. The imports above are for type checkers and readers.
+_LATER = {
+    name: module
+    for module, names in {
+        "outboxio.health.asgi": ("health_app",),
+        "outboxio.health.listener": ("serve_health",),
+        "outboxio.health.values": ("Health", "LoopHealth", "ShardHealth"),
+        "outboxio.inbox.inbox": ("Inbox",),
+        "outboxio.inbox.inline": ("Consumption", "Received"),
+        "outboxio.model.operating.group": ("Group", "Groups"),
+        "outboxio.model.operating.history": ("HandlerHistory", "HistoryPoint"),
+        "outboxio.model.operating.operation": ("Operation", "OperationState"),
+        "outboxio.model.operating.page": ("BoundedCount", "Page"),
+        "outboxio.model.operating.stored_action": ("EmittedEvent", "StoredAction"),
+        "outboxio.model.operating.stored_event": ("EventTree", "StoredEvent", "TreeNode"),
+        "outboxio.operations.admin": ("Admin",),
+        "outboxio.operations.overview.values": (
+            "Finding",
+            "HandlerStatus",
+            "InstanceStatus",
+            "KeyStatus",
+            "LockStatus",
+            "Overview",
+            "OverviewFigures",
+            "ShardStatus",
+            "StuckRunStatus",
+        ),
+        "outboxio.operations.partitions.owners": ("ClusterInstance", "HandlerPartitions", "PartitionOwner"),
+        "outboxio.operations.retention": ("Removed",),
+        "outboxio.operations.stranded": ("Stranded",),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
 
 __all__ = [
     "Action",

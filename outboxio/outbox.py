@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from outboxio.actions.executor import ActionExecutor
 from outboxio.actions.nesting import refuse_in_transaction
@@ -15,25 +16,14 @@ from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
-from outboxio.health.overview import OverviewSource
-from outboxio.health.reader import HealthReader
-from outboxio.health.values import Health
-from outboxio.inbox.inbox import Inbox
-from outboxio.inbox.inline import InlineRunner
 from outboxio.jobs.registration import JobRegistration
-from outboxio.jobs.runner import JobSetup
 from outboxio.locks.locking import Locking
 from outboxio.locks.shard_locks import ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import checked_name
 from outboxio.model.redaction import Redact, checked_redact
-from outboxio.operations.admin import Admin
-from outboxio.operations.admin_base import AdminSetup
-from outboxio.operations.admin_shards import Ends
-from outboxio.operations.ordering.recorder import By
-from outboxio.runtime.drain import Drained
-from outboxio.runtime.environment import Environment, Roles
+from outboxio.runtime.environment import Drained, Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
 from outboxio.runtime.lifespan import Lifespan
 from outboxio.runtime.own_connection import OwnConnections
@@ -53,6 +43,14 @@ from outboxio.support.log import log_of
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import AnyTelemetry, TelemetryChoice
 from outboxio.transaction import Transaction
+
+if TYPE_CHECKING:
+    from outboxio.health.reader import HealthReader
+    from outboxio.health.values import Health
+    from outboxio.inbox.inbox import Inbox
+    from outboxio.inbox.inline import InlineRunner
+    from outboxio.jobs.runner import JobSetup
+    from outboxio.operations.admin import Admin
 
 __all__ = ["Drained", "Outbox"]
 
@@ -142,12 +140,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         """``running()`` for a web application: ``FastAPI(lifespan=outbox.lifespan)``."""
         Recording.__init__(self, self.executor, own_connections, list(self._shards.values()), self._guard)
         Locking.__init__(self, locks)
-        self.inbox = Inbox(namespace, self.executor, own_connections.session_on, self._inline)
-        """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
-        self.admin = self._admin(redact)
-        """The questions and orders of an operator."""
-        source = OverviewSource(self.admin.overview)
-        self._health = HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
+        self._own_connections, self._redact = own_connections, redact
         self._telemetry.chosen.attached(self)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -188,6 +181,13 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
                 rows = await connection.fetch("SELECT id, balance FROM wallets WHERE balance < 0")
         """
         return connected(self.executor.shard(shard), self)
+
+    @cached_property
+    def inbox(self) -> Inbox:
+        """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
+        from outboxio.inbox.inbox import Inbox
+
+        return Inbox(self.namespace, self.executor, self._own_connections.session_on, self._inline)
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -289,6 +289,21 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
                 await shard.database.schema.check()
         await refuse_same_database(list(self._shards.values()))
 
+    @cached_property
+    def admin(self) -> Admin:
+        """The questions and operations of an operator."""
+        from outboxio.operations.admin import Admin
+        from outboxio.operations.admin_base import AdminSetup
+        from outboxio.operations.admin_shards import Ends
+        from outboxio.operations.ordering.recorder import By
+
+        shards = list(self._shards.values())
+        return Admin(AdminSetup(
+            namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
+            settings=self.settings, handlers=self._handlers, types=self._types, redact=self._redact, owner=self,
+            process=shards[0].environment.process, ends=Ends(),
+        ), By())  # fmt: skip
+
     async def health(self) -> Health:
         """The health of this process and of the tables: alive, ready, in order, and the reasons if not.
 
@@ -351,13 +366,13 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
             telemetry=self._telemetry,
         )
 
-    def _admin(self, redact: Redact) -> Admin:
-        shards = list(self._shards.values())
-        return Admin(AdminSetup(
-            namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
-            settings=self.settings, handlers=self._handlers, types=self._types, redact=redact, owner=self,
-            process=shards[0].environment.process, ends=Ends(),
-        ), By())  # fmt: skip
+    @cached_property
+    def _health(self) -> HealthReader:
+        from outboxio.health.overview import OverviewSource
+        from outboxio.health.reader import HealthReader
+
+        source = OverviewSource(self.admin.overview)
+        return HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
 
     def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
         limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}

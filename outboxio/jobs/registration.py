@@ -7,14 +7,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outboxio.errors import ConfigurationError, RegistrationError
 from outboxio.handlers.annotations import UNKNOWN, members, plain, resolved
 from outboxio.handlers.resources import Resources, is_factory
 from outboxio.jobs.job import Job, JobSpec
 from outboxio.jobs.moments import cron_moments, every_period, zone_of
-from outboxio.jobs.runner import JobRunner, JobSetup
 from outboxio.model.event import checked_name
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import naive_utc
@@ -22,6 +21,9 @@ from outboxio.support.duration import parse_duration
 from outboxio.support.signature import where_defined
 from outboxio.support.text import briefly
 from outboxio.transaction import Transaction
+
+if TYPE_CHECKING:
+    from outboxio.jobs.runner import JobSetup
 
 J = TypeVar("J", bound=Callable[..., Awaitable[object]])
 
@@ -152,6 +154,8 @@ async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, 
     if spec is None:
         known = ", ".join(map(repr, jobs)) or "none"
         raise ConfigurationError(f"no job is named {briefly(name)}; the jobs of this outbox are {known}")
+    from outboxio.jobs.runner import JobRunner
+
     runner = JobRunner(setup, asyncio.Event())
     await runner.run_alone(spec, setup.clock() if moment is None else naive_utc(moment), attempt)
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 from copy import copy
 
-from msgspec import Struct
-
 from outboxio.errors import DrainTimeout
 from outboxio.loops.flood import end_floods
 from outboxio.loops.standstill import witnessed
-from outboxio.runtime.environment import Roles
+from outboxio.runtime.environment import Drained, Roles
 from outboxio.runtime.lock_manager import standby_pause
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -26,16 +24,6 @@ from outboxio.support.aio import to_the_end
 from outboxio.support.log import shared_fields
 
 _SHARE_OF_LOOKS = 4  # between two questions to the database a drain waits for 4 times the duration of a question
-
-
-class Drained(Struct, frozen=True):
-    """The work of a ``drain()`` in this process: events that were fanned out, and notifications by outcome."""
-
-    fanned_out: int
-    succeeded: int
-    failed: int
-    expired: int
-    dead: int
 
 
 async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:

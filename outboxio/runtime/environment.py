@@ -27,6 +27,16 @@ class Roles(Struct, frozen=True):
     handling: bool
 
 
+class Drained(Struct, frozen=True):
+    """The work of a ``drain()`` in this process: events that were fanned out, and notifications by outcome."""
+
+    fanned_out: int
+    succeeded: int
+    failed: int
+    expired: int
+    dead: int
+
+
 class Environment(Struct, frozen=True, kw_only=True):
     """The parts of an outbox that all shards share."""
 

@@ -16,8 +16,7 @@ from outboxio.handlers.handler import Handler
 from outboxio.loops.flood import end_floods
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import handler_around
-from outboxio.runtime.drain import Drained, drain_shard
-from outboxio.runtime.environment import Roles
+from outboxio.runtime.environment import Drained, Roles
 from outboxio.runtime.running import Leave, Running
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.support.duration import parse_duration
@@ -162,6 +161,8 @@ class Lifecycle:
         return Drained(*(sum(numbers) for numbers in zip(*map(astuple, done), strict=True)))
 
     async def _drain_shards(self, deadline: float) -> list[Drained]:
+        from outboxio.runtime.drain import drain_shard
+
         return [await drain_shard(shard, deadline) for shard in self._shards.values()]
 
     async def _stop(self) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
-from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import log_of
+
+if TYPE_CHECKING:
+    from outboxio.runtime.shard_run import ShardRun
 
 T = TypeVar("T")
 Leave = Callable[[], Coroutine[Any, Any, None]]

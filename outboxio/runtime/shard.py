@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from outboxio.errors import ConfigurationError
-from outboxio.inbox.inline import InlineRunner
-from outboxio.jobs.runner import JobSetup
-from outboxio.jobs.scheduler import JobScheduler
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
-from outboxio.operations.admin_shards import AdminShard
-from outboxio.operations.ordering.takeover import Takeover
-from outboxio.operations.reporting.minutes import MinuteKeeper
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runtime.environment import Environment, Roles
-from outboxio.runtime.shard_run import ShardRun
 from outboxio.runtime.wakeups import WakeupSender
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
@@ -30,12 +25,25 @@ from outboxio.storage.schema import working
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import Fields, shared_fields
 
+if TYPE_CHECKING:
+    from outboxio.inbox.inline import InlineRunner
+    from outboxio.jobs.runner import JobSetup
+    from outboxio.jobs.scheduler import JobScheduler
+    from outboxio.operations.admin_shards import AdminShard
+    from outboxio.operations.ordering.takeover import Takeover
+    from outboxio.operations.reporting.minutes import MinuteKeeper
+    from outboxio.runtime.shard_run import ShardRun
+
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
 
 
 class ShardRuntime:
-    """A database of an outbox."""
+    """A database of an outbox.
+
+    A process that only writes events needs neither dispatch nor inbox, jobs or operators: the methods that make these
+    parts import them.
+    """
 
     def __init__(
         self,
@@ -52,7 +60,6 @@ class ShardRuntime:
         self.emitter = emitter
         self._is_first = is_first
         self.statistics = ShardStatistics(emitter.sent)
-        self.minutes = MinuteKeeper(self.statistics)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -64,6 +71,13 @@ class ShardRuntime:
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
         self.statistics.begin_anew()
+
+    @cached_property
+    def minutes(self) -> MinuteKeeper:
+        """The runs of each minute, for the table."""
+        from outboxio.operations.reporting.minutes import MinuteKeeper
+
+        return MinuteKeeper(self.statistics)
 
     @property
     def name(self) -> str:
@@ -124,6 +138,8 @@ class ShardRuntime:
     @property
     def for_operators(self) -> AdminShard:
         """This shard, as ``outbox.admin`` reaches the shard."""
+        from outboxio.operations.admin_shards import AdminShard
+
         return AdminShard(
             self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
         )
@@ -192,12 +208,16 @@ class ShardRuntime:
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
         """Make the parts of a ``running()``, or of a ``drain()``."""
+        from outboxio.runtime.shard_run import ShardRun
+
         with shared_fields(**self.log_fields):  # for the tasks of handlers
             run = self.work = ShardRun(self, roles, drains=drains)
         return run
 
     def takeover(self, fans_out: Callable[[], bool]) -> Takeover:
         """The part of a shard run that carries out the operations that wait for a process."""
+        from outboxio.operations.ordering.takeover import Takeover
+
         environment = self.environment
         return Takeover(
             environment.namespace, self.for_operators, environment.owner, fans_out=fans_out,
@@ -228,6 +248,8 @@ class ShardRuntime:
 
     def for_jobs(self) -> JobSetup:
         """The parts that jobs work with."""
+        from outboxio.jobs.runner import JobSetup
+
         environment = self.environment
         return JobSetup(
             namespace=environment.namespace, shard=self.name, database=self.database, clock=self.clock,
@@ -238,6 +260,8 @@ class ShardRuntime:
 
     def scheduler(self, run: ShardRun, *, runs: bool) -> JobScheduler:
         """The part of a shard run that starts jobs. ``runs``: False for a shard run that leaves jobs to others."""
+        from outboxio.jobs.scheduler import JobScheduler
+
         environment = self.environment
         locks = [environment.jobs_lock] * (runs and self.keeps_jobs)
         return JobScheduler(
@@ -248,6 +272,8 @@ class ShardRuntime:
 
     def inline(self) -> InlineRunner:
         """The runner of handlers for ``inbox.consume``, outside of any shard run."""
+        from outboxio.inbox.inline import InlineRunner
+
         if self._inline is None:
             setup = self.handling(asyncio.Event(), inline=True)
             self._inline = InlineRunner(
