@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import UnionType
 from typing import Any, Generic, Protocol, Self, TypeVar, Union, get_args, get_origin
 
@@ -61,21 +61,22 @@ class Statement:
             "postgres": postgres, "mysql": mysql, "mariadb": mysql if mariadb is None else mariadb, "sqlite": sqlite,
         }  # fmt: skip
         self._parts: Mapping[str, str | Statement] = {}
-        self._rendered: dict[Syntax, str] = {}
+        self.texts: dict[Syntax, str] = {}
+        """The rendered texts."""
 
     def having(self, **parts: str | Statement) -> Self:
         """The statement with texts in place of the markers with these names. The texts may have markers."""
         filled = copy.copy(self)
-        filled._parts, filled._rendered = {**self._parts, **parts}, {}
+        filled._parts, filled.texts = {**self._parts, **parts}, {}
         return filled
 
     def rendered(self, syntax: Syntax) -> str:
         """The text in the syntax of a dialect, with parameters still as ``:name``."""
-        if (text := self._rendered.get(syntax)) is None:
+        if (text := self.texts.get(syntax)) is None:
             text = self._source(syntax)
             while _MARKER.search(text):  # the arguments of a marker may contain markers
                 text = _MARKER.sub(lambda marker: self._replacement(marker, syntax), text)
-            text = self._rendered[syntax] = syntax.finished(self._shaped(text.strip(), syntax), self.columns)
+            text = self.texts[syntax] = syntax.finished(self._shaped(text.strip(), syntax), self.columns)
         return text
 
     def _source(self, syntax: Syntax) -> str:
@@ -134,7 +135,7 @@ class Query(Statement, Generic[R]):
         self._made_by = make
         self.lenient = lenient
 
-    def rows(self, raw: Iterable[Sequence[Any]]) -> list[R]:
+    def rows(self, raw: Sequence[Sequence[Any]]) -> list[R]:
         """The rows of a driver as values."""
         rows = [[int(value) if type(value) is Decimal else value for value in row] for row in raw]
         for column, decode in self._documents.items():
@@ -222,7 +223,8 @@ def parameters(text: str) -> list[str]:
     return _PARAMETER.findall(text)
 
 
-def numbered(text: str) -> tuple[str, list[str]]:
+@lru_cache(maxsize=1024)
+def numbered(text: str) -> tuple[str, Sequence[str]]:
     """A text with ``$1``, ``$2`` in place of parameters, and the names of the parameters in this order."""
     names: dict[str, str] = {}
     for name in parameters(text):

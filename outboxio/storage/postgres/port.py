@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
+from uuid import UUID
 
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
@@ -12,6 +14,8 @@ from outboxio.storage.syntax import PostgresSyntax
 R = TypeVar("R")
 
 SYNTAX = PostgresSyntax()
+
+_PLAIN = {str, int, float, bool, type(None), datetime, UUID}
 
 
 class PostgresPort:
@@ -22,7 +26,8 @@ class PostgresPort:
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         sql, arguments = self.prepared(query, values)
-        return query.rows(await self._connection.fetch(sql, *arguments))
+        found = await self._connection.fetch(sql, *arguments)
+        return query.rows(found) if found else []
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         return await self.fetch(query, each=list(each), **values) if each else []
@@ -42,8 +47,8 @@ class PostgresPort:
         return query.rows(await self._connection.in_transaction(work, timeout=self._connection.timeout))
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
-        sql, names = numbered(statement.rendered(SYNTAX))
-        return sql, [self._argument(values[name]) for name in names]
+        sql, names = numbered(statement.texts.get(SYNTAX) or statement.rendered(SYNTAX))
+        return sql, [v if type(v := values[name]) in _PLAIN else self._argument(v) for name in names]
 
     def _argument(self, value: Any) -> Any:
         if is_document(value):

@@ -22,6 +22,10 @@ _rows = msgspec.json.Decoder(list[list[Any]]).decode
 
 SYNTAX = SqliteSyntax()
 
+_NOW = "database_now"  # a parameter: SQLite has no clock that tests could set
+_NONE = "[]"
+_PLAIN = {str, int, float, type(None)}
+
 
 class SqlitePort:
     """The port over the connections of a database."""
@@ -30,36 +34,44 @@ class SqlitePort:
         self._connections = connections
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
-        arguments = _arguments(values)
-        found = await self._connections.inspect(query.rendered(SYNTAX), arguments, legible=query.lenient)
-        return query.rows(_rows(found))
+        sql = query.texts.get(SYNTAX) or query.rendered(SYNTAX)
+        found = await self._connections.inspect(sql, _arguments(values, sql), legible=query.lenient)
+        return query.rows(_rows(found)) if found != _NONE else []
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         if not each:
             return []
         sql = query.rendered(SYNTAX)
-        found = await self._connections.inspect_each([(sql, _arguments({**values, **one})) for one in each])
-        return query.rows(row for rows in found for row in _rows(rows))
+        found = await self._connections.inspect_each([(sql, _arguments({**values, **one}, sql)) for one in each])
+        return query.rows([row for rows in found for row in _rows(rows)])
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         if statement.needs is not None and not await self.fetch(statement.needs, **values):
             return 0
-        return await self._connections.write(statement.rendered(SYNTAX), _arguments(values))
+        sql = statement.rendered(SYNTAX)
+        return await self._connections.write(sql, _arguments(values, sql))
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
-        arguments = _arguments(values)
+        changing, reading = change.rendered(SYNTAX), query.rendered(SYNTAX)
+        arguments = _arguments(values, changing + reading)
 
         def work(connection: sqlite3.Connection) -> str:
-            changed = connection.execute(change.rendered(SYNTAX), arguments).rowcount
-            return fetch_value(connection, query.rendered(SYNTAX), arguments) if changed else "[]"
+            changed = connection.execute(changing, arguments).rowcount
+            return fetch_value(connection, reading, arguments) if changed else _NONE
 
         return query.rows(_rows(await self._connections.transact(work)))
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
-        (sql, names), arguments = numbered(statement.rendered(SYNTAX)), _arguments(values)
+        sql, names = numbered(statement.rendered(SYNTAX))
+        arguments = _arguments(values, sql)
         return sql, [arguments[name] for name in names]
 
 
-def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    values = {**values, "database_now": utc_now()}
-    return {n: as_document(v) if isinstance(v, list) or is_document(v) else as_value(v) for n, v in values.items()}
+def _arguments(values: Mapping[str, Any], sql: str) -> dict[str, Any]:
+    if _NOW in sql:
+        values = {**values, _NOW: utc_now()}
+    return {name: value if type(value) in _PLAIN else _argument(value) for name, value in values.items()}
+
+
+def _argument(value: Any) -> Any:
+    return as_document(value) if isinstance(value, list) or is_document(value) else as_value(value)

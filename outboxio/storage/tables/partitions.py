@@ -103,12 +103,17 @@ VIEW = Query(
     mysql=f"{_VIEW} FROM {_WANTED} STRAIGHT_JOIN eventlog.leases l ON l.name = w.name {_OWNER}",
 )
 
-# The bounds are those of the statement that finds due rows.
+# The bounds are those of the statement that finds due rows. Only misplaced rows are returned, and the last row of a
+# full piece: usually all rows are in their place.
 _MISPLACED = """
-SELECT n.next_retry_at, n.sequence, n.id, n.partition_number <> {partition}
-FROM {table event_notifications event_notifications_partition n}
-WHERE n.namespace = :namespace AND {unfinished} AND n.handler_name = :handler_name AND BOUNDS
-ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT :limit
+SELECT p.due, p.sequence, p.id, p.is_misplaced, p.place FROM (
+  SELECT d.*, row_number() OVER (ORDER BY d.partition_number, d.due, d.sequence) AS place FROM (
+    SELECT n.partition_number, n.next_retry_at AS due, n.sequence, n.id,
+      n.partition_number <> {partition} AS is_misplaced
+    FROM {table event_notifications event_notifications_partition n}
+    WHERE n.namespace = :namespace AND {unfinished} AND n.handler_name = :handler_name AND BOUNDS
+    ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT :limit) d) p
+WHERE p.is_misplaced OR p.place = :limit
 """
 FIND_MISPLACED = Query(
     _MISPLACED.replace(
@@ -116,7 +121,7 @@ FIND_MISPLACED = Query(
         "(n.partition_number, n.next_retry_at, n.sequence) > (:partition, :due, :sequence)"
         " AND (n.partition_number, n.next_retry_at) <= (:partition, :now)",
     ),
-    tuple[datetime, int, UUID, bool],
+    tuple[datetime, int, UUID, bool, int],
     mysql=_MISPLACED.replace(
         "BOUNDS",
         "n.partition_number = :partition AND n.next_retry_at <= :now"
@@ -217,8 +222,8 @@ class PartitionTables:
         due, sequence = after
         slot = {"namespace": namespace, "handler_name": lease.handler_name, "partition": lease.partition}
         rows = await self._port.fetch(FIND_MISPLACED, due=due, sequence=sequence, now=now, limit=limit, **slot)
-        ids, staying = sorted(id for _, _, id, is_misplaced in rows if is_misplaced), set(besides)
-        ids = [id for id in ids if id not in staying]
+        staying, last = set(besides), next((row[:2] for row in rows if row[-1] == limit), None)
+        ids = sorted(id for _, _, id, is_misplaced, _ in rows if is_misplaced and id not in staying)
         own = {"partition": lease.partition, "lease": lease.name, "term": lease.term}
         moved = await self._port.execute(REHOME, ids=ids, **own) if ids else 0
-        return Rehomed(moved, rows[-1][:2] if len(rows) == limit else None)
+        return Rehomed(moved, last)
