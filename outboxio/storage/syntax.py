@@ -258,7 +258,7 @@ _OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # SQLite's own i
 class SqliteSyntax(Syntax):
     dialect = "sqlite"
     words: Mapping[str, str] = {
-        "now": ":database_now",
+        "now": ":process_now",  # all processes that can open the file have the same clock
         "join": "CROSS JOIN",
         "unfinished": "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')",
         "dead": "(n.state = 'DEAD' OR n.state = 'EXPIRED')",

@@ -25,7 +25,8 @@ class PostgresPort:
         self._connection = connection
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
-        sql, arguments = self.prepared(query, values)
+        sql, names = numbered(query.texts.get(SYNTAX) or query.rendered(SYNTAX))
+        arguments = [v if type(v := values[name]) in _PLAIN else self._argument(v) for name in names]
         found = await self._connection.fetch(sql, *arguments)
         return query.rows(found) if found else []
 
@@ -47,7 +48,7 @@ class PostgresPort:
         return query.rows(await self._connection.in_transaction(work, timeout=self._connection.timeout))
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
-        sql, names = numbered(statement.texts.get(SYNTAX) or statement.rendered(SYNTAX))
+        sql, names = numbered(statement.rendered(SYNTAX))
         return sql, [v if type(v := values[name]) in _PLAIN else self._argument(v) for name in names]
 
     def _argument(self, value: Any) -> Any:

@@ -13,7 +13,6 @@ from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_value
 from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
 from outboxio.storage.syntax import SqliteSyntax
-from outboxio.support.clock import utc_now
 
 R = TypeVar("R")
 
@@ -22,7 +21,6 @@ _rows = msgspec.json.Decoder(list[list[Any]]).decode
 
 SYNTAX = SqliteSyntax()
 
-_NOW = "database_now"  # a parameter: SQLite has no clock that tests could set
 _NONE = "[]"
 _PLAIN = {str, int, float, type(None)}
 
@@ -35,25 +33,25 @@ class SqlitePort:
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         sql = query.texts.get(SYNTAX) or query.rendered(SYNTAX)
-        found = await self._connections.inspect(sql, _arguments(values, sql), legible=query.lenient)
+        found = await self._connections.inspect(sql, _arguments(values), legible=query.lenient)
         return query.rows(_rows(found)) if found != _NONE else []
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         if not each:
             return []
         sql = query.rendered(SYNTAX)
-        found = await self._connections.inspect_each([(sql, _arguments({**values, **one}, sql)) for one in each])
+        found = await self._connections.inspect_each([(sql, _arguments({**values, **one})) for one in each])
         return query.rows([row for rows in found for row in _rows(rows)])
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         if statement.needs is not None and not await self.fetch(statement.needs, **values):
             return 0
         sql = statement.rendered(SYNTAX)
-        return await self._connections.write(sql, _arguments(values, sql))
+        return await self._connections.write(sql, _arguments(values))
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
         changing, reading = change.rendered(SYNTAX), query.rendered(SYNTAX)
-        arguments = _arguments(values, changing + reading)
+        arguments = _arguments(values)
 
         def work(connection: sqlite3.Connection) -> str:
             changed = connection.execute(changing, arguments).rowcount
@@ -63,13 +61,11 @@ class SqlitePort:
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql, names = numbered(statement.rendered(SYNTAX))
-        arguments = _arguments(values, sql)
+        arguments = _arguments(values)
         return sql, [arguments[name] for name in names]
 
 
-def _arguments(values: Mapping[str, Any], sql: str) -> dict[str, Any]:
-    if _NOW in sql:
-        values = {**values, _NOW: utc_now()}
+def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if type(value) in _PLAIN else _argument(value) for name, value in values.items()}
 
 

@@ -12,6 +12,7 @@ from outboxio.handlers.subscription import Subscription
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols.values import Announced, Holder, Orders, PartitionCount, Pause
 from outboxio.storage.statement import Port, Query, Statement
+from outboxio.support.clock import utc_now
 
 # --- statements ------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Subscriptions:
             {"name": name.lease, "date": date and date.isoformat(" ", "microseconds")} for name, date in begun.items()
         ]
         if rows:
-            await self._port.execute(BEGIN, begun=rows, owner=owner)
+            await self._port.execute(BEGIN, begun=rows, owner=owner, process_now=utc_now())
 
     async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
         """The dates that the first :meth:`begin` of any process wrote under these names."""
@@ -179,6 +180,8 @@ class Subscriptions:
     async def orders(self, namespace: str) -> Orders:
         """All pauses, and all numbers of partitions."""
         rows = await self._port.fetch(ORDERS, namespace=namespace)
+        if not rows:
+            return Orders([])
         return Orders(
             [Pause(name, ended) for name, ended, number, *_ in rows if number is None],
             [
