@@ -82,16 +82,18 @@ SELECT value FROM jumps WHERE value <> ''"""
         The types are ``text``, ``document`` (a long text), ``int``, ``bigint``, ``bool``, ``timestamp`` and ``id``.
         """
 
-    @abstractmethod
     def upsert(self, arguments: str) -> str:
         """``INSERT ... {upsert id: name, date}``: where a row with this key exists, assign the new values.
 
         ``{upsert id: name from r}``: the values are columns of the inserted table ``r``.
         """
+        key, _, columns = arguments.partition(":")
+        names = [name.strip() for name in columns.partition(" from ")[0].split(",")]
+        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in names)}"
 
-    @abstractmethod
-    def keep(self, key: str) -> str:
-        """``INSERT ... {keep namespace, name}``: where a row with this key exists, do nothing."""
+    def keep(self, arguments: str) -> str:
+        """``INSERT ... {keep jobs: namespace, name}``: where the table has a row with this key, do nothing."""
+        return f"ON CONFLICT ({arguments.partition(':')[2].strip()}) DO NOTHING"
 
     @abstractmethod
     def list(self, arguments: str) -> str:
@@ -150,14 +152,6 @@ class PostgresSyntax(Syntax):
         values, name, columns = arguments.split(maxsplit=2)
         listed = ", ".join(f"{column} {_POSTGRES_TYPES.get(kind, kind)}" for column, kind in _columns_of(columns))
         return f"json_to_recordset({values}::text::json) AS {name}({listed})"
-
-    def upsert(self, arguments: str) -> str:
-        key, _, columns = arguments.partition(":")
-        names = columns.partition(" from ")[0].split(",")
-        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{n.strip()} = excluded.{n.strip()}' for n in names)}"
-
-    def keep(self, key: str) -> str:
-        return f"ON CONFLICT ({key}) DO NOTHING"
 
     def list(self, arguments: str) -> str:
         columns, condition, _ = _rows_in(arguments)
@@ -229,9 +223,10 @@ class MysqlSyntax(Syntax):
         source = f"{table}." if table else ":"
         return f"ON DUPLICATE KEY UPDATE {', '.join(f'{n.strip()} = {source}{n.strip()}' for n in names.split(','))}"
 
-    def keep(self, key: str) -> str:
-        column = key.partition(",")[0]
-        return f"ON DUPLICATE KEY UPDATE {column} = VALUES({column})"  # changes nothing
+    def keep(self, arguments: str) -> str:
+        table, _, key = arguments.partition(":")
+        column = key.partition(",")[0].strip()
+        return f"ON DUPLICATE KEY UPDATE {column} = eventlog.{table}.{column}"  # changes nothing
 
     def list(self, arguments: str) -> str:
         columns, condition, order = _rows_in(arguments)
@@ -302,14 +297,6 @@ class SqliteSyntax(Syntax):
         values, name, columns = arguments.split(maxsplit=2)
         listed = ", ".join(f"json_extract(value, '$.{column}') AS {column}" for column, _ in _columns_of(columns))
         return f"(SELECT {listed} FROM json_each({values})) AS {name}"
-
-    def upsert(self, arguments: str) -> str:
-        key, _, columns = arguments.partition(":")
-        names = columns.partition(" from ")[0].split(",")
-        return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{n.strip()} = excluded.{n.strip()}' for n in names)}"
-
-    def keep(self, key: str) -> str:
-        return f"ON CONFLICT ({key}) DO NOTHING"
 
     def list(self, arguments: str) -> str:
         columns, condition, _ = _rows_in(arguments)

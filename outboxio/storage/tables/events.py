@@ -75,7 +75,7 @@ FROM (
   FROM {{rows :owed o event_id id, id id}} {{join}} {{table events primary e}} ON e.id = {{id o.event_id}}
   {{join}} eventlog.subscriptions s ON s.namespace = :namespace AND s.handler_name = :handler_name
     AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> '')) n
-WHERE TRUE {{keep event_id, handler_name}}
+WHERE TRUE {{keep event_notifications: event_id, handler_name}}
 """)
 
 # --- the table -------------------------------------------------------------------------------------

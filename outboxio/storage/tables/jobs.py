@@ -38,7 +38,7 @@ INSERT INTO eventlog.jobs (namespace, job_name, schedule, state, next_date, due_
   instance, succeeded, failed, missed)
 SELECT :namespace, j.name, j.schedule, 'WAITING', j.next_date, j.due_date, 0, 0, '', 0, '', 0, 0, 0
 FROM {rows :jobs j name text, schedule text, next_date timestamp, due_date timestamp} WHERE TRUE
-ORDER BY j.name {keep namespace, job_name}
+ORDER BY j.name {keep jobs: namespace, job_name}
 """)
 
 _BY_NAME = "WHERE namespace = :namespace AND job_name = :name"

@@ -59,7 +59,7 @@ WHERE namespace = :namespace
 BEGIN = Statement("""
 INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
 SELECT b.name, 0, :owner, coalesce(b.date, {now}), 0 FROM {rows :begun b name text, date timestamp} WHERE TRUE
-ORDER BY b.name {keep name}
+ORDER BY b.name {keep leases: name}
 """)
 BEGUN = Query("SELECT name, acquired_date FROM eventlog.leases WHERE {among name :names}", tuple[str, datetime])
 HOLDERS = Query(
