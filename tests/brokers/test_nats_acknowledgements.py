@@ -17,8 +17,8 @@ from nats.js.api import StreamConfig
 
 from outboxio import Outbox, RetryPolicy
 from outboxio.integrations.brokers.message import Message
+from outboxio.integrations.brokers.nats_client import NO_STREAM, Outgoing, Publisher, Refusal, acknowledgement_of
 from outboxio.integrations.nats import NatsRelay
-from outboxio.integrations.nats.publisher import NO_STREAM, Outgoing, Publisher, Refusal, acknowledgement_of
 from tests.kit.app import Look, eventually
 from tests.kit.nats_notes import Noted, is_subscribed, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server

@@ -11,8 +11,7 @@ import pytest
 import redis.asyncio as client
 
 from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
-from outboxio.integrations.redis import RedisInbox, RedisRelay
-from outboxio.integrations.redis.relay import REMEMBERS_IDS, version_of
+from outboxio.integrations.redis import REMEMBERS_IDS, RedisInbox, RedisRelay, version_of
 from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
 from tests.kit.brokers import PASSWORD, Broker, OwnRedis

@@ -7,8 +7,8 @@ import pytest
 
 from outboxio.errors import ConfigurationError, Unprocessable
 from outboxio.integrations.brokers import FORMATS, Incoming, Message, Template, Wire, incoming_of, wire_format
-from outboxio.integrations.brokers.formats import percent_encoded
 from outboxio.integrations.brokers.incoming import Fallback
+from outboxio.integrations.brokers.message import percent_encoded
 
 FALLBACK = Fallback(id="7", source="nats:WALLETS")
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.integrations.brokers import Message, Parcel, Wire
-from outboxio.integrations.kafka.piles import Pile, partitioned
+from outboxio.integrations.brokers.kafka_client import Pile, partitioned
 
 LARGEST = 1_000_000
 

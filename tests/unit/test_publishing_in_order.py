@@ -5,8 +5,7 @@ from datetime import UTC, datetime
 
 from outboxio.errors import Unprocessable
 from outboxio.integrations.brokers import Message, Wire
-from outboxio.integrations.brokers.in_order import publish_in_order
-from outboxio.integrations.brokers.relay import Parcel, Verdict
+from outboxio.integrations.brokers.relay import Parcel, Verdict, publish_in_order
 
 
 def parcels(keys: str) -> list[Parcel]:

@@ -9,11 +9,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.batch import LARGEST_BATCH
-from outboxio.integrations.brokers.incoming import Incoming
+from outboxio.integrations.brokers.incoming import Fallback, Incoming
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.log import log_of, type_name
@@ -24,7 +24,23 @@ if TYPE_CHECKING:
 
 logger = log_of(__name__)
 
+WAIT = 0.5  # seconds that a fetch waits for the first message
+ANSWER = 5.0  # seconds that the broker may take beyond that
 LONGEST_PAUSE = 30.0  # seconds between two tries, while the broker or the database is away
+
+
+class InboxOptions(TypedDict, total=False):
+    """The keywords that the inboxes of all brokers have.
+
+    ``source`` and ``type``: of messages that name none. ``topic``: the topic of the stored events. ``batch``: the most
+    messages of a transaction, and in memory; 500 by default. ``shard``: where the messages are stored.
+    """
+
+    source: str | None
+    type: str | None
+    topic: str | None
+    batch: int
+    shard: str | None
 
 
 class BrokerInbox(ABC):
@@ -39,6 +55,9 @@ class BrokerInbox(ABC):
     At most ``batch`` messages are in memory. While the database is away, the inbox keeps these and fetches no more.
     While the broker is away, the inbox connects again, after 0.1 s to 30 s.
     """
+
+    place: str
+    """The stream, topics or queue that messages come from, for log entries."""
 
     def __init__(
         self,
@@ -71,10 +90,9 @@ class BrokerInbox(ABC):
         self._is_open = False
         """True from the begin of :meth:`connect` to :meth:`disconnect`."""
 
-    @property
-    @abstractmethod
-    def place(self) -> str:
-        """The stream, topics or queue that messages come from, for log entries."""
+    def fallback(self, id: str, source: str, type: str | None = None) -> Fallback:
+        """The parts of a message that names none. The ``source`` and the ``type`` of the inbox take precedence."""
+        return Fallback(id=id, source=self.source or source, type=self.type or type)
 
     @abstractmethod
     async def connect(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import msgspec
@@ -16,6 +16,8 @@ from outboxio.support.text import briefly
 
 _PREFIXES = ("ce-", "ce_", "cloudevents:", "cloudevents_")
 _TRACE = ("traceparent", "tracestate")
+_OF_DEBEZIUM = {"id": "id", "source": "ce_source", "type": "ce_type", "correlationid": "correlation_id"}
+"""The attributes of CloudEvents, with the headers that Debezium's layout has for them."""
 
 
 class Incoming(Struct, kw_only=True):
@@ -62,12 +64,15 @@ class Fallback(Struct, frozen=True, kw_only=True):
     type: str | None = None
 
 
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class _Document(Struct, kw_only=True):
     """A CloudEvent as one JSON document. Attributes without a meaning for the inbox are left out."""
 
-    id: str
-    source: str
-    type: str
+    id: _Name
+    source: _Name
+    type: _Name
     data: msgspec.Raw = msgspec.Raw(b"")
     data_base64: str | None = None
     partitionkey: str | None = None
@@ -103,9 +108,10 @@ def incoming_of(
     kind = content_type or named.get("content-type") or ""
     try:
         if kind.startswith("application/cloudevents"):
-            found = _structured(kind, body)
+            attributes, body = _document(kind, body)
         else:
-            found = _in_headers(named, body, fallback, escaped=escaped)
+            attributes = _attributes(named, escaped=escaped)
+        found = _event(attributes, body, fallback)
     except InvalidEvent as error:
         return Incoming(place=fallback.id, raw=raw, flaw=error)
     found.place = fallback.id
@@ -115,50 +121,22 @@ def incoming_of(
     return found
 
 
-def _in_headers(headers: Mapping[str, str], body: bytes, fallback: Fallback, *, escaped: bool) -> Incoming:
-    for prefix in _PREFIXES:
-        if f"{prefix}id" in headers:
-            return _binary(headers, prefix, body, fallback, escaped=escaped)
-    if "id" in headers:
-        return _debezium(headers, body, fallback, escaped=escaped)
-    return Incoming(
-        id=fallback.id,
-        source=fallback.source,
-        type=_known_type(None, fallback),
-        payload=body,
-        headers=_trace({name: headers[name] for name in _TRACE if name in headers}),
-    )
+def _attributes(headers: Mapping[str, str], *, escaped: bool) -> dict[str, Any]:
+    """The attributes that headers have, in one of the layouts; of plain JSON the trace alone."""
+    prefix = next((prefix for prefix in _PREFIXES if f"{prefix}id" in headers), None)
+    if prefix is not None:
+        start = len(prefix)
+        found = {name[start:]: value for name, value in headers.items() if name.startswith(prefix)}
+    elif "id" in headers:
+        found = {attribute: headers[name] for attribute, name in _OF_DEBEZIUM.items() if name in headers}
+        found["type"] = found.get("type") or headers.get("eventtype", "")
+    else:
+        return {name: headers[name] for name in _TRACE if name in headers}
+    return {name: unquote(value) if "%" in value else value for name, value in found.items()} if escaped else found
 
 
-def _binary(headers: Mapping[str, str], prefix: str, body: bytes, fallback: Fallback, *, escaped: bool) -> Incoming:
-    start = len(prefix)
-    attributes = {name[start:]: value for name, value in headers.items() if name.startswith(prefix)}
-    if escaped:
-        attributes = {name: unquote(value) if "%" in value else value for name, value in attributes.items()}
-    return Incoming(
-        id=attributes["id"],
-        source=attributes.get("source") or fallback.source,
-        type=_known_type(attributes.get("type"), fallback),
-        payload=body,
-        version=_version(attributes.get(VERSION), attributes["id"]),
-        key=attributes.get("partitionkey"),
-        correlation_id=attributes.get("correlationid"),
-        headers=_trace({name: attributes[name] for name in _TRACE if name in attributes}),
-    )
-
-
-def _debezium(headers: Mapping[str, str], body: bytes, fallback: Fallback, *, escaped: bool) -> Incoming:
-    named = {name: unquote(value) for name, value in headers.items()} if escaped else headers
-    return Incoming(
-        id=named["id"],
-        source=named.get("ce_source") or fallback.source,
-        type=_known_type(named.get("ce_type") or named.get("eventtype"), fallback),
-        payload=body,
-        correlation_id=named.get("correlation_id"),
-    )
-
-
-def _structured(kind: str, body: bytes) -> Incoming:
+def _document(kind: str, body: bytes) -> tuple[dict[str, Any], bytes]:
+    """The attributes and the data of a CloudEvent in JSON."""
     if "json" not in kind:
         raise InvalidEvent("the message", f"its content type is {briefly(kind)}; expected application/cloudevents+json")
     try:
@@ -166,27 +144,27 @@ def _structured(kind: str, body: bytes) -> Incoming:
         data = bytes(document.data) if document.data_base64 is None else base64.b64decode(document.data_base64)
     except (msgspec.DecodeError, UnicodeError, ValueError) as error:
         raise InvalidEvent("the message", f"it is no CloudEvent in JSON: {error}") from None
-    trace = {"traceparent": document.traceparent, "tracestate": document.tracestate}
-    return Incoming(
-        id=document.id,
-        source=document.source,
-        type=document.type,
-        payload=data,
-        version=_version(document.eventversion, document.id),
-        key=document.partitionkey,
-        correlation_id=document.correlationid,
-        headers=_trace({name: value for name, value in trace.items() if value is not None}),
-    )
+    return msgspec.structs.asdict(document), data
 
 
-def _known_type(given: str | None, fallback: Fallback) -> str:
-    found = given or fallback.type
-    if not found:
+def _event(attributes: Mapping[str, Any], payload: bytes, fallback: Fallback) -> Incoming:
+    id = attributes.get("id", fallback.id)
+    type = attributes.get("type") or fallback.type
+    if not type:
         raise InvalidEvent(
             f"message {fallback.id!r} of {fallback.source!r}",
             "it names no event type: send the attribute 'type' of CloudEvents, or give the inbox type=",
         )
-    return found
+    return Incoming(
+        id=id,
+        source=attributes.get("source") or fallback.source,
+        type=type,
+        payload=payload,
+        version=_version(attributes.get(VERSION), id),
+        key=attributes.get("partitionkey"),
+        correlation_id=attributes.get("correlationid"),
+        headers={name: attributes[name] for name in _TRACE if attributes.get(name) is not None} or None,
+    )
 
 
 def _version(given: str | int | None, id: str) -> int:
@@ -196,7 +174,3 @@ def _version(given: str | int | None, id: str) -> int:
         return int(given)
     except ValueError:
         raise InvalidEvent(f"message {id!r}", f"its {VERSION} is {briefly(given)}; expected a whole number") from None
-
-
-def _trace(headers: dict[str, str]) -> dict[str, str] | None:
-    return headers or None

@@ -1,10 +1,13 @@
-"""Relays: handlers that send events to a broker, in batches, with a verdict for each message."""
+"""Relays: handlers that send events to a broker, in batches, with a verdict for each message.
+
+With ``ordered=True``, no message of a key leaves before the broker has the message before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, cast
 
@@ -13,8 +16,7 @@ from msgspec import Struct
 from outboxio.errors import ConfigurationError, Unavailable, Unprocessable
 from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
-from outboxio.integrations.brokers.formats import Escape, Wire, wire_format
-from outboxio.integrations.brokers.message import Message, message_of
+from outboxio.integrations.brokers.message import Escape, Message, Wire, message_of, wire_format
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.backoff import pause_after
@@ -85,11 +87,22 @@ class Relay(EventHandler[Any]):
 
     relay: ClassVar[bool] = True
     raw: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = True
+    """``publish`` keeps the order of a key. If False, an ordered relay gives it only one message of each key."""
 
     def __init__(
-        self, *, prefix: str, escape: Escape = str, fit: Escape = str, **options: Unpack[RelayOptions]
+        self,
+        *,
+        prefix: str,
+        escape: Escape = str,
+        fit: Escape = str,
+        destination: Callable[[Message], str] | None = None,
+        **options: Unpack[RelayOptions],
     ) -> None:
-        """``prefix``, ``escape`` and ``fit``: as for :func:`~outboxio.integrations.brokers.formats.wire_format`."""
+        """``prefix``, ``escape`` and ``fit``: as for :func:`~outboxio.integrations.brokers.wire_format`.
+
+        ``destination``: the function that :meth:`destination_of` calls, unless a subclass implements the method.
+        """
         self._refuse_unknown(options)
         self.__dict__.update(_handler_options(options))  # class variables, which a relay has for each object
         self.publish_timeout = _seconds(options, "publish_timeout", PUBLISH_TIMEOUT)
@@ -100,6 +113,7 @@ class Relay(EventHandler[Any]):
             )
         self.is_connected = False
         self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape, fit=fit)
+        self._destination = destination
         self._connecting = asyncio.Lock()
         self._failures = 0
 
@@ -117,14 +131,23 @@ class Relay(EventHandler[Any]):
 
         With ``ordered``, messages of a key come in order. After the first failure of a key, the verdicts of the key's
         later messages do not count: these messages are sent again after the failed message.
+
+        Raises :class:`ConnectionError` if the connection is lost and nothing is known about any message: the relay
+        closes the connection, no attempt is used up, and all are sent again.
         """
 
-    @abstractmethod
     def destination_of(self, message: Message) -> str:
         """The topic, subject, routing key or stream of a message, unless the format names one.
 
         Raises :class:`~outboxio.Unprocessable` if the message has no such destination.
         """
+        assert self._destination is not None, "a subclass implements the method, or gives destination="
+        return self._destination(message)
+
+    @property
+    def is_up(self) -> bool:
+        """True if the connection is open, as far as the client knows."""
+        return self.is_connected
 
     async def handle(self, given: Any) -> list[tuple[EventEnvelope[Any], Exception]]:
         """Send the events of a call; the events that failed, each with the reason.
@@ -143,9 +166,7 @@ class Relay(EventHandler[Any]):
         if not parcels:
             return failed
         try:
-            if not self.is_connected:
-                await self._connect_once()
-            verdicts = await self.publish(parcels)
+            verdicts = await self._verdicts(parcels)
         except Unavailable:
             self._failures += 1
             raise
@@ -156,6 +177,16 @@ class Relay(EventHandler[Any]):
                 is_away = is_away or isinstance(verdict, Unavailable)
         self._failures = self._failures + 1 if is_away else 0
         return failed
+
+    async def _verdicts(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+        await self.ensure_connected()
+        try:
+            if self.ordered and not self.keeps_order:
+                return await publish_in_order(parcels, self.publish)
+            return await self.publish(parcels)
+        except ConnectionError as error:
+            await self.leave()
+            raise self.unavailable(str(error)) from error
 
     def _parcels(
         self, envelopes: Iterable[EventEnvelope[Any]]
@@ -198,16 +229,22 @@ class Relay(EventHandler[Any]):
             self.is_connected = False
             await self.disconnect()
 
-    async def _connect_once(self) -> None:
-        """Connect, unless another call has connected meanwhile."""
+    async def ensure_connected(self) -> None:
+        """Connect, unless the connection is open, or another call opens it at the same time."""
+        if self.is_up:
+            return
         async with self._connecting:
-            if not self.is_connected:
-                try:
-                    await self.connect()
-                except (OSError, TimeoutError) as error:
-                    told = str(error) or type_name(error)
-                    raise self.unavailable(f"relay {self.name!r} cannot connect: {told}") from error
-                self.is_connected = True
+            if self.is_up:
+                return
+            if self.is_connected:
+                self.is_connected = False
+                await self.disconnect()
+            try:
+                await self.connect()
+            except (OSError, TimeoutError) as error:
+                reason = str(error) or type_name(error)
+                raise self.unavailable(f"relay {self.name!r} cannot connect: {reason}") from error
+            self.is_connected = True
 
     @staticmethod
     def _refuse_unknown(options: RelayOptions) -> None:
@@ -236,3 +273,37 @@ def _handler_options(options: RelayOptions) -> dict[str, Any]:
 def _seconds(options: RelayOptions, name: Literal["publish_timeout", "timeout"], default: timedelta) -> float:
     given = options.get(name)
     return (default if given is None else parse_duration(given, key=name)).total_seconds()
+
+
+async def publish_in_order(
+    parcels: Sequence[Parcel], publish: Callable[[Sequence[Parcel]], Awaitable[Sequence[Verdict]]]
+) -> list[Verdict]:
+    """Publish messages in waves. A wave has one message of each key; a key waits behind its first failure."""
+    waves: list[list[int]] = []
+    seen: dict[str, int] = {}
+    for place, parcel in enumerate(parcels):
+        number = seen.get(parcel.message.key, 0)
+        seen[parcel.message.key] = number + 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(place)
+    verdicts: list[Verdict] = [None] * len(parcels)
+    failed: dict[str, Exception] = {}
+    for wave in waves:
+        going: list[int] = []
+        for place in wave:
+            verdicts[place] = failed.get(parcels[place].message.key)
+            if verdicts[place] is None:
+                going.append(place)
+        if not going:
+            continue
+        for place, verdict in zip(going, await publish([parcels[place] for place in going]), strict=True):
+            if verdict is not None:
+                verdicts[place] = failed[parcels[place].message.key] = verdict
+    return verdicts
+
+
+def too_large(parcel: Parcel, reason: str, fix: str) -> Unprocessable:
+    """The verdict for a message that the broker would never take."""
+    advice = f"{fix}, or store the large part elsewhere and send its address"
+    return Unprocessable(f"event {parcel.message.id} {reason}: {advice}")

@@ -1,0 +1,433 @@
+"""Kafka: a relay that sends events to topics, and an inbox that receives from topics as a member of a consumer group.
+
+Needs ``outboxio[kafka]``, that is aiokafka, and Kafka 2.1 or later, or a broker that speaks its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from outboxio.errors import ConfigurationError, InvalidEvent, Unprocessable
+from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT
+from outboxio.integrations.brokers.inbox import WAIT, BrokerInbox, InboxOptions
+from outboxio.integrations.brokers.incoming import Incoming, incoming_of
+from outboxio.integrations.brokers.message import Message, Template
+from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
+from outboxio.support.text import briefly
+
+try:
+    from outboxio.integrations.brokers import kafka_client
+    from outboxio.integrations.brokers.kafka_client import Access, NoTopic, NotPermitted, Pile, Refused, Servers, errors
+except ImportError as error:
+    raise ConfigurationError("outboxio.integrations.kafka needs aiokafka: pip install 'outboxio[kafka]'") from error
+
+if TYPE_CHECKING:
+    from outboxio.outbox import Outbox
+
+__all__ = ["KafkaInbox", "KafkaRelay", "NoTopic", "NotPermitted", "Refused", "by_event_type", "by_model_type"]
+
+TOPIC_WAIT = 2.0  # seconds for a topic that the broker may be making
+LARGEST_REQUEST = 1_048_576  # bytes; the broker's own limit is about the same
+STOP_TIMEOUT = 5.0  # seconds to leave the group
+DEAD_LETTER_TIMEOUT = 10.0  # seconds for the answer to a dead letter
+_OF_BOTH = {"bootstrap_servers": "give the addresses as servers", "loop": "the running loop is used"}
+_OF_RELAY = {
+    **_OF_BOTH,
+    "enable_idempotence": "give enable_idempotence= to the relay",
+    "acks": "a relay waits for all replicas, so acks='all' is set",
+    "transactional_id": "a relay sends without transactions of Kafka; readers remove duplicates by ce_id",
+    "key_serializer": "a relay sends bytes",
+    "value_serializer": "a relay sends bytes",
+    "partitioner": "a relay chooses the partition as Java's clients do, by the key",
+}
+_OF_INBOX = {
+    **_OF_BOTH,
+    "group_id": "give group= to the inbox",
+    "enable_auto_commit": "the inbox commits offsets after its transaction",
+    "auto_offset_reset": "give start= to the inbox",
+    "key_deserializer": "the inbox reads bytes",
+    "value_deserializer": "the inbox reads bytes",
+    "max_poll_records": "give batch= to the inbox",
+}
+
+Topics = str | Callable[[Message], str]
+"""The topic of each message: a template, or a function of the message."""
+
+
+def by_model_type(pattern: str) -> Callable[[Message], str]:
+    """The topic by the model type, which takes the place of ``{}``.
+
+    Example::
+
+        KafkaRelay("localhost:9092", name="to-kafka", topics=by_model_type("outbox.{}"))
+    """
+    return _by("model_type", pattern)
+
+
+def by_event_type(pattern: str) -> Callable[[Message], str]:
+    """The topic by the event type, which takes the place of ``{}``.
+
+    Example::
+
+        KafkaRelay("localhost:9092", name="to-kafka", topics=by_event_type("wallets.{}"))
+    """
+    return _by("event_type", pattern)
+
+
+def _by(field: str, pattern: str) -> Callable[[Message], str]:
+    if not isinstance(pattern, str) or pattern.count("{}") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        raise ConfigurationError(f"the pattern is {briefly(pattern)}; expected a text with one {{}}, as 'outbox.{{}}'")
+    return Template(pattern.replace("{}", f"{{{field}}}"), option="topics")
+
+
+class KafkaRelay(Relay):
+    """Sends events to topics of Kafka.
+
+    ``servers``: ``"host:port"``, one or several, or a started ``AIOKafkaProducer`` with ``acks="all"``, which the relay
+    does not stop.
+    ``topics``: a template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and
+    ``{key}``, or a function of the message, such as ``by_model_type("outbox.{}")``. ``enable_idempotence``: ``False``
+    for a broker that has no idempotent producers. ``connect``: further keywords of ``AIOKafkaProducer``, such as
+    ``security_protocol``, ``ssl_context`` or ``compression_type``. ``options`` are those of all relays
+    (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
+
+    The key of a record is the ordering key (with ``ordered=True``), else the model id, else the event's id. Records
+    with the same key are in the same partition. A call sends one batch to each partition. Kafka stores a batch wholly
+    or not at all. Attributes are headers ``ce_*``. Readers remove duplicates by ``ce_id``, which the inbox does.
+
+    * A topic that is missing, or that the user may not write to, uses up an attempt, and the retry policy applies.
+    * A message that is too large ends DEAD. The others of its batch are sent.
+    * While the broker is away, or refuses the credentials or the certificate, the handler rests, and no attempt is
+      used up.
+
+    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+
+    Example::
+
+        outbox.add_handler(
+            KafkaRelay(
+                "localhost:9092", name="to-kafka", types=(MoneyDeposited,), topics=by_model_type("outbox.{}"),
+                ordered=True, partitions=8,
+            )
+        )
+    """
+
+    def __init__(
+        self,
+        servers: Servers | Any,
+        *,
+        topics: Topics,
+        enable_idempotence: bool = True,
+        connect: Mapping[str, Any] | None = None,
+        **options: Unpack[RelayOptions],
+    ) -> None:
+        is_given = isinstance(servers, kafka_client.Producer)
+        destination = topics if callable(topics) else Template(topics, option="topics")
+        super().__init__(prefix="ce_", destination=destination, **options)
+        if is_given and connect:
+            raise ConfigurationError(f"relay {self.name!r} has connect= beside a producer: give addresses")
+        if is_given and (reason := kafka_client.unfit(servers)) is not None:
+            raise ConfigurationError(f"relay {self.name!r} cannot use this producer: {reason}")
+        self._idempotent = enable_idempotence
+        self._access = None if is_given else Access(servers, connect or {}, kafka_client.Producer, own=_OF_RELAY)
+        self._producer: Any = servers if is_given else None
+        self._largest = (connect or {}).get("max_request_size", LARGEST_REQUEST)
+        self._waiting: set[asyncio.Future[Any]] = set()
+
+    async def connect(self) -> None:
+        access = self._access
+        if self._producer is not None or access is None:
+            return
+        wait = int(self.publish_timeout * 1000)
+        settings = {"max_batch_size": kafka_client.LARGEST_BATCH, "request_timeout_ms": wait, **access.options}
+        producer = kafka_client.Producer(
+            bootstrap_servers=access.servers, acks="all", enable_idempotence=self._idempotent, **settings
+        )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await producer.start()
+        except Exception as error:  # also a KeyError, with which aiokafka reports some refusals of credentials
+            reason = await access.reason(error)
+            is_refused = isinstance(error, errors.KafkaError) and not isinstance(error, errors.KafkaConnectionError)
+            if self._idempotent and is_refused:
+                reason += "; a broker without idempotent producers needs enable_idempotence=False"
+            raise self.unavailable(f"relay {self.name!r}: {reason}") from error
+        finally:
+            if not kafka_client.is_started(producer):
+                await kafka_client.end(producer)
+        self._producer = producer
+
+    async def disconnect(self) -> None:
+        if self._access is None:
+            return
+        producer, self._producer = self._producer, None
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(errors.ProducerClosed())
+        if producer is not None:
+            await kafka_client.end(producer)
+
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+        verdicts: dict[int, Exception] = {}
+        try:
+            async with asyncio.timeout(self.publish_timeout):
+                partitions = await self._partitions(parcels, verdicts)
+                await self._send(parcels, kafka_client.partitioned(parcels, partitions, verdicts), verdicts)
+        except TimeoutError:
+            reason = f"Kafka has not acknowledged all messages of a call within {self.publish_timeout:g} s"
+            raise ConnectionError(reason) from None
+        return [verdicts.get(place) for place in range(len(parcels))]
+
+    async def _send(self, parcels: Sequence[Parcel], piles: Sequence[Pile], verdicts: dict[int, Exception]) -> None:
+        """Send piles side by side. A partition's later batch waits for the acknowledgement of the former."""
+        failed: dict[str, Exception] = {}
+        waiting: list[Pile] = list(piles)
+        while waiting:
+            await self.ensure_connected()  # with a new producer after a refused batch
+            producer = self._producer
+            futures: list[tuple[Pile, asyncio.Future[Any]]] = []
+            try:
+                for pile in waiting:
+                    if pile.fill(producer.create_batch(), failed if self.ordered else None, self._largest, verdicts):
+                        futures.append((pile, await self._submitted(producer, pile)))
+                        self._waiting.add(futures[-1][1])
+                if futures:
+                    await asyncio.wait([future for _, future in futures])
+            finally:
+                self._waiting.difference_update(future for _, future in futures)
+                for _, future in futures:
+                    future.cancel()
+            is_refused = False
+            for pile, future in futures:
+                error = future.exception()
+                if error is None:
+                    pile.is_sent()
+                    continue
+                is_refused = True
+                if isinstance(error, kafka_client.TOO_LARGE) and pile.is_divisible:
+                    pile.divide()
+                    continue
+                verdict = self._verdict(pile, error, parcels)
+                for place in pile.is_refused():
+                    verdicts[place] = verdict
+                    failed[parcels[place].message.key] = verdict
+            if is_refused:
+                # The sequence numbers of a refused batch are gone, and an idempotent producer is of no more use.
+                await self.leave()
+            waiting = [pile for pile in waiting if pile.has_more]
+
+    async def _submitted(self, producer: Any, pile: Pile) -> asyncio.Future[Any]:
+        """The future of a batch. An error of the producer is the future's, as if it had come from the broker."""
+        try:
+            future: asyncio.Future[Any] = await producer.send_batch(pile.batch, pile.topic, partition=pile.partition)
+        except errors.KafkaError as error:
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(error)
+        return future
+
+    def _verdict(self, pile: Pile, error: BaseException, parcels: Sequence[Parcel]) -> Exception:
+        if isinstance(error, kafka_client.TOO_LARGE):
+            parcel = parcels[pile.taken[0]]
+            reason = f"has {len(parcel.wire.body)} bytes, and the topic {pile.topic!r} takes no message of this size"
+            return too_large(parcel, reason, "raise max.message.bytes of the topic")
+        if type(error) is errors.KafkaError or isinstance(error, kafka_client.GONE):
+            return self.unavailable(f"relay {self.name!r} has lost Kafka: {kafka_client.described(error)}")
+        return kafka_client.refusal(error, pile.topic)
+
+    async def _partitions(self, parcels: Sequence[Parcel], verdicts: dict[int, Exception]) -> dict[str, list[int]]:
+        """The partitions of each topic. Messages to a topic that is missing have a verdict afterwards."""
+        producer = self._producer
+        found: dict[str, list[int]] = {}
+        missing: dict[str, Exception] = {}
+        for place, parcel in enumerate(parcels):
+            topic = parcel.destination
+            if topic in found:
+                continue
+            if topic not in missing:
+                try:
+                    found[topic] = await self._partitions_of(producer, kafka_client.valid(topic, parcel.message))
+                    continue
+                except (NoTopic, Unprocessable, errors.KafkaError) as error:
+                    is_ours = isinstance(error, NoTopic | Unprocessable)
+                    missing[topic] = error if is_ours else kafka_client.refusal(error, topic)
+            verdicts[place] = missing[topic]
+        return found
+
+    async def _partitions_of(self, producer: Any, topic: str) -> list[int]:
+        known = producer.client.cluster.partitions_for_topic(topic)
+        if known is not None:
+            return sorted(known)
+        try:
+            async with asyncio.timeout(TOPIC_WAIT):
+                return sorted(await producer.partitions_for(topic))
+        except TimeoutError:
+            if not await producer.client.force_metadata_update():
+                raise TimeoutError from None  # the broker does not answer
+            raise NoTopic(topic) from None
+
+
+class KafkaInbox(BrokerInbox):
+    """Stores the records of topics in the inbox of an outbox, each once.
+
+    ``servers``: ``"host:port"``, one or several. ``group``: the consumer group, whose processes share the partitions.
+    ``topics``: the topics to read. ``start``: where a new group begins, ``"all"`` or ``"new"``. ``dead_letters``: the
+    topic for messages that can never be stored, with the record's topic in place of ``{}``. ``connect``: further
+    keywords of ``AIOKafkaConsumer``, such as ``security_protocol``. Further keywords:
+    :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`.
+
+    The offsets of a batch are committed after the transaction that stores the batch. A process that dies between the
+    two gets the records again, and the inbox knows their ids. Before a partition goes to another process, the
+    inbox finishes its batch. An offset of a partition that is gone is not committed.
+
+    A message without an id has the id ``topic/partition/offset``, and the source ``kafka:<topic>``. A message that can
+    never be stored goes to ``dead_letters``, with the reason in the header ``outboxio-error``, before its offset is
+    committed.
+
+    Raises :class:`~outboxio.ConfigurationError` for an option that makes no sense.
+
+    Example::
+
+        inbox = KafkaInbox(outbox, "localhost:9092", group="audit", topics=["outbox.Wallet"])
+        async with outbox.running(), inbox.running():
+            await stop.wait()
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        servers: Servers,
+        *,
+        group: str,
+        topics: Iterable[str],
+        start: Literal["all", "new"] = "all",
+        dead_letters: str = "{}.dlq",
+        connect: Mapping[str, Any] | None = None,
+        **options: Unpack[InboxOptions],
+    ) -> None:
+        super().__init__(outbox, **options)
+        self.topics = (topics,) if isinstance(topics, str) else tuple(topics)
+        self.group = group
+        self.place = f"{', '.join(self.topics)} ({group})"
+        if not group or not self.topics:
+            raise ConfigurationError(f"group is {briefly(group)} and topics is {briefly(self.topics)}; both are needed")
+        if start not in ("all", "new"):
+            raise ConfigurationError(f"start is {briefly(start)}; expected 'all' or 'new'")
+        if not dead_letters or dead_letters == "{}":
+            raise ConfigurationError(f"dead_letters is {briefly(dead_letters)}; expected a topic, such as '{{}}.dlq'")
+        self._start = start
+        self._dead_letters = dead_letters
+        self._access = Access(servers, connect or {}, kafka_client.Consumer, own=_OF_INBOX)
+        self._consumer: Any = None
+        self._producer: Any = None
+        self._rebalance = kafka_client.Rebalance()
+        self._in_hand: Sequence[Incoming] = ()
+        self._generation = 0
+
+    async def connect(self) -> None:
+        self._rebalance = kafka_client.Rebalance()
+        consumer = kafka_client.Consumer(
+            bootstrap_servers=self._access.servers,
+            group_id=self.group,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest" if self._start == "all" else "latest",
+            **{"isolation_level": "read_committed", **self._access.options},
+        )
+        self._consumer = consumer
+        consumer.subscribe(self.topics, listener=self._rebalance)
+        starting = asyncio.ensure_future(consumer.start())
+        stop = asyncio.ensure_future(self.stopping.wait())  # the broker may be long in forming the group
+        try:
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+        except Exception as error:
+            raise ConnectionError(await self._access.reason(error)) from error
+        finally:
+            for task in (starting, stop):
+                task.cancel()
+            await asyncio.wait({starting, stop})
+
+    async def disconnect(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        producer, self._producer = self._producer, None
+        self._in_hand = ()
+        self._rebalance.is_idle()
+        if producer is not None:
+            await kafka_client.end(producer)
+        if consumer is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await consumer.stop()
+
+    async def fetch(self, most: int) -> Sequence[Incoming]:
+        consumer = self._consumer
+        self._in_hand = ()
+        self._rebalance.is_idle()
+        if consumer is None or self.stopping.is_set() or not await self._rebalance.is_over(WAIT):
+            return ()
+        batches = await consumer.getmany(timeout_ms=int(WAIT * 1000), max_records=most)
+        messages = [self._incoming(record) for records in batches.values() for record in records]
+        if messages:
+            self._in_hand = messages
+            self._generation = self._rebalance.in_hand()
+        return messages
+
+    async def acknowledge(self, messages: Sequence[Incoming]) -> None:
+        await self._commit(refused=())
+
+    async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
+        await self._put_aside(message.raw, error)
+        flawed = [each for each in self._in_hand if each.flaw is not None]
+        await self._commit(refused=flawed[: flawed.index(message) + 1])
+
+    async def _commit(self, *, refused: Sequence[Incoming]) -> None:
+        """Commit offsets up to the first message of each partition that is neither stored nor put aside."""
+        if self._generation != self._rebalance.generation or self._consumer is None:
+            return  # the partitions have a new owner, who reads these messages again
+        settled = {id(message) for message in refused}
+        offsets: dict[Any, int] = {}
+        halted: set[Any] = set()
+        for message in self._in_hand:
+            record = message.raw
+            partition = kafka_client.TopicPartition(record.topic, record.partition)
+            if message.flaw is not None and id(message) not in settled:
+                halted.add(partition)
+            if partition not in halted:
+                offsets[partition] = record.offset + 1
+        if offsets:
+            await self._consumer.commit(offsets)
+
+    async def _put_aside(self, record: Any, error: InvalidEvent) -> None:
+        """Write a record to the dead letters, and wait for the acknowledgement."""
+        if self._producer is None:
+            access = self._access
+            self._producer = kafka_client.Producer(
+                bootstrap_servers=access.servers, acks="all", **access.shared_options
+            )
+            await self._producer.start()
+        headers = [(name, value) for name, value in record.headers if value is not None]
+        headers += [
+            ("outboxio-error", error.without_value.encode()),
+            ("outboxio-topic", record.topic.encode()),
+            ("outboxio-partition", str(record.partition).encode()),
+            ("outboxio-offset", str(record.offset).encode()),
+        ]
+        value = record.value if record.value is not None or record.key is not None else b""
+        async with asyncio.timeout(DEAD_LETTER_TIMEOUT):
+            await self._producer.send_and_wait(
+                self._dead_letters.replace("{}", record.topic), value, key=record.key, headers=headers
+            )
+
+    def _incoming(self, record: Any) -> Incoming:
+        fallback = self.fallback(f"{record.topic}/{record.partition}/{record.offset}", f"kafka:{record.topic}")
+        headers = {name: _text(value) for name, value in record.headers if value is not None}
+        key = None if record.key is None else _text(record.key)
+        return incoming_of(headers, record.value or b"", fallback=fallback, key=key, raw=record)
+
+
+def _text(value: bytes) -> str:
+    """Bytes as text; bytes that are no UTF-8 are written out, so that equal bytes stay equal."""
+    return value.decode("utf-8", "backslashreplace")
