@@ -181,7 +181,7 @@ class Subscriptions:
         """All pauses, and all numbers of partitions."""
         rows = await self._port.fetch(ORDERS, namespace=namespace)
         if not rows:
-            return Orders([])
+            return Orders([], [])
         return Orders(
             [Pause(name, ended) for name, ended, number, *_ in rows if number is None],
             [
