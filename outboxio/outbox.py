@@ -21,7 +21,7 @@ from outboxio.locks.locking import Locking
 from outboxio.locks.shard_locks import ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import checked_name
+from outboxio.model.event import EventTypes, checked_name
 from outboxio.model.redaction import Redact, checked_redact
 from outboxio.runtime.environment import Drained, Environment, Roles
 from outboxio.runtime.lifecycle import Lifecycle
@@ -35,6 +35,7 @@ from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.limits import Limits
+from outboxio.storage.protocols import Database
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock, ShardClock
@@ -126,7 +127,11 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         names = {checked_name(name, "shard name"): source for name, source in sources.items()}
         self._shards: dict[str, ShardRuntime] = {}
         for name, given in names.items():
-            self._shards[name] = self._shard(environment, name, given, clock)
+            opened = open_database(name, given, guard=self._guard, limits=_limits(self.settings))
+            emitter = _emitter(opened, environment, self._types)
+            self._shards[name] = ShardRuntime(
+                environment, opened, ShardClock(clock, name), emitter, is_first=not self._shards
+            )
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         locks = {name: self._shard_locks(shard) for name, shard in self._shards.items()}
@@ -374,19 +379,6 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         source = OverviewSource(self.admin.overview)
         return HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
 
-    def _shard(self, environment: Environment, name: str, source: DatabaseSource, clock: Clock | None) -> ShardRuntime:
-        limits = {limit: getattr(self.settings, limit).total_seconds() for limit in Limits.__struct_fields__}
-        database = open_database(name, source, guard=self._guard, limits=Limits(**limits))
-        emitter = Emitter(
-            self._types,
-            stores_nul=database.stores_nul,
-            check_numbers=database.check_numbers,
-            max_hops=self.settings.max_hops,
-            validates=self.settings.validate_events,
-            telemetry=self._telemetry,
-        )
-        return ShardRuntime(environment, database, ShardClock(clock, name), emitter, is_first=not self._shards)
-
     def _shard_locks(self, shard: ShardRuntime) -> ShardLocks:
         statistics = shard.statistics.keyed_locks
         return ShardLocks(self, shard.environment, shard.database, self.settings, self._guard, statistics)
@@ -406,6 +398,21 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
 
     async def _join(self, tx: Transaction, action: Any) -> Any:
         return await self.executor.join(tx, action)
+
+
+def _limits(settings: Settings) -> Limits:
+    return Limits(**{limit: getattr(settings, limit).total_seconds() for limit in Limits.__struct_fields__})
+
+
+def _emitter(database: Database, environment: Environment, types: EventTypes) -> Emitter:
+    return Emitter(
+        types,
+        stores_nul=database.stores_nul,
+        check_numbers=database.check_numbers,
+        max_hops=environment.settings.max_hops,
+        validates=environment.settings.validate_events,
+        telemetry=environment.telemetry,
+    )
 
 
 def _checked_settings(settings: Any) -> Settings:
