@@ -16,7 +16,7 @@ import msgspec
 from outboxio.errors import InvalidEvent
 from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.model.event import version_of
-from outboxio.model.notification import DYING, FIRST_REST, State
+from outboxio.model.notification import DYING, FIRST_DEFERRED, State
 from outboxio.model.outcome import Outcome, describe
 from outboxio.payloads.versions import LARGEST_VERSION, NewerVersion, version_in
 from outboxio.runs.run import Run
@@ -28,7 +28,7 @@ logger = log_of(__name__)
 
 def rest_of(version: int) -> datetime:
     """The ``next_retry_at`` of a resting row of this version."""
-    return FIRST_REST + timedelta(microseconds=version)
+    return FIRST_DEFERRED + timedelta(microseconds=version)
 
 
 def readable_version(handlers: HandlerRegistry, handler: Handler) -> int:

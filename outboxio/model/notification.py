@@ -313,13 +313,13 @@ Position = tuple[datetime, int]
 BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of the past
 
 
-FIRST_REST = datetime(9999, 12, 30)
-"""The earliest ``next_retry_at`` of a resting row (``invocation/resting.py``). No other row has so late a moment."""
+FIRST_DEFERRED = datetime(9999, 12, 30)
+"""The earliest ``next_retry_at`` of a deferred row (``invocation/resting.py``). No other row has so late a moment."""
 
 
 def version_awaited(next_retry_at: datetime) -> int:
     """The version of its event for which a row with this ``next_retry_at`` waits."""
-    return (next_retry_at - FIRST_REST) // timedelta(microseconds=1)
+    return (next_retry_at - FIRST_DEFERRED) // timedelta(microseconds=1)
 
 
 class DeferredQuery(Struct, frozen=True):

@@ -23,7 +23,7 @@ from outboxio.loops.flood import Flood
 from outboxio.model.error_description import Description
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import FIRST_REST, SUCCEEDED, Notification, State
+from outboxio.model.notification import FIRST_DEFERRED, SUCCEEDED, Notification, State
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import EPOCH, as_micros, naive_utc
@@ -92,7 +92,7 @@ class Outcome(Struct, gc=False):
     @property
     def rests(self) -> bool:
         """True if the row is put to rest (``invocation/resting.py``), which is no result of a run."""
-        return self.next_retry_at is not None and self.next_retry_at >= FIRST_REST
+        return self.next_retry_at is not None and self.next_retry_at >= FIRST_DEFERRED
 
     def without_error_text(self) -> Outcome:
         """This outcome with a substitute for the error's text, which the database has refused."""

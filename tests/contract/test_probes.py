@@ -9,7 +9,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.invocation.resting import rest_of
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import FIRST_REST
+from outboxio.model.notification import FIRST_DEFERRED
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.tables.probes import Probes
@@ -37,7 +37,7 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
         PENDING.but(next_retry_at=at(-9), state="SUCCEEDED"), PENDING.but(next_retry_at=at(-9), state="DEAD"),
         PENDING.but(next_retry_at=at(-9), namespace="another"),
         PENDING.but(next_retry_at=at(1)), PENDING.but(next_retry_at=at(3600), state="FAILED"),
-        PENDING.but(next_retry_at=FIRST_REST), PENDING.but(next_retry_at=datetime(9999, 12, 30, 5)),
+        PENDING.but(next_retry_at=FIRST_DEFERRED), PENDING.but(next_retry_at=datetime(9999, 12, 30, 5)),
         PENDING.but(handler_name="later", next_retry_at=at(1)),
         PENDING.but(handler_name="unasked", next_retry_at=at(-1)),
     ])  # fmt: skip

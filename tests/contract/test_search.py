@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from outboxio import ConfigurationError, Filter, Outbox
-from outboxio.model.notification import FIRST_REST, NotificationRecord, State
+from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State
 from outboxio.model.operating.filter import Place, Search
 from outboxio.operations.asking.cursor import Cursor
 from outboxio.storage.protocols.operating import Counted, SearchRepository
@@ -59,7 +59,7 @@ def generated(chance: random.Random) -> Iterator[Row]:
                 event_id=event.event_id, sequence=event.sequence, handler_name=name, state=chance.choice(STATES),
                 ordering_key=chance.choice(KEYS), errors=chance.choice(ERRORS),
                 updated_date=at(chance.randint(0, 20)),
-                next_retry_at=chance.choice((at(chance.randint(0, 9)), FIRST_REST)),
+                next_retry_at=chance.choice((at(chance.randint(0, 9)), FIRST_DEFERRED)),
                 partition_number=chance.randrange(3) if name == "wide" else 0,
             )  # fmt: skip
 
@@ -190,7 +190,7 @@ async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_
 
     places = [(row.next_retry_at, row.sequence) for row in found]
     assert places == sorted(places, reverse=True)
-    assert found[0].next_retry_at == FIRST_REST
+    assert found[0].next_retry_at == FIRST_DEFERRED
 
 
 async def test_all_rows_come_by_event_and_newest_first(repository: SearchRepository, rows: list[Row]) -> None:

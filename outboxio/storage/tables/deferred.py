@@ -9,7 +9,7 @@ from uuid import UUID
 from msgspec.structs import asdict
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import FIRST_REST, DeferredQuery, version_awaited
+from outboxio.model.notification import FIRST_DEFERRED, DeferredQuery, version_awaited
 from outboxio.storage.protocols.operating import DeferredFigures
 from outboxio.storage.statement import Port, Query, Statement
 
@@ -65,9 +65,9 @@ class Deferred:
     async def wake(self, namespace: str, slots: Sequence[DeferredQuery], now: datetime, limit: int) -> int:
         """Make deferred rows due, up to ``limit`` rows of each slot, lowest version first; the number of rows."""
         ids = await self._port.fetch_each(
-            FIND, [*map(asdict, slots)], namespace=namespace, first=FIRST_REST, limit=limit
+            FIND, [*map(asdict, slots)], namespace=namespace, first=FIRST_DEFERRED, limit=limit
         )
-        return await self._port.execute(WAKE, ids=sorted(ids), now=now, first=FIRST_REST) if ids else 0
+        return await self._port.execute(WAKE, ids=sorted(ids), now=now, first=FIRST_DEFERRED) if ids else 0
 
     async def count(self, namespace: str, slots: Sequence[Slot], most: int) -> list[DeferredFigures]:
         """The deferred rows by handler name, event type and version, up to ``most`` rows of each slot.
@@ -75,5 +75,5 @@ class Deferred:
         The partitions of a handler are counted separately.
         """
         each = [slot._asdict() for slot in slots]
-        rows = await self._port.fetch_each(COUNT, each, namespace=namespace, first=FIRST_REST, most=most)
+        rows = await self._port.fetch_each(COUNT, each, namespace=namespace, first=FIRST_DEFERRED, most=most)
         return [DeferredFigures(name, of, version_awaited(until), number) for name, of, until, number in rows]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import FIRST_REST
+from outboxio.model.notification import FIRST_DEFERRED
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.searching.slots import numbers_of
@@ -47,7 +47,7 @@ _COUNT_DUE = f"""
 SELECT :name, (SELECT count(*) FROM (
     SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at <= :now LIMIT :most) c),
   (SELECT count(*) FROM (
-    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at > :now AND n.next_retry_at < :first_rest
+    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at > :now AND n.next_retry_at < :first_deferred
     LIMIT :most) c)
 """
 
@@ -67,7 +67,7 @@ COUNT_DUE = Query(
     tuple[str, int, int],
     postgres=f"""
 SELECT :name, {_counted(f"n.partition_number >= p.number AND {_PLACE} <= (p.number, :now)")},
-  {_counted(f"{_PLACE} > (p.number, :now) AND {_PLACE} < (p.number, :first_rest)")}
+  {_counted(f"{_PLACE} > (p.number, :now) AND {_PLACE} < (p.number, :first_deferred)")}
 """,
     sqlite=_COUNT_DUE.replace(_AMONG, ""),
     each="name text, partitions int[]",
@@ -247,7 +247,7 @@ class Probes:
             for name, _, last in ends
             if name in oldest or (last is not None and last > now)
         ]
-        scope = {"namespace": namespace, "now": now, "first_rest": FIRST_REST, "most": most}
+        scope = {"namespace": namespace, "now": now, "first_deferred": FIRST_DEFERRED, "most": most}
         rows = {row[0]: row for row in await self._port.fetch_each(COUNT_DUE, counted, **scope)}
         found = [rows.get(name, (name, 0, 0)) for name in partitions]
         return [DueFigures(name, due, waiting, oldest.get(name)) for name, due, waiting in found]
