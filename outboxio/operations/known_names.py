@@ -93,7 +93,7 @@ class Known:
         """The handlers that are subscribed, were ever paused, or have unfinished rows: each query uses an index."""
         names = {name for one in await database.subscriptions.announced(self._namespace) for name in one.names}
         names |= {pause.handler_name for pause in await database.subscriptions.pauses(self._namespace)}
-        return names | set(await database.notifications.unfinished_names(self._namespace))
+        return names | set(await database.stored_notifications.unfinished_names(self._namespace))
 
     async def _has_row(self, database: Database, *, handler: str | None = None, event_type: str | None = None) -> bool:
-        return bool(await database.notifications.select(self._namespace, None, handler, event_type, 1))
+        return bool(await database.stored_notifications.select(self._namespace, None, handler, event_type, 1))

@@ -55,7 +55,7 @@ async def find_stranded(database: Database, namespace: str, seen_since: datetime
     gone = await _gone(database, namespace, seen_since)
     if not gone:
         return []
-    unfinished = await database.notifications.unfinished_names(namespace)
+    unfinished = await database.stored_notifications.unfinished_names(namespace)
     return [await _stranded(database, namespace, name, gone[name]) for name in unfinished if name in gone]
 
 
@@ -73,8 +73,8 @@ async def _gone(database: Database, namespace: str, seen_since: datetime) -> dic
 async def _stranded(database: Database, namespace: str, name: str, last_seen: datetime) -> Stranded:
     return Stranded(
         handler_name=name,
-        unfinished=await database.notifications.count_unfinished(namespace, [name]),
-        oldest_date=await database.notifications.oldest_unfinished(namespace, name),
+        unfinished=await database.stored_notifications.count_unfinished(namespace, [name]),
+        oldest_date=await database.stored_notifications.oldest_unfinished(namespace, name),
         last_seen_date=last_seen,
         shard=database.name,
     )

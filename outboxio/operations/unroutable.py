@@ -22,18 +22,20 @@ _NO_BOUND = 2**31 - 1
 
 async def unroutable_names(database: Database, namespace: str, seen_since: datetime) -> list[str]:
     """The handler names with unfinished notifications that no instance has, as a name or as an alias."""
-    return await _unroutable(database, namespace, await database.notifications.unfinished_names(namespace), seen_since)
+    return await _unroutable(
+        database, namespace, await database.stored_notifications.unfinished_names(namespace), seen_since
+    )
 
 
 async def count_unroutable(database: Database, namespace: str, clock: ShardClock, settings: Settings) -> int:
     """The number of unroutable notifications. Asks for the database's clock only if any notification is unfinished."""
-    unfinished = await database.notifications.unfinished_names(namespace)
+    unfinished = await database.stored_notifications.unfinished_names(namespace)
     if not unfinished:
         return 0
     await clock.measure(database.now)
     seen_since = clock.settled() - settings.subscription_ttl
     names = await _unroutable(database, namespace, unfinished, seen_since)
-    count = await database.notifications.count_unfinished(namespace, names) if names else 0
+    count = await database.stored_notifications.count_unfinished(namespace, names) if names else 0
     slots = slots_of(await counts_of(database, namespace), [name for name in unfinished if name not in names])
     return count + sum(one.number for one in await database.deferred.count(namespace, slots, _NO_BOUND))
 
@@ -69,5 +71,5 @@ class UnroutableWatch:
             return NOTHING
         before = self._clock.settled() - self._settings.handling_retention_window
         size = self._settings.handling_batch_size
-        done = await self._database.notifications.expire(self._namespace, names, before, now, size)
+        done = await self._database.stored_notifications.expire(self._namespace, names, before, now, size)
         return RoundResult(done, more=done >= size)

@@ -142,7 +142,7 @@ async def _is_due_elsewhere(run: ShardRun) -> bool:
     shard, lacking = run.shard, run.locks.not_held
     slots = [name.slot for name in lacking if name.role == "dispatch"]
     database, namespace, now = shard.database, shard.environment.namespace, shard.clock()
-    if slots and await database.notifications.any_due(namespace, now, slots):
+    if slots and await database.stored_notifications.any_due(namespace, now, slots):
         return True
     if _lacks_fanout(run):
         return await database.events.any_undelivered(namespace, run.announcer.seen_since())

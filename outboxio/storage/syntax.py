@@ -69,11 +69,11 @@ SELECT value FROM jumps WHERE value <> ''"""
 
     @abstractmethod
     def among(self, arguments: str) -> str:
-        """``{among name :names}``: the column is one of a list of texts, which must not be empty."""
+        """``{among name :names}``: the column is one of a list of texts."""
 
     @abstractmethod
     def ids(self, arguments: str) -> str:
-        """``{ids id :ids}``: the column is one of a list of UUIDs, which must not be empty."""
+        """``{ids id :ids}``: the column is one of a list of UUIDs."""
 
     @abstractmethod
     def rows(self, arguments: str) -> str:

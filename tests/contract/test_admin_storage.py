@@ -75,7 +75,7 @@ async def test_notifications_are_found_by_their_id_and_by_that_of_their_event(st
     [one, other] = await store.some(1)
     third = await store.row(3, "ledger")
     theirs = (await stranger.rows())[0]
-    select = store.database.notifications.select_by_id
+    select = store.database.stored_notifications.select_by_id
 
     assert await select("app", [third.id]) == [third]
     assert {row.id for row in await select("app", [one.event_id])} == {one.id, other.id}
@@ -142,7 +142,7 @@ async def test_resuming_a_key_skips_what_parks_it_and_nothing_else(store: Store,
     await store.put("EXPIRED", 2)
     await store.put("BLOCKED", 4)
     before = {row.id: row for row in await store.rows()}
-    resume = store.database.notifications.resume
+    resume = store.database.stored_notifications.resume
 
     assert await resume("app", ["accounts", "ledger"], "a", LATER) == 4
     assert await resume("app", ["accounts", "ledger"], "a", LATER) == 0
@@ -167,7 +167,9 @@ async def test_finished_rows_are_replayed_as_if_they_were_new_and_keep_their_err
     await store.put("DEAD", 1, attempts=3)
     await store.look.fetch("UPDATE {event_notifications} SET errors = '[{\"message\": \"no\"}]' WHERE model_id = '1'")
 
-    replayed = await store.database.notifications.replay("app", ["ledger"], LONG_AGO, FOREVER, [], TERMINAL, LATER)
+    replayed = await store.database.stored_notifications.replay(
+        "app", ["ledger"], LONG_AGO, FOREVER, [], TERMINAL, LATER
+    )
 
     assert replayed == 1
     row = await store.row(1)
@@ -188,7 +190,7 @@ async def test_a_replay_is_narrowed_down_by_names_dates_types_and_states(
             await of.insert_notifications("a", now=clock.now())
         await of.put("SUCCEEDED", 1, 2, 3, 4)
     await store.put("DEAD", 2, name="accounts")
-    replay = store.database.notifications.replay
+    replay = store.database.stored_notifications.replay
 
     def days(first: int, last: int) -> tuple[object, object]:
         return NOW + timedelta(days=first), NOW + timedelta(days=last)
@@ -211,7 +213,7 @@ async def test_unfinished_rows_are_not_replayed_whatever_states_are_asked_for(st
     for number, state in enumerate(unfinished, 1):
         await store.put(state, number, attempts=1)
     before = await store.rows()
-    replay = store.database.notifications.replay
+    replay = store.database.stored_notifications.replay
     assert await replay("app", ["ledger"], LONG_AGO, FOREVER, [], [*unfinished, *TERMINAL], LATER) == 0
     assert await store.rows() == before
 
@@ -219,6 +221,6 @@ async def test_unfinished_rows_are_not_replayed_whatever_states_are_asked_for(st
 async def test_a_long_replay_reaches_every_row_once(store: Store) -> None:
     await store.insert_notifications(*["a"] * 2300)
     await store.look.fetch("UPDATE {event_notifications} SET state = 'SUCCEEDED'")
-    replay = store.database.notifications.replay
+    replay = store.database.stored_notifications.replay
     assert await replay("app", ["ledger"], LONG_AGO, FOREVER, [], TERMINAL, LATER) == 2300
     assert await store.look.states() == {"PENDING": 2300}

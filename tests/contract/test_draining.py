@@ -243,7 +243,7 @@ async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_t
         return answer
 
     watch(holder, "events").trouble["fan_out"] = breaks(1_000)
-    watch(waiter, "notifications").trouble["any_due"] = late
+    watch(waiter, "stored_notifications").trouble["any_due"] = late
     async with asyncio.timeout(20), AsyncExitStack() as stack:
         holding = await stack.enter_async_context(AsyncExitStack())
         await holding.enter_async_context(holder.running())

@@ -102,7 +102,7 @@ async def test_a_statement_without_schemas_would_run_somebody_elses_code(among_n
     try:
         for statement in (
             "SELECT 'a'::varchar = 'a'", "SELECT ARRAY['a'] @> ARRAY['a'::text]", "SELECT * FROM unnest(ARRAY['a'])",
-            "SELECT cardinality(ARRAY['a'])", "SELECT array_position(ARRAY['a'], 'a'::text)",
+            "SELECT array_position(ARRAY['a'], 'a'::text)",
         ):  # fmt: skip
             with pytest.raises(asyncpg.RaiseError, match=r"somebody else's (operator|function) ran"):
                 await connection.fetch(statement)

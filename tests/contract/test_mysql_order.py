@@ -412,11 +412,11 @@ async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
     assert await lines.release([UUID(row["event_id"]) for row in await look.notifications()], NOW) == 6
 
     await look.fetch("UPDATE {event_notifications} SET state = 'DEAD', created_date = '2000-01-01'")
-    assert await database.notifications.resume("app", ["ledger"], "a'b\\", NOW) == 2
-    replay = database.notifications.replay
+    assert await database.stored_notifications.resume("app", ["ledger"], "a'b\\", NOW) == 2
+    replay = database.stored_notifications.replay
     assert await replay("app", ["ledger"], datetime(2000, 1, 1), datetime(3000, 1, 1), ["First"], ["DEAD"], NOW) == 10
     await look.fetch("UPDATE {event_notifications} SET state = 'EXPIRED'")
-    assert len(await database.notifications.select_by_id("app", ids)) == 12
+    assert len(await database.stored_notifications.select_by_id("app", ids)) == 12
     much_later, retention = datetime(3000, 1, 1), database.retention
     assert (await retention.purge_notifications("app", UUID(int=0), much_later, much_later, 100)).removed == 12
     assert (await retention.purge_events("app", UUID(int=0), much_later, 100)).removed == 12

@@ -70,7 +70,7 @@ async def test_a_number_that_is_not_committed_yet_stops_nothing(mysql_url: str, 
             await store.fan_out()
             assert await store.database.ordering.unblock("app", ["ledger"], KEYS, 1, NOW) == len(KEYS)
             ids = [row.id for row in await store.rows("mail")]
-            assert await store.database.notifications.retry("app", ids, NOW) == len(ids)
+            assert await store.database.stored_notifications.retry("app", ids, NOW) == len(ids)
             assert await store.database.subscriptions.orders("app")
         await operator.rollback()
 
@@ -88,6 +88,6 @@ async def test_the_partition_of_an_event_without_a_key_is_that_of_its_id_as_text
     }
 
     assert {row.id: row.partition_number for row in await store.rows("mail")} == expected
-    replayed = await store.database.notifications.retry("app", list(expected), NOW + timedelta(days=1))
+    replayed = await store.database.stored_notifications.retry("app", list(expected), NOW + timedelta(days=1))
     assert replayed == len(KEYS)
     assert {row.id: row.partition_number for row in await store.rows("mail")} == expected

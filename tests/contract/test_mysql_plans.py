@@ -189,7 +189,7 @@ class Polls:
 
     async def any_due_of_slots(self, name: str, partitions: int) -> bool:
         slots = [Slot(name, partition) for partition in range(partitions)]
-        return await self._database.notifications.any_due("app", NOW, slots)
+        return await self._database.stored_notifications.any_due("app", NOW, slots)
 
     async def settle_slots(self, partitions: int, error: str | None = None) -> int:
         """Rows of all partitions in a single bucket, each under the lease of its partition."""
@@ -211,10 +211,10 @@ class Polls:
         return done.moved, done.position is None
 
     async def any_due(self, *names: str) -> bool:
-        return await self._database.notifications.any_due("app", NOW, [Slot(name) for name in names])
+        return await self._database.stored_notifications.any_due("app", NOW, [Slot(name) for name in names])
 
     async def has_an_oldest(self, name: str) -> bool:
-        return await self._database.notifications.oldest_unfinished("app", name) is not None
+        return await self._database.stored_notifications.oldest_unfinished("app", name) is not None
 
     async def heads(self, name: str, *keys: str, parks: bool = True) -> list[str]:
         return list(await self._database.ordering.find_heads("app", [name, "nobody"], keys, parks=parks))
@@ -235,7 +235,7 @@ class Polls:
         return await self._database.ordering.release((await self._settled_ids())[:100], NOW)
 
     async def expire(self, before: datetime, *names: str) -> int:
-        return await self._database.notifications.expire("app", names, before, NOW, 10)
+        return await self._database.stored_notifications.expire("app", names, before, NOW, 10)
 
     async def purge(self) -> tuple[int, int, int]:
         """With all rows a day too young."""
@@ -309,17 +309,17 @@ POLLS: dict[str, tuple[str, Poll, Any]] = {
     "settling with details": ("_settle", lambda polls: polls.settle(ERROR), OUTCOMES),
     "unfinished names": (
         "_admin",
-        lambda polls: polls._database.notifications.unfinished_names("app"),
+        lambda polls: polls._database.stored_notifications.unfinished_names("app"),
         WITH_WORK,
     ),
     "counting unfinished rows": (
         "_admin",
-        lambda polls: polls._database.notifications.count_unfinished("app", ["quick", "other"]),
+        lambda polls: polls._database.stored_notifications.count_unfinished("app", ["quick", "other"]),
         BATCH,
     ),
     "counting blocked rows": (
         "_admin",
-        lambda polls: polls._database.notifications.count_unfinished("app", ["gone", "nobody"]),
+        lambda polls: polls._database.stored_notifications.count_unfinished("app", ["gone", "nobody"]),
         100,
     ),
     "the oldest unfinished row": ("_admin", lambda polls: polls.has_an_oldest("quick"), True),
@@ -563,7 +563,7 @@ async def test_a_replay_reads_each_finished_row_once(mysql_url: str, number: int
     finished = 5000
     async with tables_and_polls(mysql_url) as (tables, _, database):
         await tables.notifications(finished, "spread", State.SUCCEEDED, partitions=number)
-        replay = database.notifications.replay
+        replay = database.stored_notifications.replay
         none, read = await cost(
             database._admin, lambda: replay("app", ["spread"], NOW, NOW + timedelta(days=1), [], ["SUCCEEDED"], NOW)
         )
@@ -655,7 +655,7 @@ async def test_what_was_just_committed_takes_a_single_message_to_a_handler_with_
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await database.partitions.set_number("app", "h", 16, NOW)
         assert await statements(database, "_fanout", polls.hand_over_committed) == ["START"]
-        rows = await database.notifications.select("app", "PENDING", "h", None, 10_000)
+        rows = await database.stored_notifications.select("app", "PENDING", "h", None, 10_000)
 
     assert len({row.partition_number for row in rows}) > 8
 

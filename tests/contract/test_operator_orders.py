@@ -239,7 +239,7 @@ async def test_an_order_that_fails_is_recorded_with_its_error(outbox: Outbox, mo
         raise ValueError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(database_of(outbox).notifications, "retry", retry)
+        patched.setattr(database_of(outbox).stored_notifications, "retry", retry)
         with pytest.raises(ValueError, match="the disk is full"):
             await outbox.admin.retry([dead.id])
     [failed] = await outbox.admin.operations()

@@ -277,7 +277,7 @@ async def test_a_name_is_unfinished_whatever_its_rows_wait_for(store: Store, key
     await store.put(state, 1)
     await store.put("DEAD", 1, name="books")
 
-    notifications = store.database.notifications
+    notifications = store.database.stored_notifications
     assert await notifications.unfinished_names("app") == ["audit", "ledger"]
     assert await notifications.unfinished_names("another") == []
     assert await notifications.count_unfinished("app", ["books", "ledger"]) == 1
@@ -294,7 +294,7 @@ async def test_each_row_expires_by_its_own_retention(store: Store, key: str | No
         for label, state in enumerate(UNFINISHED, first):
             await store.put(state, label, updated=NOW)
 
-    expire = store.database.notifications.expire
+    expire = store.database.stored_notifications.expire
     assert await expire("another", ["ledger"], NOW, LATER, 100) == 0
     assert await expire("app", ["ledger", "nobody"], NOW, LATER, 100) == 3
 
@@ -308,7 +308,7 @@ async def test_no_more_rows_expire_at_once_than_are_asked_for(store: Store) -> N
     await store.insert_notifications("a", "a", None, "b", "b", "c")
     await store.put("BLOCKED", 2, 3, 5)
 
-    expire = store.database.notifications.expire
+    expire = store.database.stored_notifications.expire
     assert [await expire("app", ["ledger"], LATER, LATER, 4) for _ in range(3)] == [4, 2, 0]
     assert await store.labels("EXPIRED") == [1, 2, 3, 4, 5, 6]
 

@@ -267,7 +267,7 @@ async def test_a_row_that_is_retried_moves_to_its_partition(moved: Shared, name:
         await moved.put(state, label, name=name)
     ids = [row.id for row in await moved.rows(name)]
 
-    assert await moved.database.notifications.retry("app", ids, NOW) == len(KEYS)
+    assert await moved.database.stored_notifications.retry("app", ids, NOW) == len(KEYS)
 
     await assert_at_home(moved, name)
     assert {row.state for row in await moved.rows(name)} == {"PENDING"}
@@ -278,7 +278,7 @@ async def test_a_row_that_may_run_keeps_its_partition_when_it_is_retried(moved: 
         await moved.put(state, label, name="ledger", attempts=3)
     ids = [row.id for row in await moved.rows("ledger")]
 
-    assert await moved.database.notifications.retry("app", ids, LATER) == len(KEYS)
+    assert await moved.database.stored_notifications.retry("app", ids, LATER) == len(KEYS)
 
     assert set((await moved.numbers("ledger")).values()) == {0}, "the owner of the partition may run the rows"
     rows = await moved.rows("ledger")
@@ -290,7 +290,9 @@ async def test_a_row_that_is_replayed_moves_to_its_partition(moved: Shared, name
     await moved.alter("state = 'SUCCEEDED'", handler_name=name)
     FOREVER = NOW + timedelta(days=365)
 
-    replayed = await moved.database.notifications.replay("app", [name], LONG_AGO, FOREVER, [], ["SUCCEEDED"], NOW)
+    replayed = await moved.database.stored_notifications.replay(
+        "app", [name], LONG_AGO, FOREVER, [], ["SUCCEEDED"], NOW
+    )
 
     assert replayed == len(KEYS)
     await assert_at_home(moved, name)
@@ -315,11 +317,11 @@ async def test_a_row_that_is_released_moves_to_its_partition(moved: Shared) -> N
 
 async def test_a_row_moves_back_when_the_handler_has_a_single_partition_again(moved: Shared) -> None:
     await moved.alter("state = 'DEAD'", handler_name="ledger")
-    await moved.database.notifications.retry("app", [row.id for row in await moved.rows("ledger")], NOW)
+    await moved.database.stored_notifications.retry("app", [row.id for row in await moved.rows("ledger")], NOW)
     await moved.set_number("ledger", 1)
 
     await moved.alter("state = 'DEAD'", handler_name="ledger")
-    await moved.database.notifications.retry("app", [row.id for row in await moved.rows("ledger")], NOW)
+    await moved.database.stored_notifications.retry("app", [row.id for row in await moved.rows("ledger")], NOW)
 
     assert set((await moved.numbers("ledger")).values()) == {0}
 
@@ -364,7 +366,7 @@ async def test_each_partition_is_read_from_its_own_position_up_to_its_own_limit(
 
 
 async def test_the_partitions_with_due_rows_are_known(spread: Shared) -> None:
-    any_due = spread.database.notifications.any_due
+    any_due = spread.database.stored_notifications.any_due
     await spread.alter("state = 'SUCCEEDED'", handler_name="ledger", partition_number="2")
 
     assert [await any_due("app", LATER, [Slot("ledger", p)]) for p in range(5)] == [True, True, False, True, False]
@@ -445,7 +447,7 @@ async def test_a_recorded_run_has_the_partition_of_its_row(spread: Shared) -> No
 
 
 async def test_the_oldest_row_of_all_partitions_is_found_and_old_rows_of_all_partitions_expire(spread: Shared) -> None:
-    notifications = spread.database.notifications
+    notifications = spread.database.stored_notifications
     [*_, last] = [row for row in await spread.rows("ledger") if row.partition_number == 3]
     early = "2029-12-31 12:00:00"
     await spread.look.fetch(

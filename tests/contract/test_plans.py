@@ -7,7 +7,7 @@ that they really touched.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
@@ -16,22 +16,11 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox
+from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.notification import BEGINNING, Position
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, id_head
-from outboxio.storage.postgres.notifications import (
-    ANY_DUE,
-    COUNT_UNFINISHED,
-    EXPIRE,
-    FIND_DUE,
-    OLDEST_UNFINISHED,
-    REPLAY,
-    RESUME,
-    SELECT_BY_ID,
-    SETTLE,
-    SETTLE_WITH_DETAILS,
-    UNFINISHED_NAMES,
-)
+from outboxio.storage.postgres.notifications import FIND_DUE, SETTLE, SETTLE_WITH_DETAILS
 from outboxio.storage.postgres.ordering import (
     BLOCK,
     FIND_BLOCKED,
@@ -45,6 +34,21 @@ from outboxio.storage.postgres.ordering import (
 )
 from outboxio.storage.postgres.session import CLAIM, FINISH
 from outboxio.storage.tables.events import WAITING_BY_TYPE
+from outboxio.storage.tables.notifications import (
+    ANY_DUE,
+    COUNT_UNFINISHED,
+    EXPIRE,
+    FIND_EXPIRED,
+    FIND_PARKING,
+    LOOK_BACK,
+    OLDEST_UNFINISHED,
+    REPLAY,
+    RESUME,
+    RETRY,
+    SELECT_BY_ID,
+    SKIP,
+    UNFINISHED_NAMES,
+)
 from outboxio.storage.tables.partitions import FIND_MISPLACED, REHOME
 from outboxio.storage.tables.retention import (
     FIND_EVENTS,
@@ -158,6 +162,14 @@ async def explain(connection: Any, name: str, *args: Any) -> Plan:
         await transaction.rollback()
 
 
+def each(values: Iterable[Mapping[str, Any]]) -> str:
+    """The sets of values of a query that runs for each of them."""
+    return json.dumps(list(values))
+
+
+EVERY_PARTITION = each({"partition": number} for number in range(MOST_PARTITIONS))
+
+
 def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "'{" + ", ".join(f'"{item}"' for item in value) + "}'"
@@ -233,7 +245,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
         waiting = await explain(connection, "any_undelivered", "app", LONG_AGO)
         assert waiting.rows_read <= TYPES
         assert not waiting.table_scans
-        counted = await explain(connection, "waiting", '[{"key": "T0"}, {"key": "T1"}]', "app", 100)
+        counted = await explain(connection, "waiting", each([{"key": "T0"}, {"key": "T1"}]), "app", 100)
         assert counted.rows_read == 200
         assert not counted.table_scans
         assert not counted.sorts
@@ -242,8 +254,8 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
 async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgres_url: str) -> None:
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", FIND_DUE)
-        await prepare(connection, "any_due", ANY_DUE)
-        await prepare(connection, "unfinished_names", UNFINISHED_NAMES)
+        await prepare(connection, "any_due", on_postgres(ANY_DUE))
+        await prepare(connection, "unfinished_names", on_postgres(UNFINISHED_NAMES))
         await connection.execute(NOTIFICATIONS, "quick", "app", LONG_AGO, "PENDING", BATCH)
         await connection.execute(NOTIFICATIONS, "other", "app", LONG_AGO, "FAILED", BATCH)
         small = await find_due(connection, "planned_when_empty", ["quick", "other"])
@@ -260,7 +272,8 @@ async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgr
             assert "event_notifications_partition" in large.indexes
             assert not large.sorts, "the index has the rows in order"
             assert_flat(small, large, f"the due query {prepared}")
-        due = await explain(connection, "any_due", "app", NOW, ["quick", "other", "nobody"], [0, 0, 0])
+        slots = each({"handler_name": name, "partition": 0} for name in ("quick", "other", "nobody"))
+        due = await explain(connection, "any_due", slots, "app", NOW)
         assert due.rows_read <= 3
         assert not due.table_scans
         names = await explain(connection, "unfinished_names", "app")
@@ -295,12 +308,18 @@ class Polls:
         yield "all partitions", FIND_DUE, self._find(self.all, BEGINNING), self.size * len(self.all)
         yield "one partition", FIND_DUE, self._find([self.last], BEGINNING), self.size
         yield "behind a position", FIND_DUE, self._find([self.last], (LONG_AGO, 200)), self.size
-        yield "whether a row is due", ANY_DUE, ["app", NOW, ["shared"] * len(self.all), self.all], len(self.all)
-        yield "whether none is due", ANY_DUE, ["app", LONG_AGO - timedelta(1), ["shared"], [self.last]], 0
-        yield "the oldest row", OLDEST_UNFINISHED, ["app", "shared"], len(self.all)
-        yield "names", UNFINISHED_NAMES, ["app"], 1
-        yield "expiring", EXPIRE, ["app", ["shared"], NOW, NOW, 10], 20
         yield "a piece of a backlog", on_postgres(FIND_MISPLACED), self._misplaced(), 50
+        slots = [{"handler_name": "shared", "partition": number} for number in self.all]
+        yield "whether a row is due", on_postgres(ANY_DUE), [each(slots), "app", NOW], len(self.all)
+        yield "whether none is due", on_postgres(ANY_DUE), [each(slots[-1:]), "app", LONG_AGO - timedelta(1)], 0
+        yield (
+            "the oldest row",
+            on_postgres(OLDEST_UNFINISHED),
+            [EVERY_PARTITION, "app", "shared"],
+            len(self.all) + 1,
+        )  # rounded
+        yield "names", on_postgres(UNFINISHED_NAMES), ["app"], 1
+        yield "expiring", on_postgres(FIND_EXPIRED), [each([{"name": "shared"}]), "app", NOW, 10], 20
 
     def _find(self, partitions: list[int], after: Position) -> Sequence[Any]:
         number = len(partitions)
@@ -378,6 +397,7 @@ async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, sta
 # --- lines -----------------------------------------------------------------------------------------------
 
 NIL = "00000000-0000-0000-0000-000000000000"
+ABSENT = each([{"name": "old"}, {"name": "nobody"}])
 LINES: dict[str, tuple[str, Sequence[Any], str]] = {
     "a head": (FIND_HEADS, ["app", ["ledger"], ["blocked0"], True], "line"),
     "heads under two names": (FIND_HEADS, ["app", ["ledger", "old"], ["blocked0", "blocked1"], False], "line"),
@@ -386,14 +406,14 @@ LINES: dict[str, tuple[str, Sequence[Any], str]] = {
     "unblocking": (UNBLOCK, ["app", ["ledger"], ["blocked0", "blocked1", "pending0"], 3, NOW], "line"),
     "blocked rows without a key": (FIND_BLOCKED, ["app", ["plain", "ledger"], 5, 10], "line"),
     "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [0], [10], [BEGINNING[0]], [BEGINNING[1]]], "partition"),
-    "resuming": (RESUME, ["app", ["ledger"], "dead1", NOW], "parked"),
-    "unfinished names": (UNFINISHED_NAMES, ["app"], "line"),
-    "counting what waits of a name beside it": (COUNT_UNFINISHED, ["app", ["old", "nobody"]], "line"),
-    "the oldest that waits": (OLDEST_UNFINISHED, ["app", "ledger"], "partition"),
-    "expiring a few": (EXPIRE, ["app", ["ledger"], NOW, NOW, 10], "line"),
-    "expiring blocked rows": (EXPIRE, ["app", ["plain"], NOW, NOW, 10], "line"),
-    "expiring due rows": (EXPIRE, ["app", ["ledger"], NOW, NOW, 3], "partition"),
-    "expiring nothing": (EXPIRE, ["app", ["old", "nobody"], NOW, NOW, 10], "line"),
+    "resuming": (on_postgres(FIND_PARKING), [each([{"name": "ledger"}]), "app", "dead1"], "parked"),
+    "unfinished names": (on_postgres(UNFINISHED_NAMES), ["app"], "line"),
+    "counting what waits of a name beside it": (on_postgres(COUNT_UNFINISHED), [ABSENT, "app"], "line"),
+    "the oldest that waits": (on_postgres(OLDEST_UNFINISHED), [EVERY_PARTITION, "app", "ledger"], "partition"),
+    "expiring a few": (on_postgres(FIND_EXPIRED), [each([{"name": "ledger"}]), "app", NOW, 10], "line"),
+    "expiring blocked rows": (on_postgres(FIND_EXPIRED), [each([{"name": "plain"}]), "app", NOW, 10], "line"),
+    "expiring due rows": (on_postgres(FIND_EXPIRED), [each([{"name": "ledger"}]), "app", NOW, 3], "partition"),
+    "expiring nothing": (on_postgres(FIND_EXPIRED), [ABSENT, "app", NOW, 10], "line"),
 }
 
 
@@ -440,7 +460,16 @@ BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], st
     "preceded rows": (FIND_PRECEDED, lambda ids, event_ids: [ids], "event_id_handler_name_key"),
     "releasing": (RELEASE, lambda ids, event_ids: [event_ids, NOW], "event_id_handler_name_key"),
     "moving": (on_postgres(REHOME), lambda ids, event_ids: [ids, 0, "app/dispatch/h", 1], "pkey"),
-    "rows by their id": (SELECT_BY_ID, lambda ids, event_ids: ["app", event_ids], "event_id_handler_name_key"),
+    "rows by their id": (
+        on_postgres(SELECT_BY_ID),
+        lambda ids, event_ids: ["app", event_ids],
+        "event_id_handler_name_key",
+    ),
+    "retrying": (on_postgres(RETRY), lambda ids, event_ids: [NOW, "app", ids], "pkey"),
+    "skipping": (on_postgres(SKIP), lambda ids, event_ids: [NOW, "app", ids], "pkey"),
+    "expiring found rows": (on_postgres(EXPIRE), lambda ids, event_ids: [NOW, ids, NOW], "pkey"),
+    "resuming found rows": (on_postgres(RESUME), lambda ids, event_ids: [NOW, ids], "pkey"),
+    "replaying found rows": (on_postgres(REPLAY), lambda ids, event_ids: [NOW, ids, ["DEAD"]], "pkey"),
 }
 
 
@@ -503,7 +532,10 @@ def walks(notifications: Sequence[str] = (), events: Sequence[str] = ()) -> dict
         "notifications_removed": (on_postgres(REMOVE_NOTIFICATIONS), [notifications, NOW, NOW]),
         "events": (on_postgres(FIND_EVENTS), ["app", NOW, NIL, BATCH]),
         "events_removed": (on_postgres(REMOVE_EVENTS), [events, NOW]),
-        "replay": (REPLAY, ["app", NIL, BATCH, ["ledger", "plain"], LONG_AGO, NOW, [], ["DEAD", "SUCCEEDED"], NOW]),
+        "replay": (
+            on_postgres(LOOK_BACK),
+            ["app", ["ledger", "plain"], ["DEAD", "SUCCEEDED"], LONG_AGO, NOW, True, [], NIL, BATCH],
+        ),
     }
 
 

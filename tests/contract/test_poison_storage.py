@@ -168,7 +168,7 @@ async def test_what_was_written_after_its_run_began_begins_anew(store: Store, lo
     await starts.record("app", [run_of(only, 3)], NOW)
     assert await found(store) == {(only, 3)}
 
-    await store.database.notifications.retry("app", [only], LATER)
+    await store.database.stored_notifications.retry("app", [only], LATER)
 
     assert await found(store) == set()
     assert await starts.remove_ended("other") == 0

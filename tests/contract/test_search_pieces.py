@@ -99,7 +99,7 @@ async def test_the_pieces_of_an_order_do_what_the_order_by_ids_does(
             )
     await operating.begin()
     twins = Store(operating.store.outbox, look, "twin")
-    by_ids = getattr(operating.database.notifications, kind)
+    by_ids = getattr(operating.database.stored_notifications, kind)
 
     pieces = await operating.all_pieces(kind, Search(until=at(500)), 7)
     await by_ids("twin", [row.id for row in await twins.rows()], NOW)

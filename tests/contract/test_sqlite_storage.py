@@ -50,6 +50,7 @@ from outboxio.storage.sqlite.database import SqliteDatabase
 from outboxio.storage.sqlite.inserts import INSERT_NOTIFICATIONS, MARK_DELIVERED
 from outboxio.storage.sqlite.session import CLAIM, FINISH, SqliteSession
 from outboxio.storage.tables import events as stored_events
+from outboxio.storage.tables import notifications as stored_notifications
 from outboxio.storage.tables import retention
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
@@ -355,20 +356,20 @@ PLANS = {
     "due": (due.FIND_DUE, BY_POSITION),
     "settle": (notifications.SETTLE, BY_ID),
     "settle with details": (notifications.SETTLE_WITH_DETAILS, BY_ID),
-    "expired": (notifications.FIND_EXPIRED, f"{DUE})"),
-    "expired in line": (notifications.FIND_EXPIRED, f"{LINE})"),
-    "expire": (notifications.EXPIRE, BY_ID),
+    "expired": (on_sqlite(stored_notifications.FIND_EXPIRED), f"{DUE})"),
+    "expired in line": (on_sqlite(stored_notifications.FIND_EXPIRED), f"{LINE})"),
+    "expire": (on_sqlite(stored_notifications.EXPIRE), BY_ID),
     "unfinished names": (
-        notifications.UNFINISHED_NAMES,
+        on_sqlite(stored_notifications.UNFINISHED_NAMES),
         "eventlog_event_notifications_due (namespace=? AND handler_name>?)",
     ),
     "names in line": (
-        notifications.UNFINISHED_NAMES,
+        on_sqlite(stored_notifications.UNFINISHED_NAMES),
         "eventlog_event_notifications_line (namespace=? AND handler_name>?)",
     ),
-    "counted": (notifications.COUNT_UNFINISHED, f"{DUE})"),
-    "counted in line": (notifications.COUNT_UNFINISHED, f"{LINE})"),
-    "the oldest": (notifications.OLDEST_UNFINISHED, f"{DUE})"),
+    "counted": (on_sqlite(stored_notifications.COUNT_UNFINISHED), f"{DUE})"),
+    "counted in line": (on_sqlite(stored_notifications.COUNT_UNFINISHED), f"{LINE})"),
+    "the oldest": (on_sqlite(stored_notifications.OLDEST_UNFINISHED), f"{DUE})"),
     "heads": (ordering.FIND_HEADS, f"{LINE} AND ordering_key=?)"),
     "heads that park": (ordering.FIND_HEADS, f"{PARKED} AND ordering_key=?)"),
     "the first keys": (ordering.FIRST_HEADS, f"{LINE} AND ordering_key>?)"),
@@ -397,11 +398,13 @@ PLANS = {
         on_sqlite(retention.REMOVE_CONSUMED),
         "USING INDEX eventlog_consumed_events_date (consumed_date<?)",
     ),
-    "resume": (notifications.RESUME, f"{PARKED} AND ordering_key=?)"),
-    "a piece to replay": (notifications.FIND_REPLAYED, BEHIND_ID),
-    "replay": (notifications.REPLAY, BY_ID),
-    "retry": (notifications.RETRY, BY_ID),
-    "skip": (notifications.SKIP, BY_ID),
+    "parking": (on_sqlite(stored_notifications.FIND_PARKING), f"{PARKED} AND ordering_key=?)"),
+    "resume": (on_sqlite(stored_notifications.RESUME), BY_ID),
+    "a piece to replay": (on_sqlite(stored_notifications.LOOK_BACK), BEHIND_ID),
+    "whether a row is due": (on_sqlite(stored_notifications.ANY_DUE), f"{DUE} AND next_retry_at<?)"),
+    "replay": (on_sqlite(stored_notifications.REPLAY), BY_ID),
+    "retry": (on_sqlite(stored_notifications.RETRY), BY_ID),
+    "skip": (on_sqlite(stored_notifications.SKIP), BY_ID),
 }
 
 
@@ -616,7 +619,7 @@ async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDa
     await emit(in_file, event("Unwanted"))
     with writing_elsewhere(path):
         assert (await in_file.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))).events == {}
-        assert await in_file.notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
+        assert await in_file.stored_notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
 
 
 async def test_a_writer_waits_for_one_in_another_process(
@@ -707,7 +710,7 @@ async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteD
     round_.cancel()
     await asyncio.gather(round_, return_exceptions=True)
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000))
-    assert await database.notifications.count_states("ns") == {"PENDING": 200}
+    assert await database.stored_notifications.count_states("ns") == {"PENDING": 200}
 
 
 async def test_an_uncommitted_session_is_rolled_back_when_it_is_given_back(database: SqliteDatabase) -> None:
@@ -1064,7 +1067,7 @@ async def test_the_last_ten_errors_are_kept(database: SqliteDatabase) -> None:
         error = json.dumps({"attempt": attempt, "message": "\0 é"})
         outcome = Outcome(notification.id, lease, State.FAILED, attempt, NOW + timedelta(seconds=attempt), error)
         assert await database.notifications.settle(Bucket(State.FAILED, attempt, [outcome]), NOW) == 1
-    (record,) = await database.notifications.select("ns", None, None, None, 10)
+    (record,) = await database.stored_notifications.select("ns", None, None, None, 10)
     assert [error["attempt"] for error in record.errors] == list(range(3, 13))
     assert record.errors[0]["message"] == "\0 é"
     assert record.next_retry_at == NOW + timedelta(seconds=12)
@@ -1079,7 +1082,7 @@ async def test_errors_that_were_made_unreadable_by_hand_keep_nothing_from_being_
         await session.commit()
     outcome = Outcome(notification.id, lease, State.FAILED, 1, NOW, '{"attempt":1}')
     assert await database.notifications.settle(Bucket(State.FAILED, 1, [outcome]), NOW) == 1
-    (record,) = await database.notifications.select("ns", None, None, None, 10)
+    (record,) = await database.stored_notifications.select("ns", None, None, None, 10)
     assert record.errors == [{"attempt": 1}]
 
 

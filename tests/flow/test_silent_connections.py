@@ -378,4 +378,4 @@ def silence_all_but(proxy: Proxy, kept: list[Any]) -> None:
 
 async def is_settled(outbox: Outbox, number: int) -> bool:
     database: Database = database_of(outbox)
-    return (await database.notifications.count_states("app")).get("SUCCEEDED") == number
+    return (await database.stored_notifications.count_states("app")).get("SUCCEEDED") == number

@@ -48,7 +48,7 @@ class Questions:
             "dead": lambda d: d.probes.dead("app", names, self._ago(3600), most),
             "parked keys": lambda d: d.probes.parked("app", [[ORDERED]], 100),
             "undelivered": lambda d: d.probes.undelivered("app", NOW, most),
-            "unfinished names": lambda d: d.notifications.unfinished_names("app"),
+            "unfinished names": lambda d: d.stored_notifications.unfinished_names("app"),
         }
 
     def lists(self) -> dict[str, Question]:

@@ -84,7 +84,7 @@ class Store:
 
     async def rows(self, name: str | None = None) -> list[NotificationRecord]:
         """The notifications in order of their sequence; with ``name``, of a single handler name."""
-        found = await self.database.notifications.select(self.namespace, None, name, None, 100_000)
+        found = await self.database.stored_notifications.select(self.namespace, None, name, None, 100_000)
         return sorted(found, key=lambda row: (row.sequence, row.handler_name))
 
     async def row(self, label: int, name: str | None = None) -> NotificationRecord:

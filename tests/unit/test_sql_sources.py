@@ -117,14 +117,6 @@ HARMLESS = {
         "MysqlOrdering._write": IDS,
     },
     "mysql/lock.py": {"MysqlClusterLock.release": PLACEHOLDERS, "_give_back": PLACEHOLDERS},
-    "mysql/notifications.py": {
-        "MysqlNotifications.expire": IDS,
-        "MysqlNotifications.select_by_id": IDS,
-        "MysqlNotifications.replay": "an argument: states, which the caller has checked",
-        "MysqlNotifications._write_found": IDS,
-        "MysqlNotifications._records": "a constant in a constant",
-        "MysqlNotifications._change.lock_and_change": IDS,
-    },
     "mysql/port.py": {
         "MysqlPort._fetch": "a constant",
         "MysqlPort._prepared.placeholder": PLACEHOLDERS,

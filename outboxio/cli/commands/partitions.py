@@ -89,7 +89,7 @@ async def unowned_with_due_rows(outbox: Outbox, one: HandlerPartitions) -> tuple
     return tuple([
         partition
         for partition in one.by_owner.get(None, ())
-        if await database.notifications.any_due(outbox.namespace, now, [Slot(one.handler_name, partition)])
+        if await database.stored_notifications.any_due(outbox.namespace, now, [Slot(one.handler_name, partition)])
     ])  # fmt: skip
 
 

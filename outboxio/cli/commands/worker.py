@@ -141,8 +141,8 @@ async def _names_with_due_rows(outbox: Outbox) -> list[str]:
     names = set[str]()
     for shard, database in databases(outbox).items():
         now, counts = clock_of(outbox, shard)(), await counts_of(database, outbox.namespace)
-        for name in await database.notifications.unfinished_names(outbox.namespace):
-            if await database.notifications.any_due(outbox.namespace, now, slots_of(counts, [name])):
+        for name in await database.stored_notifications.unfinished_names(outbox.namespace):
+            if await database.stored_notifications.any_due(outbox.namespace, now, slots_of(counts, [name])):
                 names.add(name)
     return sorted(names)
 

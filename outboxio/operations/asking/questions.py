@@ -46,7 +46,7 @@ class Questions(AdminBase):
         """
         counts = {**dict.fromkeys(map(str, State), 0), "undelivered": 0, "unroutable": 0}
         for one in self._shards.chosen(shard):
-            for state, number in (await one.database.notifications.count_states(self._namespace)).items():
+            for state, number in (await one.database.stored_notifications.count_states(self._namespace)).items():
                 counts[state] = counts.get(state, 0) + number
             counts["undelivered"] += await one.database.stored_events.count_undelivered(self._namespace)
             counts["unroutable"] += await count_unroutable(one.database, self._namespace, one.clock, self._settings)
@@ -169,7 +169,7 @@ class Questions(AdminBase):
         chosen = [given_id(id)]
         for database in self._shards.databases(shard):
             if documents:
-                records += await database.notifications.select_by_id(self._namespace, chosen)
+                records += await database.stored_notifications.select_by_id(self._namespace, chosen)
             else:
                 records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
         return self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date)))

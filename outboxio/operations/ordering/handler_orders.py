@@ -45,7 +45,7 @@ class HandlerOrders(AdminBase):
 
         async def change(one: AdminShard) -> int:
             names = await self._known.names_of(handler, one.database)
-            return await one.database.notifications.resume(self._namespace, names, key, await one.now())
+            return await one.database.stored_notifications.resume(self._namespace, names, key, await one.now())
 
         return await self._recorder.done(order, shard, change)
 
@@ -89,7 +89,9 @@ class HandlerOrders(AdminBase):
 
         async def change(one: AdminShard) -> int:
             names, now = await self._known.names_of(handler, one.database), await one.now()
-            return await one.database.notifications.replay(self._namespace, names, begin, end, given.names, wanted, now)
+            return await one.database.stored_notifications.replay(
+                self._namespace, names, begin, end, given.names, wanted, now
+            )
 
         return await self._recorder.done(order, shard, change)
 

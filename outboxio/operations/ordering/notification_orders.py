@@ -169,7 +169,7 @@ class NotificationOrders(AdminBase):
 
         async def change(one: AdminShard) -> Numbers:
             now, matched = await one.now(), (await self._numbers(one, order.kind, ids)).matched
-            notifications = one.database.notifications
+            notifications = one.database.stored_notifications
             change = notifications.retry if order.kind == "retry" else notifications.skip
             done = await change(self._namespace, ids, now)
             return Numbers(max(matched, done), done)

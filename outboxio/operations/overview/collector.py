@@ -178,7 +178,7 @@ class Collector:
         if not unheld or len(unheld) == len(locks):
             return []
         long_ago = now - _UNOWNED_FOR
-        any_due = self._database.notifications.any_due
+        any_due = self._database.stored_notifications.any_due
         return [number for number in unheld if await any_due(self._namespace, long_ago, [Slot(handler, number)])]
 
     async def _with_error(self, facts: ShardFacts, handler: HandlerFacts) -> HandlerFacts:
@@ -193,7 +193,7 @@ class Collector:
 
     async def _unroutable(self, known: KnownHandlers, now: datetime) -> dict[str, int]:
         """Unfinished notifications of names that no process has announced within ``subscription_ttl``."""
-        unfinished = set(await self._database.notifications.unfinished_names(self._namespace))
+        unfinished = set(await self._database.stored_notifications.unfinished_names(self._namespace))
         names = sorted(unfinished - known.names)
         if not names:
             return {}

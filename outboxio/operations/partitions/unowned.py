@@ -52,7 +52,7 @@ class UnownedWatch:
                 _alarm(slot)
 
     async def _are_due(self, slots: Sequence[Slot]) -> bool:
-        return await self._database.notifications.any_due(self._namespace, self._clock(), slots)
+        return await self._database.stored_notifications.any_due(self._namespace, self._clock(), slots)
 
     def _forget(self) -> None:
         long_ago = asyncio.get_running_loop().time() - FORGET_AFTER

@@ -64,7 +64,7 @@ class FigureReader:
         now, probes, namespace = self._clock(), self._database.probes, self._namespace
         announced = await self._database.subscriptions.announced(namespace)
         present = self._present_names(announced)
-        stored = sorted({*present, *await self._database.notifications.unfinished_names(namespace)})
+        stored = sorted({*present, *await self._database.stored_notifications.unfinished_names(namespace)})
         slots = await self._slots(stored)
         figures = _ByHandler(present)
         due = await probes.due(namespace, slots, now, MOST_COUNTED)

@@ -262,6 +262,12 @@ async def execute(connection: Any, sql: str | bytes, args: Arguments = None, tim
     return int(cursor.rowcount)
 
 
+async def change_rows(connection: Any, sql: str, args: Arguments = None) -> int:
+    """Run a statement; the number of rows that changed, and of an UPDATE all rows that were found."""
+    cursor = await run(connection, sql, args)
+    return driver.rows_found(cursor) if sql.startswith("UPDATE") else int(cursor.rowcount)
+
+
 async def fetch(
     connection: Any, sql: str, args: Arguments = None, timeout: float | None = None
 ) -> list[tuple[Any, ...]]:

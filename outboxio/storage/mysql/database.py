@@ -84,7 +84,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self._server = Server(flavour, limits, self._give_up)
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
         self.events = MysqlFanout(self._fanout, self._admin, self._server)
-        self.notifications = MysqlNotifications(self._find, self._settle, self._admin, self._server, name)
+        self.notifications = MysqlNotifications(self._find, self._settle, self._server)
         self.ordering = MysqlOrdering(self._find)
         loops = (self._admin, self._find, self._settle, self._jobs)
         Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))

@@ -8,6 +8,7 @@ renames such an attribute. Decision 14 says why aiomysql is the only driver.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,6 +21,8 @@ FOUND_ROWS = 1 << 1  # capability of the protocol: an UPDATE counts the rows tha
 _TLS = 1 << 11  # capability of the protocol: the server speaks TLS
 _NO_TLS = (2026, "TLS is required (ssl_mode), and the server has none")
 _QUERY, _RESET_CONNECTION = b"\x03", 0x1F  # commands of the protocol
+
+_NUMBER = re.compile(rb"\d+")
 
 _driver: Any = _aiomysql
 _below: Any = _pymysql
@@ -179,6 +182,15 @@ def rows(cursor: Any) -> Sequence[tuple[Any, ...]]:
     """All rows of the current result of a cursor."""
     # ``cursor.fetchall()`` of aiomysql would make a future for the rows.
     return cursor._rows or ()
+
+
+def rows_found(cursor: Any) -> int:
+    """The rows that an UPDATE has found, changed or not; ``rowcount`` has only those that the UPDATE has changed.
+
+    The server says ``Rows matched: 2  Changed: 1  Warnings: 0``, in its language, behind a byte with the length.
+    """
+    found = _NUMBER.search(cursor._result.message or b"", 1)
+    return int(found[0] if found else cursor.rowcount)
 
 
 async def read_all(connection: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
-from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, execute, fetch
+from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, change_rows, fetch
 from outboxio.storage.mysql.flavour import FLAVOURS, Server
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.statement import (
@@ -49,12 +49,14 @@ class MysqlPort:
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         return int(
-            await self._connection.repeated(lambda connection: execute(connection, *self._prepared(statement, values)))
+            await self._connection.repeated(
+                lambda connection: change_rows(connection, *self._prepared(statement, values))
+            )
         )
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
         async def work(connection: Any) -> list[Any]:
-            changed = await execute(connection, *self._prepared(change, values))
+            changed = await change_rows(connection, *self._prepared(change, values))
             return await self._fetch(connection, query, values) if changed else []
 
         return query.rows(await self._connection.in_transaction(work))
@@ -82,7 +84,7 @@ class MysqlPort:
             value, name = values[name], prefix + name
             if isinstance(value, list) and not is_document(value):
                 arguments.update((f"{name}{number}", as_argument(item)) for number, item in enumerate(value))
-                return ", ".join(f"%({name}{number})s" for number in range(len(value)))
+                return ", ".join(f"%({name}{number})s" for number in range(len(value))) or "NULL"
             arguments[name] = as_argument(value)
             return f"%({name})s"
 

@@ -115,7 +115,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self._guard.when_taken_over(self._begin_anew)
         self._lock_session: LockSession | None = None
         self.events = PostgresEvents(self._fanout, self._admin)
-        self.notifications = PostgresNotifications(self._find, self._settle, self._admin, name)
+        self.notifications = PostgresNotifications(self._find, self._settle)
         self.ordering = PostgresOrdering(self._find)
         Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.search = PostgresSearch(self._admin, name)

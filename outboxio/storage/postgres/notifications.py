@@ -7,15 +7,13 @@ from datetime import datetime
 from itertools import starmap
 from operator import attrgetter
 from typing import Any
-from uuid import UUID
 
 import asyncpg
 
 from outboxio.model.event import refusal_of
-from outboxio.model.lock_name import Slot
-from outboxio.model.notification import DueQuery, Notification, NotificationRecord, checked, record_of
+from outboxio.model.notification import DueQuery, Notification, checked
 from outboxio.model.outcome import Bucket
-from outboxio.storage.postgres.columns import DUE_COLUMNS, OF_NOTIFICATION, PARTITION_NOW, RECORD_COLUMNS
+from outboxio.storage.postgres.columns import DUE_COLUMNS, PARTITION_NOW
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.support.text import TextEncoding
@@ -70,17 +68,6 @@ UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_dat
 WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
-ANY_DUE = """
-SELECT EXISTS (SELECT FROM unnest($3::text[], $4::text[]::smallint[]) AS w(handler_name, partition_number)
-CROSS JOIN LATERAL (
-  SELECT FROM eventlog.event_notifications n
-  WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.state IN ('PENDING', 'FAILED', 'DYING')
-    AND n.partition_number >= w.partition_number AND (n.partition_number, n.next_retry_at) <= (w.partition_number, $2)
-  ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT 1) n)
-"""
-
-COUNT_STATES = "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = $1 GROUP BY state"
-
 # Jumps from each handler name to the next along two indexes: the due index, and the index of the key queues, which
 # holds BLOCKED rows. The second index also holds rows of the first index: a condition that excludes those rows would
 # have to read each row. ``least`` ignores NULL.
@@ -100,60 +87,6 @@ WITH RECURSIVE names(name) AS (
 SELECT name FROM names WHERE name <> ''
 """
 
-# Name by name: for several names at once the planner would walk the key queues of all names.
-COUNT_UNFINISHED = """
-SELECT coalesce(sum((
-  SELECT count(*) FROM eventlog.event_notifications
-  WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED', 'DYING')
-) + (
-  SELECT count(*) FROM eventlog.event_notifications
-  WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED')), 0)::bigint
-FROM unnest($2::text[]) AS w(handler_name)
-"""
-
-# Partition by partition: in the index of due rows the order of the dates holds within a partition.
-OLDEST_UNFINISHED = """
-SELECT first.created_date FROM generate_series(0, coalesce((
-  SELECT active FROM eventlog.handler_partitions WHERE namespace = $1 AND handler_name = $2), 1) - 1) AS p(number)
-CROSS JOIN LATERAL (
-  SELECT created_date, next_retry_at, sequence FROM eventlog.event_notifications
-  WHERE namespace = $1 AND handler_name = $2 AND partition_number BETWEEN p.number AND p.number
-    AND state IN ('PENDING', 'FAILED', 'DYING')
-  ORDER BY partition_number, next_retry_at, sequence LIMIT 1) first
-ORDER BY first.next_retry_at, first.sequence LIMIT 1
-"""
-
-# The rows are read in the order of their index: for a different order the planner would walk the primary key, and so
-# the table. The locking order does not matter, because SKIP LOCKED never waits.
-EXPIRE = """
-UPDATE eventlog.event_notifications SET state = 'EXPIRED', updated_date = $4 WHERE id = ANY (ARRAY(
-  SELECT due.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
-    SELECT id FROM eventlog.event_notifications
-    WHERE namespace = $1 AND handler_name = w.handler_name AND state IN ('PENDING', 'FAILED') AND retention_from < $3
-    ORDER BY partition_number, next_retry_at, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) due
-  UNION ALL
-  SELECT blocked.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
-    SELECT id FROM eventlog.event_notifications
-    WHERE namespace = $1 AND handler_name = w.handler_name AND state = 'BLOCKED' AND retention_from < $3
-    ORDER BY ordering_key, sequence LIMIT $5 FOR UPDATE SKIP LOCKED) blocked
-  LIMIT $5))
-"""
-
-SELECT = f"""
-SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n
-WHERE n.namespace = $1 AND ($2::text IS NULL OR n.state = $2) AND ($3::text IS NULL OR n.handler_name = $3)
-  AND ($4::text IS NULL OR n.event_type = $4)
-ORDER BY n.created_date, n.sequence, n.handler_name LIMIT $5
-"""
-
-# An id may belong to a notification or to an event. Each kind has an index; OR would use neither.
-SELECT_BY_ID = f"""
-SELECT {RECORD_COLUMNS} FROM eventlog.event_notifications n
-WHERE n.namespace = $1 AND n.id = ANY (
-  $2::uuid[] || ARRAY(SELECT id FROM eventlog.event_notifications WHERE event_id = ANY ($2::uuid[])))
-ORDER BY n.created_date, n.sequence, n.handler_name
-"""
-
 # A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
 RETRY = f"""
 UPDATE eventlog.event_notifications n
@@ -168,40 +101,11 @@ UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $3
 WHERE namespace = $1 AND id = ANY ($2::uuid[]) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
 """
 
-RESUME = """
-UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $4
-WHERE ARRAY['DEAD', 'EXPIRED'] @> ARRAY[state::text] AND id = ANY (ARRAY(
-  SELECT n.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
-    SELECT id FROM eventlog.event_notifications
-    WHERE namespace = $1 AND handler_name = w.handler_name AND ordering_key = $3 AND state IN ('DEAD', 'EXPIRED')
-    ORDER BY sequence) n))
-"""
-
-# A piece reads 1,000 rows along the primary key, matching or not, so that each piece is short. The position moves past
-# a replayed row, so that a row which finishes again soon is not replayed twice.
-PIECE = 1000
-REPLAY = f"""
-WITH looked AS MATERIALIZED (
-  SELECT id FROM eventlog.event_notifications WHERE id > $2 ORDER BY id LIMIT $3
-), replayed AS (
-  UPDATE eventlog.event_notifications n
-  SET state = 'PENDING', attempts = 0, next_retry_at = $9, retention_from = $9, updated_date = $9,
-    partition_number = {PARTITION_NOW}
-  WHERE id = ANY (ARRAY(SELECT id FROM looked)) AND namespace = $1 AND $4::text[] @> ARRAY[handler_name::text]
-    AND event_date >= $5 AND event_date < $6
-    AND (cardinality($7::text[]) = 0 OR $7::text[] @> ARRAY[event_type::text])
-    AND $8::text[] @> ARRAY[state::text] AND ARRAY['SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED'] @> ARRAY[state::text]
-  RETURNING 1)
-SELECT (SELECT count(*) FROM replayed), count(*), (SELECT id FROM looked ORDER BY id DESC LIMIT 1) FROM looked
-"""
-
 
 class PostgresNotifications:
-    def __init__(self, find: LoopConnection, settle: LoopConnection, admin: LoopConnection, shard: str) -> None:
+    def __init__(self, find: LoopConnection, settle: LoopConnection) -> None:
         self._find = find
         self._settle = settle
-        self._admin = admin
-        self._shard = shard
 
     @property
     def can_settle(self) -> bool:
@@ -243,64 +147,6 @@ class PostgresNotifications:
             return int(await self._settle.in_transaction(settle_and_insert, timeout=self._settle.timeout))
         except _Refused:
             return 0
-
-    async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool:
-        names, partitions = [slot.handler_name for slot in slots], as_texts(slot.partition for slot in slots)
-        return bool((await self._admin.fetch(ANY_DUE, namespace, now, names, partitions))[0][0])
-
-    async def count_states(self, namespace: str) -> dict[str, int]:
-        return {row[0]: row[1] for row in await self._admin.fetch(COUNT_STATES, namespace)}
-
-    async def unfinished_names(self, namespace: str) -> list[str]:
-        return [row[0] for row in await self._admin.fetch(UNFINISHED_NAMES, namespace)]
-
-    async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
-        return int((await self._admin.fetch(COUNT_UNFINISHED, namespace, list(names)))[0][0])
-
-    async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
-        rows = await self._admin.fetch(OLDEST_UNFINISHED, namespace, name)
-        return rows[0][0] if rows else None
-
-    async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
-        return await self._admin.execute(EXPIRE, namespace, list(names), before, now, limit)
-
-    async def select(
-        self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
-    ) -> list[NotificationRecord]:
-        rows = await self._admin.fetch(SELECT, namespace, state, handler_name, event_type, limit)
-        return [self._record(row) for row in rows]
-
-    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
-        return [self._record(row) for row in await self._admin.fetch(SELECT_BY_ID, namespace, list(ids))]
-
-    async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
-        return await self._admin.execute(RETRY, namespace, sorted(ids), now)
-
-    async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
-        return await self._admin.execute(SKIP, namespace, sorted(ids), now)
-
-    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
-        return await self._admin.execute(RESUME, namespace, list(names), ordering_key, now)
-
-    async def replay(
-        self,
-        namespace: str,
-        names: Sequence[str],
-        since: datetime,
-        until: datetime,
-        types: Sequence[str],
-        states: Sequence[str],
-        now: datetime,
-    ) -> int:
-        wanted = (list(names), since, until, list(types), list(states), now)
-        replayed, looked_at, position = 0, PIECE, UUID(int=0)
-        while looked_at == PIECE:
-            [(some, looked_at, position)] = await self._admin.fetch(REPLAY, namespace, position, PIECE, *wanted)
-            replayed += some
-        return replayed
-
-    def _record(self, row: Any) -> NotificationRecord:
-        return record_of(dict(zip(OF_NOTIFICATION, row, strict=True)), self._shard)
 
 
 _due_of, _retention_of = attrgetter("next_retry_us"), attrgetter("retention_us")

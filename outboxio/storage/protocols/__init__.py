@@ -4,18 +4,15 @@ To write a dialect, read in this order:
 
 1. ``values``: the values that cross the seam.
 2. ``hot``: the protocols of each action, each round of fan-out and each round of dispatch. Speed matters here.
-3. ``cold``: the protocols of operators, maintenance and start-up.
+3. ``cold``: migration, and the checks at start-up. Tables that only operators use are in ``storage/tables``.
 4. ``database``: one shard's database, which puts the rest together.
 
 A repository turns rows into values and back. ``Session`` works in the transaction of the application. The
 remaining methods are short transactions, or single autocommit statements, on connections of the loops.
 """
 
-from outboxio.storage.protocols.cold import (
-    OperatorStore,
-    Schema,
-)
-from outboxio.storage.protocols.database import Database, NotificationRepository
+from outboxio.storage.protocols.cold import Schema
+from outboxio.storage.protocols.database import Database
 from outboxio.storage.protocols.events import (
     ActionPlace,
     EventSummary,
@@ -109,8 +106,6 @@ __all__ = [
     "LastError",
     "LockGrant",
     "NewNotification",
-    "NotificationRepository",
-    "OperatorStore",
     "OrderingRepository",
     "Orders",
     "ParkedKey",

@@ -6,10 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outboxio.storage.protocols.cold import (
-    OperatorStore,
-    Schema,
-)
+from outboxio.storage.protocols.cold import Schema
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.event_search import EventSearch
     from outboxio.storage.tables.events import StoredEvents
     from outboxio.storage.tables.jobs import Jobs
+    from outboxio.storage.tables.notifications import StoredNotifications
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.partitions import PartitionTables
     from outboxio.storage.tables.probes import Probes
@@ -36,10 +34,6 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.retention import Retention
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
-
-
-class NotificationRepository(DispatchStore, OperatorStore, Protocol):
-    """The ``event_notifications`` table."""
 
 
 class Database(Protocol):
@@ -95,7 +89,10 @@ class Database(Protocol):
     def stored_events(self) -> StoredEvents: ...
 
     @property
-    def notifications(self) -> NotificationRepository: ...
+    def notifications(self) -> DispatchStore: ...
+
+    @property
+    def stored_notifications(self) -> StoredNotifications: ...
 
     @property
     def ordering(self) -> OrderingRepository: ...

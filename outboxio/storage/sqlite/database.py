@@ -68,7 +68,7 @@ class SqliteDatabase(Tables):
         self._locks = MemoryLocks() if path is None else (machine.file_locks or FileLocks)(path)
         guard.when_taken_over(self._locks.begin_anew)
         self.events = SqliteEvents(self._connections)
-        self.notifications = SqliteNotifications(self._connections, name)
+        self.notifications = SqliteNotifications(self._connections)
         self.ordering = SqliteOrdering(self._connections)
         port = SqlitePort(self._connections)
         Tables.__init__(self, name, port, port, port, port)

@@ -6,6 +6,7 @@ from outboxio.storage.statement import Port
 from outboxio.storage.tables.deferred import Deferred
 from outboxio.storage.tables.events import StoredEvents
 from outboxio.storage.tables.jobs import Jobs
+from outboxio.storage.tables.notifications import StoredNotifications
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.storage.tables.probes import Probes
@@ -28,4 +29,5 @@ class Tables:
         self.retention = Retention(admin)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
+        self.stored_notifications = StoredNotifications(admin, shard)
         self.stored_events = StoredEvents(admin, self.subscriptions)

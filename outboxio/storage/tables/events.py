@@ -116,7 +116,7 @@ class StoredEvents:
         """
         scope = {"namespace": namespace, "handler_name": handler_name}
         names = sorted(await self._subscriptions.names_of(namespace, handler_name))
-        wanted = {"names": names, "types": list(types) or [""], "every_type": not types, "since": since}
+        wanted = {"names": names, "types": list(types), "every_type": not types, "since": since}
         made, after = 0, -(2**63)
         while piece := await self._port.fetch(HISTORY, **scope, **wanted, after=after, limit=PIECE):
             owed = [{"event_id": str(event_id), "id": str(uuid7())} for event_id, _ in piece]

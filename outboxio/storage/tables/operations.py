@@ -65,7 +65,6 @@ ORDER BY updated_date LIMIT :limit
 )
 
 STOP = Statement(f"UPDATE {_BY_ID} SET stop_ordered = TRUE {_THIS} AND state = 'RUNNING'")
-IS_RUNNING = Query(f"SELECT 1 FROM {_BY_ID} {_THIS} AND state = 'RUNNING'", int)
 IS_TO_STOP = Query(f"SELECT stop_ordered FROM {_BY_ID} {_THIS}", bool)
 
 FINISH = Statement(f"""
@@ -132,9 +131,7 @@ class Operations:
 
     async def order_stop(self, namespace: str, id: UUID) -> bool:
         """Request the worker of a RUNNING operation to stop; False if the operation has finished."""
-        key = {"namespace": namespace, "id": id}
-        # MySQL counts only rows whose values change, and a second request changes none.
-        return await self._port.execute(STOP, **key) > 0 or bool(await self._port.fetch(IS_RUNNING, **key))
+        return await self._port.execute(STOP, namespace=namespace, id=id) > 0
 
     async def is_to_stop(self, namespace: str, id: UUID) -> bool:
         """True if the worker was requested to stop."""

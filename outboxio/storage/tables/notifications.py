@@ -1,0 +1,312 @@
+"""The table ``event_notifications``, for operators and drains. Find and settle are written for each dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from outboxio.handlers.options import MOST_PARTITIONS
+from outboxio.model.lock_name import Slot
+from outboxio.model.notification import BEGINNING, NotificationRecord, record_of
+from outboxio.storage.statement import Jumps, Port, Query, Statement
+
+# --- rows that are not finished --------------------------------------------------------------------
+
+_BY_ID = "{table event_notifications primary n}"
+_DUE = "{table event_notifications event_notifications_partition n}"
+_LINE = "{table event_notifications event_notifications_line n}"
+
+# On PostgreSQL the partition is in both bounds, as in FIND_DUE. The index of SQLite has no partitions.
+ANY_DUE = Query(
+    f"SELECT 1 FROM {_DUE} WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :handler_name"
+    " AND {is_due} ORDER BY {order} LIMIT 1",
+    int,
+    each="handler_name text, partition int",
+).having(
+    is_due=Statement(
+        "n.partition_number = :partition AND n.next_retry_at <= :now",
+        postgres="n.partition_number >= :partition AND (n.partition_number, n.next_retry_at) <= (:partition, :now)",
+        sqlite="n.next_retry_at <= :now",
+    ),
+    order=(
+        _ORDER := Statement("n.partition_number, n.next_retry_at, n.sequence", sqlite="n.next_retry_at, n.sequence")
+    ),
+)
+OLDEST_UNFINISHED = Query(
+    f"""
+SELECT n.next_retry_at, n.sequence, n.created_date FROM {_DUE}
+WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :name AND {{of_partition}}
+ORDER BY {{order}} LIMIT 1
+""",
+    tuple[datetime, int, datetime],
+    each="partition int",
+).having(
+    of_partition=Statement(
+        "n.partition_number = :partition",
+        postgres="n.partition_number BETWEEN :partition AND :partition",
+        sqlite="TRUE",
+    ),
+    order=_ORDER,
+)
+
+COUNT_STATES = Query(
+    "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = :namespace GROUP BY state",
+    tuple[str, int],
+)
+
+# SQLite and PostgreSQL use a partial index for a query that repeats its condition.
+_IN_LINE = """
+n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
+""".strip()
+_BLOCKED = Statement(f"{_IN_LINE} AND n.state = 'BLOCKED'", mysql="n.line_part = 2")
+
+# Jumps along the index of due rows, and along the index of the key queues, which has the BLOCKED rows. The second index
+# also has rows of the first index: a condition that excludes those rows would have to read each of them.
+UNFINISHED_NAMES = Jumps(f"""
+SELECT min(f.name) FROM (
+  SELECT (SELECT n.handler_name FROM {_DUE}
+    WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name > :start
+    ORDER BY n.handler_name LIMIT 1) AS name
+  UNION ALL
+  SELECT (SELECT n.handler_name FROM {_LINE}
+    WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name > :start
+    ORDER BY n.handler_name LIMIT 1)) f
+""").having(in_line=Statement(_IN_LINE, mysql="n.line_part = 2"))
+
+COUNT_UNFINISHED = Query(
+    f"""
+SELECT (SELECT count(*) FROM {_DUE} WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :name)
+  + (SELECT count(*) FROM {_LINE} WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name)
+""",
+    int,
+    each="name text",
+).having(blocked=_BLOCKED)
+
+# Found without a lock, because the statement may read the whole backlog of a name. The rows are read in the order of
+# their index: for a different order PostgreSQL would walk the primary key, and so the table.
+FIND_EXPIRED = Query(
+    f"""
+SELECT f.id FROM (
+  SELECT due.id FROM (SELECT n.id FROM {_DUE}
+    WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :name
+      AND n.state <> 'DYING' AND n.retention_from < :before
+    ORDER BY {{order}} LIMIT :limit) due
+  UNION ALL
+  SELECT behind.id FROM (SELECT n.id FROM {_LINE}
+    WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name AND n.retention_from < :before
+    ORDER BY n.ordering_key, n.sequence LIMIT :limit) behind) f
+LIMIT :limit
+""",
+    tuple[Any],
+    each="name text",
+).having(blocked=_BLOCKED, order=_ORDER)
+_EXPIRED = "{ids n.id :ids} AND n.state IN ('PENDING', 'FAILED', 'BLOCKED') AND n.retention_from < :before"
+_EXPIRE = f"UPDATE {_BY_ID} SET state = 'EXPIRED', updated_date = :now WHERE"
+EXPIRE = Statement(
+    f"{_EXPIRE} {_EXPIRED}",
+    # A transactional handler may have the row locked for long.
+    postgres=f"{_EXPIRE} n.id = ANY (ARRAY(SELECT n.id FROM {_BY_ID} WHERE {_EXPIRED} FOR UPDATE SKIP LOCKED))",
+)
+
+# --- rows by id ------------------------------------------------------------------------------------
+
+# Only ids are sorted by the database: MySQL may lack the memory to sort rows with large documents.
+SELECT = Query(
+    """
+SELECT n.id FROM eventlog.event_notifications n
+WHERE n.namespace = :namespace AND (n.state = :state OR :state IS NULL)
+  AND (n.handler_name = :handler_name OR :handler_name IS NULL) AND (n.event_type = :event_type OR :event_type IS NULL)
+ORDER BY n.created_date, n.sequence, n.handler_name LIMIT :limit
+""",
+    tuple[Any],
+)
+# An id may belong to a notification or to an event. Each kind has an index; OR would use neither.
+SELECT_BY_ID = Query(
+    f"""
+SELECT n.id FROM {_BY_ID} WHERE n.namespace = :namespace AND {{ids n.id :ids}}
+UNION
+SELECT n.id FROM {{table event_notifications event_notifications_event n}}
+WHERE n.namespace = :namespace AND {{ids n.event_id :ids}}
+""",
+    tuple[Any],
+)
+_DOCUMENTS = ("action_params", "payload", "headers", "errors")
+_COLUMNS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
+_READ = ", ".join(f"{{text n.{column}}}" if column in _DOCUMENTS else f"n.{column}" for column in _COLUMNS)
+RECORDS = Query(
+    f"SELECT {_READ}, {{text :shard}} FROM {_BY_ID} WHERE {{ids n.id :ids}}",
+    NotificationRecord,
+    make=lambda row: record_of(row, row["shard"]),
+)
+
+# A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
+# MySQL assigns the columns from left to right, so the partition comes before the state.
+RETRY = Statement(f"""
+UPDATE {_BY_ID} SET
+  partition_number = CASE WHEN n.state IN ('PENDING', 'FAILED', 'DYING') THEN n.partition_number ELSE {{partition}} END,
+  state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :now
+WHERE n.namespace = :namespace AND {{ids n.id :ids}}
+""")
+SKIP = Statement(f"""
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
+WHERE n.namespace = :namespace AND {{ids n.id :ids}} AND n.state NOT IN ('SUCCEEDED', 'SKIPPED')
+""")
+
+# --- finished rows ---------------------------------------------------------------------------------
+
+# A DEAD or EXPIRED row parks its ordering key.
+FIND_PARKING = Query(
+    """
+SELECT n.id FROM {parked}
+WHERE n.namespace = :namespace AND {ended} AND n.handler_name = :name AND n.ordering_key = :ordering_key
+ORDER BY n.sequence
+""",
+    tuple[Any],
+    each="name text",
+).having(
+    parked=Statement("{table event_notifications event_notifications_parked n}", mysql=_LINE),
+    ended=Statement("n.state IN ('DEAD', 'EXPIRED')", mysql="n.line_part = 3"),
+)
+# No plan can use an index of the states.
+RESUME = Statement(f"""
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
+WHERE {{ids n.id :ids}} AND coalesce(n.state IN ('DEAD', 'EXPIRED'), FALSE)
+""")
+
+# No index has finished rows by date. So PIECE rows are read in each statement, matching or not: on MySQL, whose index
+# of due rows has finished rows too, all finished rows of the names, on other databases all rows of the table. For a
+# single name MariaDB would sort: hence the empty name, which no handler has.
+_FINISHED = "n.state IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') AND {among n.state :states}"
+_LOOK_BACK = f"""
+SELECT CASE WHEN n.namespace = :namespace AND {{among n.handler_name :names}} AND {_FINISHED}
+    AND n.event_date >= :since AND n.event_date < :until AND (:every_type OR {{among n.event_type :types}})
+    THEN TRUE ELSE FALSE END,
+  n.id, n.handler_name, n.partition_number, n.next_retry_at, n.sequence
+"""
+LOOK_BACK = Query(
+    f"{_LOOK_BACK} FROM {_BY_ID} WHERE n.id > :id ORDER BY n.id LIMIT :limit",
+    tuple[bool, Any, Any, Any, Any, Any],
+    mysql=f"""{_LOOK_BACK} FROM {_DUE}
+WHERE n.namespace = :namespace AND n.is_unfinished = FALSE AND n.handler_name IN ('', :names)
+  AND (n.handler_name = :name AND n.partition_number = :partition AND n.next_retry_at = :due AND n.sequence > :sequence
+    OR n.handler_name = :name AND n.partition_number = :partition AND n.next_retry_at > :due
+    OR n.handler_name = :name AND n.partition_number > :partition OR n.handler_name > :name)
+ORDER BY n.handler_name, n.partition_number, n.next_retry_at, n.sequence LIMIT :limit
+""",
+)
+REPLAY = Statement(f"""
+UPDATE {_BY_ID} SET partition_number = {{partition}}, state = 'PENDING', attempts = 0, next_retry_at = :now,
+  retention_from = :now, updated_date = :now
+WHERE {{ids n.id :ids}} AND coalesce({_FINISHED}, FALSE)
+""")
+
+# --- the table -------------------------------------------------------------------------------------
+
+PIECE = 1000  # rows that a statement reads or writes
+_FIRST_PLACE = {"id": UUID(int=0), "name": "", "partition": 0, "due": BEGINNING[0], "sequence": BEGINNING[1]}
+
+
+class StoredNotifications:
+    """The notifications of a shard, for operators, retention and drains."""
+
+    def __init__(self, port: Port, shard: str) -> None:
+        self._port = port
+        self._shard = shard
+
+    async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool:
+        """True if a row of one of these slots is due."""
+        return bool(await self._port.fetch_each(ANY_DUE, [s._asdict() for s in slots], namespace=namespace, now=now))
+
+    async def count_states(self, namespace: str) -> dict[str, int]:
+        """The number of rows in each state."""
+        return dict(await self._port.fetch(COUNT_STATES, namespace=namespace))
+
+    async def unfinished_names(self, namespace: str) -> list[str]:
+        """The handler names with unfinished rows, BLOCKED rows included. The rows themselves are not read."""
+        return await self._port.fetch(UNFINISHED_NAMES, namespace=namespace)
+
+    async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
+        """The number of unfinished rows of these handler names, BLOCKED rows included."""
+        return sum(await self._port.fetch_each(COUNT_UNFINISHED, [{"name": n} for n in names], namespace=namespace))
+
+    async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
+        """The creation date of the unfinished row that is due first; ``None`` if all unfinished rows are BLOCKED."""
+        partitions = [{"partition": number} for number in range(MOST_PARTITIONS)]
+        first = await self._port.fetch_each(OLDEST_UNFINISHED, partitions, namespace=namespace, name=name)
+        return min(first)[2] if first else None
+
+    async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
+        """End up to ``limit`` unfinished rows whose retention started before ``before``; the number of rows.
+
+        BLOCKED rows expire as well, DYING rows never.
+        """
+        scope = {"namespace": namespace, "before": before, "limit": limit}
+        found = await self._port.fetch_each(FIND_EXPIRED, [{"name": name} for name in names], **scope)
+        return await self._change(EXPIRE, found[:limit], before=before, now=now)
+
+    async def select(
+        self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
+    ) -> list[NotificationRecord]:
+        """The oldest notifications with these values, up to ``limit``."""
+        wanted = {"state": state, "handler_name": handler_name, "event_type": event_type, "limit": limit}
+        return await self._records(await self._port.fetch(SELECT, namespace=namespace, **wanted))
+
+    async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
+        """The notifications with these ids, and the notifications of the events with these ids."""
+        found = await self._port.fetch(SELECT_BY_ID, namespace=namespace, ids=list(ids)) if ids else []
+        return await self._records(found)
+
+    async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        """Make rows due, BLOCKED and finished rows in the partition that the row belongs to now; the number of rows.
+
+        A row in PENDING, FAILED or DYING keeps its partition: the process that owns the partition may run the row.
+        """
+        return await self._port.execute(RETRY, namespace=namespace, ids=sorted(ids), now=now) if ids else 0
+
+    async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
+        """Make rows SKIPPED, unless they have succeeded; the number of rows."""
+        return await self._port.execute(SKIP, namespace=namespace, ids=sorted(ids), now=now) if ids else 0
+
+    async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
+        """Skip the DEAD and EXPIRED rows that park an ordering key; the number of rows."""
+        each, key = [{"name": name} for name in names], {"namespace": namespace, "ordering_key": ordering_key}
+        return await self._change(RESUME, await self._port.fetch_each(FIND_PARKING, each, **key), now=now)
+
+    async def replay(
+        self,
+        namespace: str,
+        names: Sequence[str],
+        since: datetime,
+        until: datetime,
+        types: Sequence[str],
+        states: Sequence[str],
+        now: datetime,
+    ) -> int:
+        """Make finished rows of these names due again, as :meth:`retry` does, if ``since <= event_date < until``.
+
+        ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
+        transaction, after all pieces were read: a row that finishes again soon is not replayed twice. Returns the
+        number of rows.
+        """
+        wanted = {"names": list(names), "states": list(states), "types": list(types), "every_type": not types}
+        scope = {"namespace": namespace, "since": since, "until": until, "limit": PIECE, **wanted}
+        found, place = list[tuple[Any]](), _FIRST_PLACE
+        while True:
+            piece = await self._port.fetch(LOOK_BACK, **scope, **place)
+            found += [(id,) for is_wanted, id, *_ in piece if is_wanted]
+            if len(piece) < PIECE:
+                return await self._change(REPLAY, found, states=list(states), now=now)
+            place = dict(zip(place, piece[-1][1:], strict=True))
+
+    async def _change(self, statement: Statement, found: Sequence[tuple[Any]], **values: Any) -> int:
+        """Change rows in the order of their ids, in pieces; the number of rows."""
+        ids = sorted(id for (id,) in found)
+        pieces = [ids[start : start + PIECE] for start in range(0, len(ids), PIECE)]
+        return sum([await self._port.execute(statement, ids=piece, **values) for piece in pieces])
+
+    async def _records(self, found: Sequence[tuple[Any]]) -> list[NotificationRecord]:
+        ids = [id for (id,) in found]
+        records = await self._port.fetch(RECORDS, ids=ids, shard=self._shard) if ids else []
+        return sorted(records, key=lambda record: (record.created_date, record.sequence, record.handler_name))
