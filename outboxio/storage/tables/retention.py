@@ -32,7 +32,7 @@ FROM (
     CASE WHEN n.created_date >= :young_since THEN 1 ELSE 0 END AS is_young
   FROM {{table event_notifications primary n}} {_WALK}) l
 """,
-    tuple[int, UUID | None, bool | None, list[UUID] | None, list[UUID] | None],
+    tuple[int, UUID | None, bool | None, list[str] | None, list[str] | None],
 )
 
 # A DEAD or EXPIRED row parks the BLOCKED rows with the same ordering key, under any name of the same handler. The pair
@@ -71,7 +71,7 @@ FROM (
     CASE WHEN n.event_date >= :before THEN 1 ELSE 0 END AS is_young
   FROM {{table events primary n}} {_WALK}) l
 """,
-    tuple[int, UUID | None, bool | None, list[UUID] | None],
+    tuple[int, UUID | None, bool | None, list[str] | None],
 )
 _EVENTS = "FROM {table events primary} WHERE {ids id :ids} AND event_date < :before"
 REMOVE_EVENTS = Statement(f"DELETE {_EVENTS}", mysql=f"DELETE eventlog.events {_EVENTS}")
@@ -100,7 +100,7 @@ class Retention:
         scope = {"namespace": namespace, "position": position, "limit": limit, "young_since": max(before.values())}
         [(size, last, are_young, ids, may_park)] = await self._port.fetch(FIND_NOTIFICATIONS, **scope, **before)
         parking = await self._parking(namespace, may_park) if may_park else []
-        old = sorted({*(ids or ())}.difference(parking))
+        old = sorted({*(ids or ())}.difference(map(str, parking)))
         removed = await self._port.execute(REMOVE_NOTIFICATIONS, ids=old, **before) if old else 0
         return PurgeResult(removed, None if size < limit or are_young else last)
 
@@ -119,7 +119,7 @@ class Retention:
         """Remove up to ``limit`` rows of ``consumed_events`` older than ``before``; the number of rows."""
         return await self._port.execute(REMOVE_CONSUMED, before=before, limit=limit)
 
-    async def _parking(self, namespace: str, ids: Sequence[UUID]) -> list[UUID]:
+    async def _parking(self, namespace: str, ids: Sequence[str]) -> list[UUID]:
         """The ids of the rows that park a BLOCKED row."""
         pairs = {("", "")}
         for name, aliases in await self._port.fetch(NAMES, namespace=namespace):
