@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from outboxio.errors import ConfigurationError, InvalidEvent, Unprocessable
 from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT
-from outboxio.integrations.brokers.inbox import WAIT, BrokerInbox, InboxOptions
-from outboxio.integrations.brokers.incoming import Incoming, incoming_of
+from outboxio.integrations.brokers.inbox import WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Message, Template
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
 from outboxio.support.text import briefly
@@ -324,6 +323,8 @@ class KafkaInbox(BrokerInbox):
         self._producer: Any = None
         self._rebalance = kafka_client.Rebalance()
         self._in_hand: Sequence[Incoming] = ()
+        self._refused: set[int] = set()
+        """The ids (of Python) of the messages in hand that are in the dead letters."""
         self._generation = 0
 
     async def connect(self) -> None:
@@ -372,28 +373,28 @@ class KafkaInbox(BrokerInbox):
         messages = [self._incoming(record) for records in batches.values() for record in records]
         if messages:
             self._in_hand = messages
+            self._refused.clear()
             self._generation = self._rebalance.in_hand()
         return messages
 
     async def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        await self._commit(refused=())
+        await self._commit()
 
     async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
         await self._put_aside(message.raw, error)
-        flawed = [each for each in self._in_hand if each.flaw is not None]
-        await self._commit(refused=flawed[: flawed.index(message) + 1])
+        self._refused.add(id(message))
+        await self._commit()
 
-    async def _commit(self, *, refused: Sequence[Incoming]) -> None:
+    async def _commit(self) -> None:
         """Commit offsets up to the first message of each partition that is neither stored nor put aside."""
         if self._generation != self._rebalance.generation or self._consumer is None:
             return  # the partitions have a new owner, who reads these messages again
-        settled = {id(message) for message in refused}
         offsets: dict[Any, int] = {}
         halted: set[Any] = set()
         for message in self._in_hand:
             record = message.raw
             partition = kafka_client.TopicPartition(record.topic, record.partition)
-            if message.flaw is not None and id(message) not in settled:
+            if message.flaw is not None and id(message) not in self._refused:
                 halted.add(partition)
             if partition not in halted:
                 offsets[partition] = record.offset + 1

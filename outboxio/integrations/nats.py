@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, InvalidEvent, Unprocessable
-from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions
-from outboxio.integrations.brokers.incoming import Incoming, incoming_of
+from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Template, percent_encoded
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
 from outboxio.support.log import log_of
@@ -157,7 +156,11 @@ class NatsRelay(Relay):
         outgoing: list[Outgoing] = []
         largest = self._largest - LARGEST_HEADERS
         for place, parcel in enumerate(parcels):
-            headers, body = self._headers_of(parcel), parcel.wire.body
+            headers, body = parcel.wire.headers, parcel.wire.body
+            headers[MESSAGE_ID] = parcel.message.id
+            headers["content-type"] = parcel.wire.content_type
+            if self._stream is not None:
+                headers[EXPECTED_STREAM] = self._stream
             if len(body) > largest and (flaw := self._too_large(parcel, headers)) is not None:
                 verdicts[place] = flaw
                 continue
@@ -168,14 +171,6 @@ class NatsRelay(Relay):
             if not isinstance(answer, str):
                 verdicts[place] = self._verdict(parcels[place], answer)
         return verdicts
-
-    def _headers_of(self, parcel: Parcel) -> dict[str, str]:
-        headers = parcel.wire.headers
-        headers[MESSAGE_ID] = parcel.message.id
-        headers["content-type"] = parcel.wire.content_type
-        if self._stream is not None:
-            headers[EXPECTED_STREAM] = self._stream
-        return headers
 
     def _too_large(self, parcel: Parcel, headers: Mapping[str, str]) -> Unprocessable | None:
         """The server would close the connection for such a message, and with it fail all others."""
@@ -281,9 +276,9 @@ class Puller(nats_client.Replies):
         status = message.headers.get("Status") if message.headers and not message.data else None
         if status is not None and not message.reply:
             if message.subject == self._subject and status not in ("100",):
-                told = (message.headers or {}).get("Description", "")
-                is_usual = status in ("404", "408") or "completed" in told.lower()
-                self._end("" if is_usual else f"the server has refused a pull: {status} {told}")
+                description = (message.headers or {}).get("Description", "")
+                is_usual = status in ("404", "408") or "completed" in description.lower()
+                self._end("" if is_usual else f"the server has refused a pull: {status} {description}")
             return
         found = self._delivered(message.reply)
         if found is None:

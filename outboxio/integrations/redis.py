@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 from outboxio.errors import ConfigurationError, InvalidEvent, OutboxError
 from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, Connection
-from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions
-from outboxio.integrations.brokers.incoming import Incoming, incoming_of
+from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Template
 from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
 from outboxio.support.text import briefly, without_passwords

@@ -7,7 +7,7 @@ import pytest
 
 from outboxio.errors import ConfigurationError, Unprocessable
 from outboxio.integrations.brokers import FORMATS, Incoming, Message, Template, Wire, incoming_of, wire_format
-from outboxio.integrations.brokers.incoming import Fallback
+from outboxio.integrations.brokers.inbox import Fallback
 from outboxio.integrations.brokers.message import percent_encoded
 
 FALLBACK = Fallback(id="7", source="nats:WALLETS")

@@ -4,8 +4,7 @@ A module of a broker, such as ``outboxio.integrations.nats``, has a relay and an
 and Kafka, ``nats_client`` and ``kafka_client`` here are what is between the two; nothing else here knows a client.
 """
 
-from outboxio.integrations.brokers.inbox import BrokerInbox
-from outboxio.integrations.brokers.incoming import Incoming, incoming_of
+from outboxio.integrations.brokers.inbox import BrokerInbox, Incoming, incoming_of
 from outboxio.integrations.brokers.message import FORMATS, Message, Template, Wire, message_of, wire_format
 from outboxio.integrations.brokers.relay import Parcel, Relay
 

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -319,22 +320,16 @@ class Rebalance(Listener):  # type: ignore[misc]  # pyright: ignore[reportUntype
 
     async def is_over(self, seconds: float) -> bool:
         """Wait for the end of a change of owners; False if the change takes longer."""
-        if self._over.is_set():
-            return True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._over.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._over.is_set()
 
     async def on_partitions_revoked(self, revoked: list[Any]) -> None:
         self._over.clear()
-        try:
+        with suppress(TimeoutError):  # the database is away: the batch comes again, to the new owner
             async with asyncio.timeout(REBALANCE_WAIT):
                 await self._idle.wait()
-        except TimeoutError:  # the database is away: the batch comes again, to the new owner
-            pass
         self.generation += 1
 
     async def on_partitions_assigned(self, assigned: list[Any]) -> None:

@@ -22,7 +22,7 @@ from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.backoff import pause_after
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import type_name
-from outboxio.support.text import briefly, nearest
+from outboxio.support.text import briefly, instead_of
 
 PUBLISH_TIMEOUT = timedelta(seconds=5)
 LONGEST_REST = 3.0  # seconds
@@ -250,11 +250,8 @@ class Relay(EventHandler[Any]):
     def _refuse_unknown(options: RelayOptions) -> None:
         for option in options:
             if option not in RelayOptions.__annotations__:
-                meant = nearest(option, RelayOptions.__annotations__)
-                hint = f"did you mean {meant!r}?" if meant else f"there is {', '.join(RelayOptions.__annotations__)}"
-                raise ConfigurationError(
-                    f"relay {options.get('name')!r} has the option {option!r}, which is none: {hint}"
-                )
+                hint = instead_of(option, RelayOptions.__annotations__)
+                raise ConfigurationError(f"relay {options.get('name')!r} has no option {option!r}: {hint}")
 
 
 _OF_RELAYS = ("types", "format", "publish_timeout")
