@@ -1,10 +1,10 @@
-"""An ordered relay sends no event of a key behind an event that makes no message."""
+"""An ordered relay sends no event of a key behind one that has failed; and what a lost connection costs."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from outboxio import Outbox, Unprocessable
 from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.relay import Parcel, Relay, Verdict
-from tests.kit.app import Look, MoneyDeposited
+from tests.kit.app import Look, MoneyDeposited, eventually
 
 pytestmark = pytest.mark.above_statements
 
@@ -40,6 +40,32 @@ class Recorder(Relay):
         return "money"
 
 
+class InWaves(Recorder):
+    """A relay whose broker would not keep the order of a key."""
+
+    keeps_order: ClassVar[bool] = False
+
+
+class LosesOnce(Recorder):
+    """A relay that loses its connection during the first call."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps: list[str] = []
+
+    async def connect(self) -> None:
+        self.steps.append("connect")
+
+    async def disconnect(self) -> None:
+        self.steps.append("disconnect")
+
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+        if "lost" not in self.steps:
+            self.steps.append("lost")
+            raise ConnectionError("the broker has closed the connection")
+        return await super().publish(parcels)
+
+
 async def test_the_key_waits_behind_an_event_that_makes_no_message(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, relay = await make_outbox(), Recorder(name="relay", types=(MoneyDeposited,), ordered=True)
     outbox.add_handler(relay)
@@ -55,3 +81,34 @@ async def test_the_key_waits_behind_an_event_that_makes_no_message(make_outbox: 
     assert len([key for key, _ in sent if key == "a"]) == 2
     assert len([key for key, _ in sent if key == "b"]) == 5
     assert await look.states() == {"SUCCEEDED": 7, "DEAD": 1, "BLOCKED": 2}
+
+
+async def test_a_relay_that_keeps_no_order_gets_one_message_of_each_key(make_outbox: MakeOutbox) -> None:
+    outbox, relay = await make_outbox(), InWaves(name="relay", types=(MoneyDeposited,), ordered=True)
+    outbox.add_handler(relay)
+    async with outbox.transaction("deposit") as tx:
+        for amount in (1, 2):
+            for key in ("a", "b"):
+                tx.emit(MoneyDeposited(UUID(int=1), Decimal(amount)), ordering_key=key)
+
+    await outbox.drain()
+
+    assert [sorted(key for key, _ in call) for call in relay.calls] == [["a", "b"], ["a", "b"]]
+    assert all(b'"1"' in data for _, data in relay.calls[0])
+
+
+async def test_a_lost_connection_uses_no_attempt_and_is_opened_again(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox, relay = await make_outbox(), LosesOnce(name="relay", types=(MoneyDeposited,))
+    outbox.add_handler(relay)
+    async with outbox.transaction("deposit") as tx:
+        tx.emit(MoneyDeposited(UUID(int=1), Decimal(1)))
+
+    async with outbox.running():
+        await eventually(lambda: has_succeeded(look))
+
+    assert relay.steps == ["connect", "lost", "disconnect", "connect"]
+    assert [row["attempts"] for row in await look.notifications()] == [1]
+
+
+async def has_succeeded(look: Look) -> bool:
+    return await look.states() == {"SUCCEEDED": 1}
