@@ -61,9 +61,8 @@ from outboxio.errors import (
     WrongEventLoop,
     WrongProcess,
 )
-from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
-from outboxio.handlers.options import Delivery, OnDeadKey
+from outboxio.handlers.options import Batch, Delivery, OnDeadKey
 from outboxio.handlers.registration import Handlers
 from outboxio.handlers.wiring import Around
 from outboxio.jobs.job import Job
@@ -73,7 +72,7 @@ from outboxio.model.decorated import action, event, upcaster
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
 from outboxio.outbox import Drained, Outbox
@@ -85,17 +84,13 @@ from outboxio.transaction import Transaction
 from outboxio.version import __version__
 
 if TYPE_CHECKING:
-    from outboxio.health.asgi import health_app
-    from outboxio.health.listener import serve_health
+    from outboxio.health.pages import health_app, serve_health
     from outboxio.health.values import Health, LoopHealth, ShardHealth
     from outboxio.inbox.inbox import Inbox
     from outboxio.inbox.inline import Consumption, Received
-    from outboxio.model.operating.group import Group, Groups
-    from outboxio.model.operating.history import HandlerHistory, HistoryPoint
-    from outboxio.model.operating.operation import Operation, OperationState
-    from outboxio.model.operating.page import BoundedCount, Page
-    from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
-    from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
+    from outboxio.model.operating.groups import Group, Groups, HandlerHistory, HistoryPoint
+    from outboxio.model.operating.operation import BoundedCount, Operation, OperationState, Page
+    from outboxio.model.operating.stored import EmittedEvent, EventTree, StoredAction, StoredEvent, TreeNode
     from outboxio.operations.admin import Admin
     from outboxio.operations.overview.values import (
         Finding,
@@ -117,17 +112,13 @@ if TYPE_CHECKING:
 _LATER = {
     name: module
     for module, names in {
-        "outboxio.health.asgi": ("health_app",),
-        "outboxio.health.listener": ("serve_health",),
+        "outboxio.health.pages": ("health_app", "serve_health"),
         "outboxio.health.values": ("Health", "LoopHealth", "ShardHealth"),
         "outboxio.inbox.inbox": ("Inbox",),
         "outboxio.inbox.inline": ("Consumption", "Received"),
-        "outboxio.model.operating.group": ("Group", "Groups"),
-        "outboxio.model.operating.history": ("HandlerHistory", "HistoryPoint"),
-        "outboxio.model.operating.operation": ("Operation", "OperationState"),
-        "outboxio.model.operating.page": ("BoundedCount", "Page"),
-        "outboxio.model.operating.stored_action": ("EmittedEvent", "StoredAction"),
-        "outboxio.model.operating.stored_event": ("EventTree", "StoredEvent", "TreeNode"),
+        "outboxio.model.operating.groups": ("Group", "Groups", "HandlerHistory", "HistoryPoint"),
+        "outboxio.model.operating.operation": ("BoundedCount", "Operation", "OperationState", "Page"),
+        "outboxio.model.operating.stored": ("EmittedEvent", "EventTree", "StoredAction", "StoredEvent", "TreeNode"),
         "outboxio.operations.admin": ("Admin",),
         "outboxio.operations.overview.values": (
             "Finding",

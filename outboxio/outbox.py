@@ -17,8 +17,7 @@ from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Registration
 from outboxio.handlers.wiring import Around, Wiring
 from outboxio.jobs.registration import JobRegistration
-from outboxio.locks.locking import Locking
-from outboxio.locks.shard_locks import ShardLocks
+from outboxio.locks.keyed_lock import Locking, ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import EventTypes, checked_name
@@ -373,8 +372,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
 
     @cached_property
     def _health(self) -> HealthReader:
-        from outboxio.health.overview import OverviewSource
-        from outboxio.health.reader import HealthReader
+        from outboxio.health.reader import HealthReader, OverviewSource
 
         source = OverviewSource(self.admin.overview)
         return HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)

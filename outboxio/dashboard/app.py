@@ -14,13 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from outboxio.dashboard.access import Authorize
 from outboxio.dashboard.asked import Asked, Memory, Site, checked_back, with_field
-from outboxio.dashboard.failures import ORDER_PATIENCE, PATIENCE, view_of
-from outboxio.dashboard.fields import Fields
+from outboxio.dashboard.filters import Fields
 from outboxio.dashboard.guard import PASSED, Guard, Passed, refuse_other_sites, refuse_wrong_token
 from outboxio.dashboard.pages import ORDERS, PAGES
-from outboxio.dashboard.showing import files
+from outboxio.dashboard.showing import rendering
 from outboxio.dashboard.showing.rendering import answered
-from outboxio.dashboard.view import Done, Order, Refused, Route
+from outboxio.dashboard.view import ORDER_PATIENCE, PATIENCE, Done, Order, Refused, Route, view_of
 from outboxio.errors import ConfigurationError
 from outboxio.outbox import Outbox
 from outboxio.support.text import briefly
@@ -65,7 +64,7 @@ class Dashboard:
         self._site = Site(outbox, title or outbox.namespace, dict(links or {}), paths, rights, read_only, Memory())
         routes = [Path(route.path, self._page(route), methods=["GET"]) for route in PAGES]
         routes += [Path(order.path, self._order(order), methods=["POST"]) for order in ORDERS]
-        routes += [Path(files.PATH, files.answer, methods=["GET"])]
+        routes += [Path(rendering.PATH, rendering.answer, methods=["GET"])]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._refused})
         app.router.redirect_slashes = False
         self._app = Guard(app, authorize)

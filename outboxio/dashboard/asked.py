@@ -13,10 +13,9 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from outboxio.dashboard.access import Access
-from outboxio.dashboard.failures import PATIENCE
-from outboxio.dashboard.fields import MOST_FIELDS, Fields
-from outboxio.dashboard.showing import files
-from outboxio.dashboard.view import Refused
+from outboxio.dashboard.filters import MOST_FIELDS, Fields
+from outboxio.dashboard.showing import rendering
+from outboxio.dashboard.view import PATIENCE, Refused
 from outboxio.operations.admin import Admin
 from outboxio.outbox import Outbox
 from outboxio.support import machine
@@ -184,7 +183,7 @@ class Asked:
 
     def asset(self, name: str) -> str:
         """The address of a file of ``static/``."""
-        return self.prefix + files.address(name)
+        return self.prefix + rendering.address(name)
 
     def has(self, page: str) -> bool:
         """True if there is a page, or an order that the database allows, with this name."""

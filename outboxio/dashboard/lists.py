@@ -11,7 +11,6 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.failures import PATIENCE
 from outboxio.dashboard.filters import (
     HIDDEN_WORDS,
     WORDS,
@@ -20,9 +19,10 @@ from outboxio.dashboard.filters import (
     refuse_hidden_words,
     refuse_unknown_words,
 )
+from outboxio.dashboard.view import PATIENCE
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.page import BoundedCount, Page
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import BoundedCount, Page
 from outboxio.support.codec import is_list, is_object
 
 T = TypeVar("T")

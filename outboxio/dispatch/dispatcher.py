@@ -61,7 +61,7 @@ from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import as_micros

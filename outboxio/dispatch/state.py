@@ -8,7 +8,7 @@ import contextvars
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import begin_inside
 from outboxio.runs.ports import LockTrust
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.support.aio import Alarm
 from outboxio.telemetry.protocol import HandlingTelemetry
 

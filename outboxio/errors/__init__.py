@@ -17,24 +17,15 @@ from outboxio.errors.configuration import (
     WrongEventLoop,
     WrongProcess,
 )
-from outboxio.errors.databases import DatabaseError, DatabaseUnavailable, DrainTimeout, PoolExhausted, ShutdownError
-from outboxio.errors.events import AmbiguousTypeName, InvalidEvent, TooManyHops
-from outboxio.errors.handlers import (
-    CrashedProcess,
-    HandlerFailed,
-    InterruptedRun,
-    InvalidRetryAfter,
-    NotBegun,
-    RetryAfter,
-    ReturnedAsFailed,
-    Unavailable,
-    Undescribable,
-    Unprocessable,
-    UnreadableRow,
-)
-from outboxio.errors.locks import KeyedLockError, LockHeld, LockLost, LockTimeout
-from outboxio.errors.root import OutboxError
-from outboxio.errors.schema import (
+from outboxio.errors.databases import (
+    DatabaseError,
+    DatabaseUnavailable,
+    DrainTimeout,
+    KeyedLockError,
+    LockHeld,
+    LockLost,
+    LockTimeout,
+    PoolExhausted,
     RightsMissing,
     SchemaError,
     SchemaInUse,
@@ -42,7 +33,25 @@ from outboxio.errors.schema import (
     SchemaNewer,
     SchemaNotAdoptable,
     SchemaOccupied,
+    ShutdownError,
 )
+from outboxio.errors.handlers import (
+    AmbiguousTypeName,
+    CrashedProcess,
+    HandlerFailed,
+    InterruptedRun,
+    InvalidEvent,
+    InvalidRetryAfter,
+    NotBegun,
+    RetryAfter,
+    ReturnedAsFailed,
+    TooManyHops,
+    Unavailable,
+    Undescribable,
+    Unprocessable,
+    UnreadableRow,
+)
+from outboxio.errors.root import OutboxError
 from outboxio.errors.transactions import (
     CommitUnknown,
     ConcurrentUse,

@@ -19,12 +19,12 @@ from msgspec import Struct
 
 from outboxio.errors import InvalidEvent, RegistrationError
 from outboxio.handlers.annotations import CallCheck
-from outboxio.handlers.batch import Batch
 from outboxio.handlers.in_thread import InThread, flaw_of
 from outboxio.handlers.options import (
     ALERT_AGE,
     AnyDelivery,
     AnyOnDeadKey,
+    Batch,
     Delivery,
     HandlerKeywords,
     HandlerOptions,
@@ -45,9 +45,8 @@ from outboxio.model.event import (
     with_subclasses,
 )
 from outboxio.model.retry import Backoff, RetryPolicy
-from outboxio.payloads.classes import AnyEvent
+from outboxio.payloads.classes import AnyEvent, missing_step
 from outboxio.payloads.fields import unfit_field
-from outboxio.payloads.versions import missing_step
 from outboxio.support.signature import is_async
 
 if TYPE_CHECKING:

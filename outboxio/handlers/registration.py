@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, Unpack, overload
 
 from outboxio.errors import RegistrationError
-from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import (
     BatchFunction,
     EventHandler,
@@ -18,7 +17,7 @@ from outboxio.handlers.handler import (
     refuse_unfit,
 )
 from outboxio.handlers.handler_object import handler_from_object
-from outboxio.handlers.options import HandlerKeywords, SingleKeywords
+from outboxio.handlers.options import Batch, HandlerKeywords, SingleKeywords
 from outboxio.handlers.wiring import Wiring
 from outboxio.model.event import EventTypes
 from outboxio.payloads.classes import AnyEvent

@@ -1,10 +1,15 @@
-"""The pages ``/live``, ``/ready``, ``/health`` and ``/metrics``: the same answers over ASGI and over the listener."""
+"""The health pages as an ASGI application, for a web application that runs the outbox."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +21,83 @@ from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
     from outboxio.outbox import Outbox
+
+
+_Scope = MutableMapping[str, Any]
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+ASGIApp = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+
+def health_app(outbox: Outbox) -> ASGIApp:
+    """An ASGI application with the pages ``/live``, ``/ready``, ``/health`` and ``/metrics`` of an outbox.
+
+    The application answers GET and HEAD, with 200 or 503 and JSON; ``/metrics`` answers in the text format of
+    Prometheus. No framework is needed, and the application may be mounted under any prefix. In an event loop of its
+    own, the application notices that the event loop of the outbox does not answer.
+
+    The pages show names of handlers and shards, without any right to be asked for: mount the pages where only
+    operators and probes can reach them.
+
+    Example::
+
+        app = FastAPI(lifespan=outbox.lifespan)
+        app.mount("/ops", health_app(outbox))           # /ops/live, /ops/ready, /ops/health, /ops/metrics
+    """
+    pages = Pages(outbox)
+
+    async def app(scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            method = str(scope["method"])
+            await _send_page(await pages.answer(method, _path_below(scope)), method, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1000})
+
+    return app
+
+
+def _path_below(scope: _Scope) -> str:
+    """The path below the mount, without a slash at the end.
+
+    ``path`` begins with ``root_path``, with an end of ``root_path`` (behind a proxy that removes the rest), or with the
+    name of the page, as frameworks differ.
+    """
+    path = [part for part in str(scope["path"]).split("/") if part]
+    prefix = [part for part in str(scope.get("root_path", "")).split("/") if part]
+    for start in range(len(prefix)):
+        if path[: len(prefix) - start] == prefix[start:]:
+            path = path[len(prefix) - start :]
+            break
+    return f"/{'/'.join(path)}"
+
+
+async def _send_page(page: Page, method: str, send: _Send) -> None:
+    headers = [
+        (b"content-type", page.content_type.encode()),
+        (b"content-length", str(len(page.body)).encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    if page.allow:
+        headers.append((b"allow", ", ".join(METHODS).encode()))
+    await send({"type": "http.response.start", "status": page.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if method == "HEAD" else page.body})
+
+
+async def _lifespan(receive: _Receive, send: _Send) -> None:
+    """Nothing is started and nothing is stopped: the application runs the outbox."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+# --- The pages ``/live``, ``/ready``, ``/health`` and ``/metrics``: the same answers  -------------
+
 
 # pyright: reportPrivateUsage=false
 
@@ -100,3 +182,127 @@ def _json(status: int, value: object) -> Page:
 
 def _text(status: int, text: str, *, allow: bool = False) -> Page:
     return Page(status, f"{text}\n".encode(), _TEXT, allow)
+
+
+# --- a small HTTP listener for the health pages, in the event loop that works ---------------------
+
+LARGEST_REQUEST = 2048  # bytes, up to the empty line
+PATIENCE = 5.0  # seconds for the request, and for the answer
+LINGERS = 1.0  # seconds in which a client may go on sending, so that the end does not cut off the answer
+MOST_CONNECTIONS = 100  # the oldest connection makes room for a further connection
+
+_END = b"\r\n\r\n"
+
+
+@asynccontextmanager
+async def serve_health(outbox: Outbox, port: int, *, host: str = "127.0.0.1") -> AsyncGenerator[int]:
+    """Answer ``/live``, ``/ready``, ``/health`` and ``/metrics`` over HTTP while the block lasts.
+
+    The value of the block is the port. With ``port=0`` the system chooses a free port. Enter the block outside of
+    ``running()``: then probes see ``ready`` become false while the last handlers end. The pages have no password, so
+    choose a ``host`` that only operators and probes reach.
+
+    Raises :class:`ConfigurationError` if the port cannot be listened on.
+
+    Example::
+
+        async with serve_health(outbox, 8080, host="0.0.0.0"), outbox.running():
+            await stop.wait()
+    """
+    listener = Listener(Pages(outbox))
+    try:
+        server = await asyncio.start_server(listener.connected, host, port, limit=LARGEST_REQUEST)
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(f"the health pages cannot listen on {host}:{port}: {error}") from error
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await listener.close()
+
+
+class Listener:
+    """Answers each connection once."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a connection, within a bounded time. Never raises."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._open) >= MOST_CONNECTIONS:
+            next(iter(self._open)).cancel()
+        self._open[task] = writer
+        try:
+            await self._serve(reader, writer)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            pass  # the client is gone, is slow, or has to make room; at the end of the listener too
+        finally:
+            self._open.pop(task, None)
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """End every connection."""
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(PATIENCE):
+            method, page = await self._answer(reader)
+        if page is None:
+            return
+        writer.write(_response(method, page))
+        async with asyncio.timeout(PATIENCE):
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGERS):
+                while await reader.read(LARGEST_REQUEST):
+                    pass
+
+    async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, Page | None]:
+        """The method and the answer; no answer to a connection that ends before the request does."""
+        try:
+            head = await reader.readuntil(_END)
+        except asyncio.IncompleteReadError:
+            return "GET", None
+        except asyncio.LimitOverrunError:
+            return "GET", _refusal(431, f"a request has at most {LARGEST_REQUEST} bytes")
+        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+        target, _, version = rest.rpartition(" ")
+        if not version.startswith("HTTP/1.") or not method.isalpha() or not target:
+            return "GET", _refusal(400, "expected a request as in GET /live HTTP/1.1")
+        return method, await self._pages.answer(method, _path_of(target))
+
+
+def _path_of(target: str) -> str:
+    """The path of a request target, which a proxy may send as a whole URL."""
+    try:
+        return urlsplit(target).path
+    except ValueError:
+        return target
+
+
+def _refusal(status: int, text: str) -> Page:
+    return Page(status, f"{text}\n".encode(), "text/plain; charset=utf-8")
+
+
+def _response(method: str, page: Page) -> bytes:
+    lines = [
+        f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}",
+        f"Date: {formatdate(usegmt=True)}",
+        f"Content-Type: {page.content_type}",
+        f"Content-Length: {len(page.body)}",
+        "Cache-Control: no-store",
+        "Connection: close",
+    ]
+    if page.allow:
+        lines.append(f"Allow: {', '.join(METHODS)}")
+    head = "\r\n".join(lines).encode("latin-1") + _END
+    return head if method == "HEAD" else head + page.body

@@ -1,26 +1,48 @@
-"""``outbox.health()``: reads the health in the event loop of the outbox, or notices that this loop does not answer.
-
-Loops, locks and connections belong to the event loop that the outbox is bound to. A caller in this loop reads at once.
-A caller in a second event loop, such as an application with health pages in a thread of their own, lets the outbox's
-loop read. A loop that does not answer for 5 s is dead: a handler blocks the loop, and nothing else goes on.
-"""
+"""The figures and the verdict of ``outbox.admin.overview()``, for ``outbox.health()``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec.structs import replace
 
-from outboxio.health.figures import TIMEOUT, Answers, FigureSource, Questions
-from outboxio.health.memory import remembered
-from outboxio.health.values import Health
-from outboxio.health.verdict import LONG_STANDSTILL, Moment, judge
+from outboxio.health.values import TIMEOUT, Answers, Figures, FigureSource, Health, Questions, Told
+from outboxio.health.verdict import LONG_STANDSTILL, Moment, judge, remembered
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.loops.standstill import silence_of
+from outboxio.operations.overview.values import Overview
 from outboxio.runtime.lifecycle import Lifecycle
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.support import machine
+
+_TOLD_BY_HEALTH = {"shard_unreachable", "schema_behind"}
+
+
+class OverviewSource:
+    """Reads the overview. What health itself says of shards is left out."""
+
+    def __init__(self, read: Callable[[], Awaitable[Overview]]) -> None:
+        self._read = read
+
+    async def figures(self) -> Figures:
+        """See :class:`~outboxio.health.values.FigureSource`."""
+        overview = await self._read()
+        return Figures(
+            findings=[
+                Told(rule=finding.rule, level=finding.level, text=finding.sentence)
+                for finding in overview.findings
+                if finding.rule not in _TOLD_BY_HEALTH
+            ],
+            lag=overview.figures.oldest_undelivered,
+            oldest_due={one.handler_name: one.oldest_due for one in overview.handlers if one.oldest_due is not None},
+            unroutable=overview.figures.unroutable,
+            missing=next((f"{error} (shard {one.shard!r})" for one in overview.shards if (error := one.error)), None),
+        )
+
+
+# --- ``outbox.health()``: reads the health in the event loop of the outbox, or notice -------------
+
 
 _LOOK = 0.25  # seconds between two looks at an event loop that does not answer
 _TURNS = 3  # of the event loop, in which loops that are late after a standstill begin a round

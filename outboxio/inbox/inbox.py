@@ -17,8 +17,7 @@ from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, OtherPayload, Received
-from outboxio.inbox.many import Messages, OnInvalid, checked_all
-from outboxio.inbox.message import Given, MessageParts, hash_of, parts_of
+from outboxio.inbox.message import Given, MessageParts, Messages, OnInvalid, checked_all, hash_of, parts_of
 from outboxio.invocation.claim import TakenByAnother
 from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.lock_name import LockName

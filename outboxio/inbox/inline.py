@@ -38,7 +38,7 @@ from outboxio.runs.handler_spec import HandlerSpec
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Database, NewNotification, Session
 from outboxio.support.aio import to_the_end

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from hashlib import sha256
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.errors import InvalidEvent
+from outboxio.actions.executor import ActionExecutor, WritableShard
+from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.inbox.inline import Received
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import EventRecord, checked_name
-from outboxio.payloads.classes import AnyEvent
-from outboxio.payloads.versions import checked_version, header_of
+from outboxio.model.event import RECEIVED_ACTION, EventRecord, ReceivedEvent, checked_name
+from outboxio.payloads.classes import AnyEvent, checked_version, header_of
+from outboxio.storage.protocols import ConsumeResult
 from outboxio.support.codec import decode_given, encode_object
+from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
+from outboxio.transaction import Transaction, write_received
 
 
 class MessageParts(TypedDict, total=False):
@@ -113,3 +117,111 @@ def _decoded(payload: object, subject: str) -> object:
     if not isinstance(payload, str | bytes | bytearray):
         return payload
     return decode_given(payload, f"payload of {subject}")
+
+
+# --- Many messages: all are checked first, then stored with one INSERT of inbox rows  -------------
+
+
+MOST_MESSAGES = 10_000
+
+OnInvalid = Literal["raise", "return"]
+
+
+class CheckedMessage(Struct, frozen=True):
+    """A message that can be stored, with its event and its action."""
+
+    source: str
+    external_id: str
+    payload_hash: str
+    received: ReceivedEvent
+
+
+class Messages:
+    """Messages on the way into the tables."""
+
+    def __init__(self, consumer: str, number: int, given: Mapping[int, CheckedMessage | InvalidEvent]) -> None:
+        self._consumer = consumer
+        self._number = number
+        self._invalid = {index: one for index, one in given.items() if isinstance(one, InvalidEvent)}
+        self.given = {index: one for index, one in given.items() if not isinstance(one, InvalidEvent)}
+        """The messages that can be stored, by index."""
+        self._found: dict[tuple[str, str], ConsumeResult] = {}
+
+    async def store_in(self, tx: Transaction, now: datetime, *, commits: bool = False) -> bool:
+        """Write the messages that are new, in the transaction ``tx``; True if there are any.
+
+        ``commits``: outboxio commits the transaction.
+        """
+        rows = [
+            ConsumeResult(one.source, one.external_id, self._consumer, one.received[1].id, one.payload_hash, now)
+            for one in self.given.values()
+        ]
+        rows.sort(key=lambda row: (row.source, row.external_id))
+        found = await tx.consume_all(rows)
+        self._found = {(row.source, row.external_id): row for row in found}
+        new = [(action.completed(now), event) for action, event in self._new()]
+        if new:
+            await write_received(tx, new, commits=commits)
+        return bool(new)
+
+    def _new(self) -> list[ReceivedEvent]:
+        return [one.received for one in self.given.values() if self._is_new(one)]
+
+    def _is_new(self, one: CheckedMessage) -> bool:
+        return self._found[one.source, one.external_id].event_id == one.received[1].id
+
+    def results(self, conflicts: Callable[[str, str], None]) -> list[Received | InvalidEvent]:
+        """The result of each message. ``conflicts`` is called with the source and the id of each conflict."""
+        return [self._result(index, conflicts) for index in range(self._number)]
+
+    def _result(self, index: int, conflicts: Callable[[str, str], None]) -> Received | InvalidEvent:
+        if (invalid := self._invalid.get(index)) is not None:
+            return invalid
+        one = self.given[index]
+        if self._is_new(one):
+            return Received.RECEIVED
+        if self._found[one.source, one.external_id].payload_hash == one.payload_hash:
+            return Received.DUPLICATE
+        conflicts(one.source, one.external_id)
+        return Received.CONFLICT
+
+
+def checked_all(
+    executor: ActionExecutor, target: WritableShard, messages: Iterable[object], on_invalid: OnInvalid, consumer: str
+) -> Messages:
+    """The messages, checked and encoded.
+
+    Raises :class:`InvalidEvent` with the index of the first message that cannot be stored, unless ``on_invalid`` is
+    "return".
+    """
+    if on_invalid not in ("raise", "return"):
+        raise ConfigurationError(f"on_invalid is {briefly(on_invalid)}; expected 'raise' or 'return'")
+    if isinstance(messages, Mapping | str | bytes):  # a single message, by mistake
+        raise ConfigurationError(f"messages is {briefly(cast(Any, messages))}; expected a list of messages")
+    listed = list(messages)
+    if len(listed) > MOST_MESSAGES:
+        raise ConfigurationError(
+            f"receive_many() got {len(listed)} messages; one call takes at most {MOST_MESSAGES}: make several calls"
+        )
+    checked: dict[int, CheckedMessage | InvalidEvent] = {}
+    for index, message in enumerate(listed):
+        try:
+            checked[index] = _checked(executor, target, message)
+        except InvalidEvent as error:
+            if on_invalid == "raise":
+                subject = f"messages[{index}]: {error.subject}"
+                logged = error.without_value.removeprefix(f"{error.subject}: ")
+                raise InvalidEvent(subject, error.reason, logged=logged) from error
+            checked[index] = error
+    return Messages(consumer, len(listed), checked)
+
+
+def _checked(executor: ActionExecutor, target: WritableShard, message: object) -> CheckedMessage:
+    if message is None:
+        raise InvalidEvent("the message", "it is None; give a mapping with the parts of receive(), or an object")
+    given = Given(**parts_of(message))
+    event = given.checked(target.emitter)
+    action = executor.action_record(
+        target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
+    )
+    return CheckedMessage(given.source, given.external_id, hash_of(event), (action, event))

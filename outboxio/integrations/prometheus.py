@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import ConfigurationError
-from outboxio.statistics.buckets import Histogram
+from outboxio.statistics.figures import Histogram
 from outboxio.statistics.metrics import METRICS, Metric, Sample, measure
 from outboxio.statistics.shard import ShardStatistics
 

@@ -17,7 +17,7 @@ from outboxio.model.envelope import EventEnvelope
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Outcome, verdict_of
 from outboxio.runs.run import Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import Session
 from outboxio.support.clock import ShardClock
 

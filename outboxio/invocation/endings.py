@@ -14,7 +14,7 @@ from outboxio.model.event import ActionRecord
 from outboxio.model.notification import SUCCEEDED
 from outboxio.model.outcome import Outcome
 from outboxio.runs.run import INTERRUPTED, Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of

@@ -29,7 +29,7 @@ from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 

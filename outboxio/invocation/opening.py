@@ -14,8 +14,7 @@ from outboxio.invocation.splitting import DecodedEvents
 from outboxio.model.envelope import EventEnvelope, HandlerContext, as_bytes
 from outboxio.model.event import upcasters_of, version_of
 from outboxio.model.notification import Notification
-from outboxio.payloads.classes import Decoder, decoder_of
-from outboxio.payloads.versions import NewerVersion, upcasting
+from outboxio.payloads.classes import Decoder, NewerVersion, decoder_of, upcasting
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import Run
 

@@ -16,7 +16,7 @@ from outboxio.loops.flood import Flood
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.outcome import Outcome, success
 from outboxio.runs.run import BatchRun, Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of, type_name

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outboxio.errors import ConfigurationError, RegistrationError
 from outboxio.handlers.annotations import UNKNOWN, members, plain, resolved
 from outboxio.handlers.resources import Resources, is_factory
-from outboxio.jobs.job import Job, JobSpec
-from outboxio.jobs.moments import cron_moments, every_period, zone_of
+from outboxio.jobs.job import Job, JobSpec, cron_moments, every_period, zone_of
 from outboxio.model.event import checked_name
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import naive_utc

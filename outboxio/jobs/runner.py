@@ -1,8 +1,4 @@
-"""Runs a job once: calls the function within its time, and writes the end of the run under the run's term.
-
-Whatever the function raises is contained, as for handlers, with the same code (``invocation/endings.py``). If writing
-the result fails, the write is retried until the database takes it; the function does not run again for that.
-"""
+"""Tells statistics and telemetry of a run: that the run begins, and how the run ends."""
 
 from __future__ import annotations
 
@@ -11,32 +7,81 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import datetime
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, Self
 
 from msgspec import Struct
 
 from outboxio.errors import CommitUnknown, RetryAfter, Unprocessable
 from outboxio.invocation.endings import is_thrown_away, is_torn_down
 from outboxio.jobs.job import Job, JobSpec
-from outboxio.jobs.watch import JobWatch
 from outboxio.model.emitter import Emitter
 from outboxio.model.error_description import Description
-from outboxio.model.operating.job import JobResult
+from outboxio.model.operating.operation import JobResult
 from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
 from outboxio.model.redaction import Redact
 from outboxio.settings import Settings
-from outboxio.statistics.jobs import Jobs
+from outboxio.statistics.handlers import Jobs, JobStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.storage.tables.jobs import END
 from outboxio.support.aio import to_the_end
 from outboxio.support.backoff import pause_after
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import uuid7
-from outboxio.support.log import log_of, log_text
+from outboxio.support.log import log_of, log_text, type_name
 from outboxio.telemetry.choice import TelemetryChoice
+from outboxio.telemetry.protocol import JobCall
 from outboxio.transaction import Transaction, roll_back, work_in, work_outside
 
+P = ParamSpec("P")
+
 logger = log_of(__name__)
+
+
+class JobWatch:
+    """Surrounds a run. Telemetry that fails is logged, and the run goes on."""
+
+    def __init__(self, statistics: JobStatistics, call: Callable[[], JobCall], redact: Redact) -> None:
+        """``call`` asks telemetry about the run."""
+        self._statistics = statistics
+        self._redact = redact
+        self._call: JobCall | None = None
+        self._began = asyncio.get_running_loop().time()
+        try:
+            self._call = call()
+        except Exception as error:
+            _log(error)
+
+    def __enter__(self) -> Self:
+        if self._call is not None:
+            _safely(self._call.__enter__)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._call is not None:
+            _safely(self._call.__exit__, kind, error, trace)
+
+    def ended(self, result: JobResult, error: BaseException | None = None) -> None:
+        """The end of the run is written."""
+        self._statistics.durations[result.lower()].add(asyncio.get_running_loop().time() - self._began)
+        if self._call is not None:
+            _safely(self._call.ended, result, error, self._redact)
+
+
+def _safely(tell: Callable[P, Any], *args: P.args, **options: P.kwargs) -> None:
+    try:
+        tell(*args, **options)
+    except Exception as error:
+        _log(error)
+
+
+def _log(error: Exception) -> None:
+    logger.error("telemetry failed, and the run of a job goes on: %s", error, error_type=type_name(error))
+
+
+# --- Runs a job once: calls the function within its time, and writes the end of the r -------------
 
 NO_ROW = 0
 """The term of a run without a row: the terms of rows begin with 1."""

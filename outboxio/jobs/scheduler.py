@@ -17,7 +17,7 @@ from outboxio.jobs.job import Due, JobSpec, decide
 from outboxio.jobs.runner import JobRun, JobRunner, JobSetup
 from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.model.outcome import Lease
 from outboxio.storage.tables.jobs import CLAIM, END, PASS_OVER, RESCHEDULE
 from outboxio.support.aio import Signal

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextvars import ContextVar
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from outboxio.errors import DatabaseUnavailable, KeyedLockError, LockHeld, LockLost, LockTimeout
-from outboxio.locks.session import LockSession
+from outboxio.actions.nesting import refuse_in_transaction
+from outboxio.errors import (
+    ConfigurationError,
+    DatabaseUnavailable,
+    InvalidEvent,
+    KeyedLockError,
+    LockHeld,
+    LockLost,
+    LockTimeout,
+)
+from outboxio.locks.sessions import Lines, LockSession, LockSessions, Process
+from outboxio.loops.owner import EventLoopGuard
+from outboxio.model.event import checked_name
 from outboxio.model.lock_name import LockName
+from outboxio.settings import Settings
+from outboxio.statistics.handlers import KeyedLockStatistics
+from outboxio.storage.protocols import Database
+from outboxio.support.duration import parse_duration
 from outboxio.support.log import log_of
-
-if TYPE_CHECKING:
-    from outboxio.locks.shard_locks import ShardLocks
+from outboxio.support.text import briefly
 
 logger = log_of(__name__)
 
@@ -181,3 +196,101 @@ class KeyedLock:
 
     def _late(self, why: str) -> LockTimeout:
         return LockTimeout(self.key, self.shard, self._timeout or 0.0, why)
+
+
+# --- The keyed locks of a shard: the lines of this process, the lock sessions, and th -------------
+
+
+TERM_ROWS = 64  # rows in leases for the terms of all keys of a namespace, because keys are without number
+
+
+class ShardLocks:
+    """What the keyed locks of a shard share."""
+
+    def __init__(
+        self,
+        outbox: object,
+        process: Process,
+        database: Database,
+        settings: Settings,
+        guard: EventLoopGuard,
+        statistics: KeyedLockStatistics,
+    ) -> None:
+        """``outbox``: recognises a call inside a transaction of the same outbox."""
+        self.namespace = process.namespace
+        self.shard = database.name
+        self.statistics = statistics
+        self.lines = Lines()
+        heartbeat = settings.lock_heartbeat.total_seconds()
+        self.sessions = LockSessions(database, process, settings.lock_sessions, heartbeat)
+        self._outbox = outbox
+        self._has_one_writer = database.has_one_writer
+        self._guard = guard
+        guard.when_taken_over(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self.lines = Lines()
+        self.statistics.held = self.statistics.waiting = 0
+        self.sessions.begin_anew()
+
+    def enter(self) -> asyncio.AbstractEventLoop:
+        """Bind the outbox to the running event loop."""
+        return self._guard.enter()
+
+    def refuse_term_in_transaction(self) -> None:
+        """Raise :class:`WaitsForItself` inside a transaction on a database with a single writer."""
+        if self._has_one_writer:
+            remedy = "ask for the term before the transaction begins"
+            refuse_in_transaction(self._outbox, "lock.term()", remedy, [self.shard])
+
+    def term_row(self, name: LockName) -> str:
+        """The row of the fencing term: keys share ``TERM_ROWS`` rows, by the digest of the key."""
+        return LockName(self.namespace, "lock", partition=1 + name.digest[0] % TERM_ROWS).lease
+
+
+# --- the part of an outbox that makes keyed locks -------------------------------------------------
+
+
+class Locking:
+    """The base class of :class:`~outboxio.Outbox` that makes keyed locks."""
+
+    def __init__(self, locks: Mapping[str, ShardLocks]) -> None:
+        """``locks``: by shard."""
+        self._locks = locks
+
+    def lock(self, key: str, *, shard: str | None = None, timeout: timedelta | float | str | None = None) -> KeyedLock:
+        """A lock that one task in the whole cluster holds at a time for ``key``, in this namespace.
+
+        Enter the lock once, with ``async with``. ``key`` is a text of 1 to 255 characters. ``shard`` names a shard that
+        is not the first. ``timeout`` is the longest wait: 0 tries once, ``None`` waits without limit. The tasks of a
+        process wait in the order of arrival. The processes take turns on PostgreSQL, come in the order of arrival on
+        MySQL and MariaDB, and have no order on SQLite.
+
+        Each lock that is held, or waits for a different process, uses a session of its own, at most ``lock_sessions``
+        in a process and shard; further tasks wait for a session. A lock lasts as long as its session. If the session
+        ends, ``lock.lost`` is set, and the end of the block raises :class:`LockLost`. An event loop that stands still
+        for 1.8 times ``lock_heartbeat`` loses its locks. ``await lock.term()`` is a number with which the database
+        refuses a late writer.
+
+        Raises :class:`ConfigurationError` for a key, a shard or a timeout that cannot be used, and on entry
+        :class:`LockTimeout`, :class:`LockHeld` inside the block of the same key, :class:`DatabaseUnavailable`, and
+        :class:`PooledConnection` behind a proxy that shares sessions.
+
+        Example::
+
+            async with outbox.lock(f"customer {customer_id}", timeout="10s") as lock:
+                await export(customer_id, lost=lock.lost)
+        """
+        try:
+            checked_name(key, "lock key")
+        except InvalidEvent as error:
+            raise ConfigurationError(str(error)) from None
+        longest = None if timeout is None else parse_duration(timeout, key="lock timeout").total_seconds()
+        return KeyedLock(self._locks_of(shard), key, longest)
+
+    def _locks_of(self, shard: str | None) -> ShardLocks:
+        found = next((locks for name, locks in self._locks.items() if shard is None or name == shard), None)
+        if found is None:
+            shards = ", ".join(map(repr, self._locks))
+            raise ConfigurationError(f"there is no shard {briefly(shard)}; the shards are {shards}")
+        return found

@@ -21,11 +21,19 @@ from outboxio.model.event import (
     is_event_class,
     version_of,
 )
-from outboxio.payloads.classes import AnyEvent, Decoder, Encoder, decoder_of, encode_any, encoder_of, is_supported
-from outboxio.payloads.ekbatan import has_style, with_model
-from outboxio.payloads.fields import unfit_field
-from outboxio.payloads.numbers import needs_check
-from outboxio.payloads.versions import header_of, refuse_reserved
+from outboxio.payloads.classes import (
+    AnyEvent,
+    Decoder,
+    Encoder,
+    decoder_of,
+    encode_any,
+    encoder_of,
+    header_of,
+    is_supported,
+    refuse_reserved,
+)
+from outboxio.payloads.fields import needs_check, unfit_field
+from outboxio.payloads.models import has_style, with_model
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import Check, encode_object
 from outboxio.support.ids import uuid7

@@ -17,12 +17,10 @@ from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.event import RECEIVED_ACTION, ActionRecord, EventRecord
 from outboxio.model.notification import Notification
 from outboxio.model.redaction import Redact, keep_all
-from outboxio.payloads.classes import AnyEvent
-from outboxio.payloads.mapped import named_by
-from outboxio.payloads.versions import VERSION_HEADER, version_in
+from outboxio.payloads.classes import VERSION_HEADER, AnyEvent, named_by, version_in
 from outboxio.support.codec import decode_exactly, decode_object
 from outboxio.support.log import Fields
-from outboxio.telemetry.headers import carried, headers_in, with_trace
+from outboxio.telemetry.choice import carried, headers_in, with_trace
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError
 from outboxio.loops.flood import Flood
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.job import JobRow
-from outboxio.model.operating.operation import Operation
+from outboxio.model.operating.operation import JobRow, Operation
 from outboxio.support.log import log_of, type_name
 from outboxio.support.signature import is_async
 from outboxio.support.text import briefly

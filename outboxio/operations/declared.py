@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.page import BoundedCount
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import BoundedCount
 from outboxio.support.duration import format_duration
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.model.redaction import redacted_error
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.admin_shards import AdminShard

@@ -1,20 +1,160 @@
-"""Checking event classes at registration: a class with a field that JSON cannot hold is refused.
+"""Dataclasses with ``InitVar`` fields. Such a field is a parameter of ``__init__`` that is not stored.
 
-msgspec encodes some values that msgspec cannot decode, an enum of mixed values for example.
+msgspec decodes no such class, so an event is decoded as a class of the same stored fields, and copied from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
-from outboxio.payloads.init_vars import stored_class, unfit_init_var
-from outboxio.payloads.models import is_model, unfit_model
+from outboxio.payloads.models import has_style, is_model, parts_of, unfit_model
+from outboxio.support.codec import Check, refuse_leaf
+
+
+def init_vars(cls: Any) -> dict[str, Any]:
+    """The ``InitVar`` fields of a class by name; empty for a class that is not a dataclass."""
+    fields: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+    # The kind of a pseudo-field has no public name. msgspec reads the same attribute.
+    return {name: field for name, field in fields.items() if field._field_type.name == "_FIELD_INITVAR"}
+
+
+def unfit_init_var(cls: Any, *, needs_value: bool) -> str | None:
+    """The reason why an event of a class with ``InitVar`` fields cannot be read, or ``None``.
+
+    ``needs_value``: the class is made through its ``__init__``, which requires a field without a default.
+    """
+    for name, field in init_vars(cls).items():
+        if hasattr(cls, "__post_init__"):
+            told = "and `__post_init__` would need it when an event is read"
+        elif needs_value and field.default is dataclasses.MISSING:
+            told = "and the class cannot be made without it"
+        else:
+            continue
+        return f"field {name!r} is an InitVar, whose value is not stored, {told}: make it a field, or leave it out"
+    return None
+
+
+def stored_class(cls: Any) -> Any:
+    """The class to decode an event as: ``cls``, or for a dataclass with ``InitVar`` fields a class without them."""
+    if not init_vars(cls):
+        return cls
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = [
+        (one.name, hints[one.name], dataclasses.field(default=one.default, default_factory=one.default_factory))
+        for one in dataclasses.fields(cls)
+    ]
+    return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
+
+
+def decoder_without_init_vars(cls: Any) -> Callable[[Any], Any]:
+    """The decoder of a dataclass that may have ``InitVar`` fields."""
+    stored = stored_class(cls)
+    decode = msgspec.json.Decoder(stored).decode
+    if stored is cls:
+        return decode
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def decode_and_copy(payload: Any) -> Any:
+        decoded, event = decode(payload), object.__new__(cls)
+        for name in names:
+            object.__setattr__(event, name, getattr(decoded, name))  # the class may be frozen
+        return event
+
+    return decode_and_copy
+
+
+# --- Numbers in JSON that a database would change: refused, or written in a spelling  -------------
+
+
+# A number begins behind a colon, a comma or a bracket: documents are written without spaces. The exponent of a float is
+# written with a small letter and without a plus, the exponent of a Decimal with a capital and a sign.
+_CHANGED_BY_NUMERIC = re.compile(rb"[:,\[]-(?:0[.,}\]eE])|[:,\[]-?[0-9][0-9.]*(?:e[0-9]|E[+-])")
+_STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.]*[eE][+-]?[0-9]+')
+
+_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_SIXTEEN_DIGITS = b"0" * 16
+"""A double keeps all decimal numbers of up to 15 digits."""
+_LONGEST_NUMERIC = 131_072  # digits before the point, on PostgreSQL
+_FINEST_NUMERIC = 16_383  # digits behind the point
+
+_decode: Callable[[bytes], Any] = msgspec.json.Decoder(float_hook=Decimal).decode
+
+
+def kept_by_numeric(document: bytes, subject: str) -> bytes:
+    """The check of PostgreSQL, whose ``jsonb`` stores numbers as ``numeric``."""
+    if _CHANGED_BY_NUMERIC.search(document) is None:
+        return document
+    decoded = _decode(document)
+    refuse_leaf(decoded, subject, _is_negative_zero, "is -0.0, which PostgreSQL stores as 0.0; add 0.0 to the number")
+    refuse_leaf(decoded, subject, _exceeds_numeric, "is {}, which has more digits than PostgreSQL stores; use a string")
+    return _STRING_OR_EXPONENT.sub(_without_exponent, document)
+
+
+def kept_by_double(document: bytes, subject: str) -> bytes:
+    """The check of MySQL, whose JSON stores integers of 64 bits, and all other numbers as doubles."""
+    if _SIXTEEN_DIGITS in document.translate(_AS_ZEROS, b".") or b"E+" in document or b"E-" in document:
+        refuse_leaf(
+            _decode(document), subject, _is_changed_by_double,
+            "is {}, which MySQL would round: its JSON holds integers of 64 bits, and other numbers of about 15 "
+            "digits; use a string",
+        )  # fmt: skip
+    return document
+
+
+def needs_check(cls: Any, check: Check) -> bool:
+    """True if an object of an event class, whose fields are of their types, may hold a number that ``check`` finds."""
+    if is_model(cls) or has_style(cls):
+        return True
+    return _may_hold(inspect.type_info(cls), inspect.FloatType if check is kept_by_numeric else inspect.IntType, set())
+
+
+def _may_hold(info: Any, kind: type[inspect.Type], seen: set[int]) -> bool:
+    if id(info) in seen:
+        return False  # a type that contains itself
+    seen.add(id(info))
+    may_be_any = isinstance(info, inspect.AnyType | inspect.CustomType | inspect.RawType)
+    return may_be_any or isinstance(info, kind) or any(_may_hold(part, kind, seen) for part in parts_of(info))
+
+
+def _is_negative_zero(leaf: object) -> bool:
+    return isinstance(leaf, Decimal) and leaf.is_zero() and leaf.is_signed()
+
+
+def _exceeds_numeric(leaf: object) -> bool:
+    if not isinstance(leaf, Decimal):
+        return False
+    exponent = leaf.as_tuple().exponent
+    return leaf.adjusted() >= _LONGEST_NUMERIC or (isinstance(exponent, int) and exponent < -_FINEST_NUMERIC)
+
+
+def _is_changed_by_double(leaf: object) -> bool:
+    if isinstance(leaf, int):
+        return not -(2**63) <= leaf < 2**64
+    if isinstance(leaf, Decimal):
+        stored = float(leaf)
+        return not math.isfinite(stored) or Decimal(repr(stored)) != leaf
+    return False
+
+
+def _without_exponent(match: re.Match[bytes]) -> bytes:
+    text = match[0]
+    if text.startswith(b'"'):
+        return text
+    plain = f"{Decimal(text.decode()):f}".encode()
+    return plain if b"." in plain else plain + b".0"
+
+
+# --- Checking event classes at registration: a class with a field that JSON cannot ho -------------
+
 
 _NEVER_KEYS = (
     inspect.TupleType, inspect.VarTupleType, inspect.ListType, inspect.SetType, inspect.FrozenSetType,

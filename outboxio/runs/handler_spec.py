@@ -7,9 +7,8 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from outboxio.handlers.batch import Batch, moments_of
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.options import DeadHook, Delivery, OnDeadKey
+from outboxio.handlers.options import Batch, DeadHook, Delivery, OnDeadKey, moments_of
 from outboxio.model.notification import Notification
 from outboxio.model.retry import RetryPolicy
 from outboxio.settings import Settings

@@ -18,7 +18,7 @@ from outboxio.runtime.environment import Drained, Roles
 from outboxio.runtime.lock_manager import standby_pause
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import shared_fields

@@ -29,7 +29,7 @@ from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.sharing.declarations import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.support.log import log_of, shared_fields
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from outboxio.model.notification import SUCCEEDED, State
 from outboxio.model.outcome import Outcome
-from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
+from outboxio.statistics.figures import DURATIONS, LAGS, Histogram
 
 MOST_ERROR_TYPES = 10
 OTHER = "other"
@@ -211,3 +211,81 @@ class HandlerStatistics:
 
 def _no_queue() -> None:
     return None
+
+
+# --- the statistics of jobs: how the runs in this process ended, and how long the runs took -------
+
+
+JOB_OUTCOMES = ("succeeded", "failed", "timed_out", "interrupted")
+
+
+class JobStatistics:
+    """The runs of a job in this process, since the outbox was made. A run that was taken over does not count.
+
+    Example::
+
+        job = outbox.statistics["default"].jobs.of("close-day")
+        job.runs("failed"), job.durations["succeeded"].percentile(0.95)
+    """
+
+    __slots__ = ("durations", "missed", "stuck")
+
+    def __init__(self, new_durations: Callable[[str], Histogram] = lambda outcome: Histogram(DURATIONS)) -> None:
+        """``new_durations`` makes the empty histogram of an outcome."""
+        self.durations = {outcome: new_durations(outcome) for outcome in JOB_OUTCOMES}
+        """The durations of runs, by outcome: ``succeeded``, ``failed``, ``timed_out``, ``interrupted``."""
+        self.missed = 0
+        """Moments of the schedule that passed without a run, as this process has found."""
+        self.stuck = 0
+        """1 while a run goes on after its cancellation."""
+
+    def runs(self, outcome: str) -> int:
+        """The number of runs with an outcome."""
+        return self.durations[outcome].number
+
+
+class Jobs:
+    """The statistics of all jobs of this process. Any thread may read."""
+
+    def __init__(self) -> None:
+        self.new: Callable[[str], JobStatistics] = lambda name: JobStatistics()
+        """Makes the statistics of a job, by its name."""
+        self.by_name: dict[str, JobStatistics] = {}
+
+    def of(self, name: str) -> JobStatistics:
+        """The statistics of a job."""
+        found = self.by_name.get(name)
+        if found is None:
+            found = self.by_name[name] = self.new(name)
+        return found
+
+    def begin_anew(self) -> None:
+        """A new event loop takes over: the runs of the former event loop do not go on."""
+        for job in self.by_name.values():
+            job.stuck = 0
+
+
+# --- the keyed locks of this process, as numbers in memory ----------------------------------------
+
+
+class KeyedLockStatistics:
+    """The keyed locks of this process on a shard. The counters only rise."""
+
+    __slots__ = ("held", "lost", "timeouts", "waiting", "waits")
+
+    def __init__(self) -> None:
+        self.waits = Histogram(DURATIONS)
+        """The time from the request to the lock, once for each lock that was taken."""
+        self.timeouts = 0
+        """Requests that ended with :class:`LockTimeout`."""
+        self.lost = 0
+        """Locks that ended with their session, before their block."""
+        self.held = 0
+        """Locks that are held now."""
+        self.waiting = 0
+        """Tasks that wait for a lock now."""
+
+    @property
+    def taken(self) -> int:
+        """Locks that were taken."""
+        return self.waits.number

@@ -12,10 +12,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from outboxio.statistics.buckets import Histogram
-from outboxio.statistics.figures import Figures
-from outboxio.statistics.handlers import OUTCOMES
-from outboxio.statistics.jobs import JOB_OUTCOMES, JobStatistics
+from outboxio.statistics.figures import Figures, Histogram
+from outboxio.statistics.handlers import JOB_OUTCOMES, OUTCOMES, JobStatistics
 from outboxio.statistics.shard import Live, ShardStatistics
 
 Kind = Literal["counter", "gauge", "histogram"]

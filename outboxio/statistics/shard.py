@@ -8,12 +8,8 @@ from datetime import timedelta
 from typing import Protocol
 
 from outboxio.model.lock_name import LockName
-from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
-from outboxio.statistics.counters import Counters
-from outboxio.statistics.figures import Figures
-from outboxio.statistics.handlers import OTHER, HandlerStatistics
-from outboxio.statistics.jobs import Jobs
-from outboxio.statistics.keyed_locks import KeyedLockStatistics
+from outboxio.statistics.figures import DURATIONS, LAGS, Counters, Figures, Histogram
+from outboxio.statistics.handlers import OTHER, HandlerStatistics, Jobs, KeyedLockStatistics
 
 MOST_ACTIONS = 200  # names of actions that are counted apart
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outboxio.loops.loop import RoundResult
     from outboxio.model.event import ActionRecord, EventRecord
     from outboxio.model.notification import Notification
-    from outboxio.model.operating.job import JobResult
+    from outboxio.model.operating.operation import JobResult
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
     from outboxio.outbox import Outbox

@@ -24,7 +24,7 @@ import pytest
 from outboxio import Event, Outbox, Settings, Transaction
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, State
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying

@@ -11,7 +11,7 @@ import pytest
 
 from outboxio import Filter, Outbox
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.tables.event_search import EventSearch
 from tests.kit.app import Look
 from tests.kit.inside import database_of

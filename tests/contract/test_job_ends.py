@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import CommitUnknown, DatabaseUnavailable, Job, Outbox, RetryAfter, RetryPolicy, Settings, Transaction
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.storage.statement import Statement
 from outboxio.storage.tables.jobs import END
 from outboxio.testing import MovableClock

@@ -14,7 +14,7 @@ from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPo
 from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
 from outboxio.cli.commands.manner import Manner
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.testing import MovableClock, emitted, run_job
 from tests.kit.app import MoneyDeposited, eventually, hang
 from tests.kit.probes import MakeOutbox

@@ -25,7 +25,7 @@ from outboxio import (
     Unprocessable,
     WaitsForItself,
 )
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.operations.ordering import bulk
 from outboxio.storage.protocols import BulkOrder
 from outboxio.testing import MovableClock

@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from outboxio import Batch, EventEnvelope, Outbox, Unprocessable
 from outboxio.integrations.opentelemetry import OpenTelemetry
-from outboxio.statistics.buckets import DURATIONS
+from outboxio.statistics.figures import DURATIONS
 from outboxio.statistics.handlers import HandlerStatistics
 from outboxio.statistics.metrics import FIGURES, METRICS
 from tests.kit.app import Emit, MoneyDeposited

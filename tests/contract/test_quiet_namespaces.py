@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 
 from outboxio import Filter, Outbox
-from outboxio.model.operating.page import Page
+from outboxio.model.operating.operation import Page
 from outboxio.storage.protocols.operating import SearchRepository
 from outboxio.storage.searching import reading
 from outboxio.storage.searching.reading import Bounds

@@ -16,7 +16,7 @@ import pytest
 
 from outboxio import Filter, Outbox, Received, RetryPolicy, RightsMissing
 from outboxio.dashboard import Dashboard, allow_all
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from outboxio import Outbox
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import BulkOrder, Piece
 from outboxio.storage.searching.repository import Change
 from outboxio.storage.searching.walks import END

@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.postgres.search import WALKS
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.walks import DEAD, LAST_ID

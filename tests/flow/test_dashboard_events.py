@@ -201,7 +201,7 @@ async def test_an_event_is_shown_although_its_chain_cannot_be_read_in_time(
 ) -> None:
     cause = EventRow(correlation_id="req-1")
     async with stored(tmp_path, cause, EventRow(causation_id=cause.id)) as client:
-        monkeypatch.setattr(import_module("outboxio.dashboard.pages.event"), "TREE_PATIENCE", 0.0)
+        monkeypatch.setattr(import_module("outboxio.dashboard.pages.events"), "TREE_PATIENCE", 0.0)
         words = words_of(await page_of(client, f"/events/{cause.id}"))
         assert "could not be read within a second. See the events with the same correlation id" in words
         assert (await facts_of(client, f"/events/{cause.id}"))["tree"] is None

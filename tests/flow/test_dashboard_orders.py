@@ -17,7 +17,7 @@ import pytest
 
 from outboxio import EventEnvelope, Filter, Operation, OperationState, Outbox, RetryPolicy
 from outboxio.dashboard import Access, Dashboard
-from outboxio.dashboard.pages import bulk_orders
+from outboxio.dashboard.pages import bulk_operations
 from outboxio.operations.ordering import bulk
 from outboxio.support.clock import utc_now
 from tests.kit.app import Look, MoneyDeposited, eventually
@@ -212,7 +212,7 @@ async def test_a_bulk_retry_of_5000_shows_its_progress_to_the_end(
 async def test_a_large_order_without_a_process_waits_and_can_be_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_orders, "MOST_AT_ONCE", 10)
+    monkeypatch.setattr(bulk_operations, "MOST_AT_ONCE", 10)
     async with desk(tmp_path) as at:
         await at.dead(11)
         assert "begins when a process starts" in words(await at.order("retry", {"handler": "mail"}))

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from uuid import uuid4
 
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Transaction
-from outboxio.model.operating.job import JobRow
-from outboxio.statistics.buckets import DURATIONS, LAGS
+from outboxio.model.operating.operation import JobRow
+from outboxio.statistics.figures import DURATIONS, LAGS
 from outboxio.storage.protocols.operating import HandlerMinute
 from outboxio.storage.statement import Statement
 from outboxio.storage.tables.jobs import PAUSE

@@ -34,7 +34,7 @@ def patient_pages() -> Iterator[None]:
         stack.enter_context(mock.patch.object(app_module, "PAGES", pages))
         for module in (asked, lists, import_module("outboxio.dashboard.pages.overview")):
             stack.enter_context(mock.patch.object(module, "PATIENCE", PATIENCE))
-        event = import_module("outboxio.dashboard.pages.event")
+        event = import_module("outboxio.dashboard.pages.events")
         stack.enter_context(mock.patch.object(event, "TREE_PATIENCE", PATIENCE))
         yield
 

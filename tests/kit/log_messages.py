@@ -51,10 +51,11 @@ class _Module:
     def __init__(self, name: str, tree: ast.Module) -> None:
         self._name = name
         self._tree = tree
-        self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, AnyFunction)}
+        self._all = [node for node in ast.walk(tree) if isinstance(node, AnyFunction)]
+        self._functions = {function.name: function for function in self._all}
 
     def messages(self) -> Iterator[Message]:
-        for function in self._functions.values():
+        for function in self._all:
             for call in ast.walk(function):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS:
                     yield from self._message(call, call.func, function)

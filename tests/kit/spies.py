@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from outboxio import EventEnvelope, Outbox
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from tests.kit.app import Journal, MoneyDeposited
 from tests.kit.inside import database_of, dispatcher_of, run_of
 

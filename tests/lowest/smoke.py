@@ -378,7 +378,7 @@ async def fastapi(home: Path) -> None:
     import httpx
     from fastapi import FastAPI
 
-    from outboxio.health.asgi import health_app
+    from outboxio.health.pages import health_app
 
     async with Outbox(f"sqlite:///{home}/a.db", namespace="app") as outbox:
         await outbox.migrate()

@@ -25,7 +25,7 @@ from outboxio.model.outcome import Lease, Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HandlerSpec
 from outboxio.runs.run import BatchRun, Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock, as_micros
 
 NOW = datetime(2030, 1, 1, 12)

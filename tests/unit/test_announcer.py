@@ -38,7 +38,7 @@ class Announced:
         return self
 
     @property
-    def events(self) -> Announced:
+    def stored_events(self) -> Announced:
         return self
 
     async def announced(self, namespace: str) -> list[Subscription]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, ConfigurationError, SettingsError
-from outboxio.handlers.batch import moments_of
+from outboxio.handlers.options import moments_of
 
 
 @pytest.mark.parametrize(

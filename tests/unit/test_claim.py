@@ -14,7 +14,7 @@ from outboxio.invocation.claim import STARTABLE, RowClaim, TakenByAnother, WorkR
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import NO_LEASE
 from outboxio.runs.run import Run
-from outboxio.statistics.counters import Counters
+from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock
 
 NOW = datetime(2030, 1, 1, 12)

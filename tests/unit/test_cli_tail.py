@@ -11,7 +11,7 @@ import pytest
 from outboxio import Event, Outbox
 from outboxio.cli.choice import Choice
 from outboxio.cli.commands.tailing import Changes, Looks, tail
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from tests.kit.app import eventually
 
 NUMBER = 1_000

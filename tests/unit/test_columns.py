@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outboxio.model.notification import COPIED
 from outboxio.storage.ddl import parts_of
 from outboxio.storage.postgres import columns, events, insertion, session
 from outboxio.storage.schema import sql_files
@@ -29,4 +30,4 @@ def test_an_operator_sees_all_columns_of_a_notification() -> None:
 
 
 def test_the_copied_columns_are_columns_of_both_tables() -> None:
-    assert set(columns.COPIED) <= columns_of("events") & columns_of("event_notifications")
+    assert set(COPIED) <= columns_of("events") & columns_of("event_notifications")

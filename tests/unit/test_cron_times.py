@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from outboxio.jobs.moments import MOST_COUNTED, NextAfter, cron_moments, every_period, newest_due
+from outboxio.jobs.job import MOST_COUNTED, NextAfter, cron_moments, every_period, newest_due
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from outboxio import ConfigurationError, DatabaseUnavailable, Outbox
 from outboxio.dashboard import RIGHTS, Access, Dashboard, allow_all, basic_auth
 from outboxio.dashboard.app import ORDERS, PAGES
 from outboxio.dashboard.asked import Asked, checked_back
-from outboxio.dashboard.failures import view_of
 from outboxio.dashboard.guard import HEADERS
 from outboxio.dashboard.pages.overview import MENDS
+from outboxio.dashboard.view import view_of
 from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import BASE, browser, send_form

@@ -16,7 +16,7 @@ from outboxio import Event, EventEnvelope, Filter, Outbox, RetryPolicy
 from outboxio.dashboard import Access, Dashboard, allow_all
 from outboxio.dashboard.pages import ORDERS
 from outboxio.dashboard.pages.overview import parted, without_messages
-from outboxio.dashboard.showing import charts, shown, words
+from outboxio.dashboard.showing import charts, shown
 from outboxio.model.notification import State
 from outboxio.model.operating.operation import OperationState
 from outboxio.operations.overview.values import Finding
@@ -135,10 +135,10 @@ def test_the_top_of_a_scale_is_a_round_number(largest: int, top: int) -> None:
 
 
 def test_every_state_has_a_sentence_and_a_look() -> None:
-    assert set(words.STATES) == set(map(str, State))
-    assert set(map(str, State)) | set(map(str, OperationState)) <= set(words.MARKS)
-    assert set(words.MARKS.values()) == set(words.SIGNS)
-    assert set(words.OPERATIONS) == set(map(str, OperationState))
+    assert set(shown.STATES) == set(map(str, State))
+    assert set(map(str, State)) | set(map(str, OperationState)) <= set(shown.MARKS)
+    assert set(shown.MARKS.values()) == set(shown.SIGNS)
+    assert set(shown.OPERATIONS) == set(map(str, OperationState))
 
 
 async def test_every_term_of_the_pages_leads_to_its_place_in_the_glossary() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outboxio.handlers.batch import Batch
+from outboxio.handlers.options import Batch
 from outboxio.model.lock_name import Slot
 from outboxio.storage.protocols import Pause
 from tests.kit.dispatching import LONG_AGO, NOON, Gate, Whole, row_of

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from outboxio.dispatch.finder import Finder
-from outboxio.handlers.batch import Batch
+from outboxio.handlers.options import Batch
 from outboxio.model.notification import BEGINNING
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.key_queues import KeyRows

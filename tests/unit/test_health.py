@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from outboxio import EventEnvelope, Health, Outbox, Settings, health_app
-from outboxio.health import figures, reader, verdict
-from outboxio.health.figures import Figures, Told
-from outboxio.health.overview import OverviewSource
+from outboxio.health import reader, values, verdict
+from outboxio.health.reader import OverviewSource
+from outboxio.health.values import Figures, Told
 from outboxio.loops import standstill
 from outboxio.operations.overview.facts import Facts, ShardFacts
 from outboxio.operations.overview.summary import overview_of
@@ -94,7 +94,7 @@ async def test_callers_at_the_same_time_share_one_question_for_5_s(monkeypatch: 
         await outbox.health()
         assert asked.number == 1
 
-        monkeypatch.setattr(figures, "FRESH", 0.0)
+        monkeypatch.setattr(values, "FRESH", 0.0)
         await outbox.health()
         assert asked.number == 2
 
@@ -181,7 +181,7 @@ async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
         async def figures(self) -> Figures:
             raise ValueError("no overview")
 
-    monkeypatch.setattr(figures, "FRESH", 0.0)
+    monkeypatch.setattr(values, "FRESH", 0.0)
     async with memory_outbox() as outbox:
         monkeypatch.setattr(outbox._health._questions, "_source", Source())
         healths = [await outbox.health() for _ in range(3)]
@@ -296,7 +296,7 @@ async def test_an_outbox_whose_event_loop_is_closed_is_read_and_not_bound() -> N
 
 
 async def test_handlers_run_while_probes_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "FRESH", 0.0)
+    monkeypatch.setattr(values, "FRESH", 0.0)
     async with memory_outbox() as outbox:
         done: list[int] = []
 

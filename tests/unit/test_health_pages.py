@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from outboxio import ConfigurationError, Outbox, health_app, serve_health
-from outboxio.health import listener
+from outboxio.health import pages
 from outboxio.testing import memory_outbox
 from tests.kit.app import eventually, turns
 
@@ -268,8 +268,8 @@ async def test_a_connection_that_ends_before_its_request_gets_no_answer_and_harm
 
 
 async def test_a_slow_client_is_cut_off_before_and_after_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PATIENCE", 0.2)
-    monkeypatch.setattr(listener, "LINGERS", 0.2)
+    monkeypatch.setattr(pages, "PATIENCE", 0.2)
+    monkeypatch.setattr(pages, "LINGERS", 0.2)
     async with served() as port:
         assert await sent(port, b"GET /live HT") == b""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -279,7 +279,7 @@ async def test_a_slow_client_is_cut_off_before_and_after_its_request(monkeypatch
 
 
 async def test_the_oldest_of_many_idle_connections_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(pages, "MOST_CONNECTIONS", 3)
     async with served() as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         answer = Answer(await sent(port, b"GET /live HTTP/1.1\r\n\r\n"))

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from outboxio import Health
-from outboxio.health.figures import Answers, Figures, ShardAnswer, Told
-from outboxio.health.memory import Memory, ShardMemory
-from outboxio.health.verdict import REACHED_WITHIN, STANDSTILL_TOLD, Moment, judge
+from outboxio.health.values import Answers, Figures, ShardAnswer, Told
+from outboxio.health.verdict import REACHED_WITHIN, STANDSTILL_TOLD, Memory, Moment, ShardMemory, judge
 
 NOW = 1000.0
 WELL = ShardMemory(runs=True, fit="fits", answered=NOW - 1, locks_held=("app/fanout",))

@@ -8,7 +8,7 @@ import pytest
 
 from outboxio.model.notification import State
 from outboxio.model.outcome import NO_LEASE, Outcome
-from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram, added, percentile
+from outboxio.statistics.figures import DURATIONS, LAGS, Histogram, added, percentile
 from outboxio.statistics.handlers import HandlerStatistics
 
 

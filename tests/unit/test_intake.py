@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outboxio.handlers.batch import Batch
+from outboxio.handlers.options import Batch
 from outboxio.model.notification import DYING, State
 from outboxio.runs.key_queues import KeyQueue
 from outboxio.runs.run import BatchRun

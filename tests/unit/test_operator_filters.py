@@ -10,9 +10,8 @@ from uuid import UUID, uuid4
 import pytest
 
 from outboxio import BoundedCount, ConfigurationError, Event, Filter, Page, State
-from outboxio.model.operating import group
-from outboxio.model.operating.filter import Place
-from outboxio.model.operating.group import Groups, fingerprint
+from outboxio.model.operating import groups
+from outboxio.model.operating.groups import Groups, Place, fingerprint
 from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import TO_RETRY, chosen_filter, frozen, given_filter
 from outboxio.operations.asking.grouping import grouped
@@ -122,8 +121,8 @@ def test_the_fast_pattern_leaves_out_what_the_whole_pattern_leaves_out() -> None
     chance = random.Random(3)
     for _ in range(20_000):
         message = "".join(chance.choice(parts) for _ in range(chance.randint(0, 10)))
-        if group._LONG.search(message) is None:
-            assert group._VARYING_SHORT.sub("*", message) == group._VARYING.sub("*", message), message
+        if groups._LONG.search(message) is None:
+            assert groups._VARYING_SHORT.sub("*", message) == groups._VARYING.sub("*", message), message
 
 
 def test_the_longest_word_of_texts_is_written_in_json_as_it_is() -> None:

@@ -9,7 +9,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.operations.overview.facts import (
     Facts,
     FailedOperation,

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from outboxio.errors import CrashedProcess, NotBegun
-from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import make_handler
+from outboxio.handlers.options import Batch
 from outboxio.loops.signals import Signals
 from outboxio.model.event import Event
 from outboxio.model.lock_name import LockName, Slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from outboxio.handlers.batch import Batch
+from outboxio.handlers.options import Batch
 from outboxio.model.outcome import Lease
 from outboxio.runs.run import INTERRUPTED, OVERDUE, RUNNING, STUCK, Run
 from outboxio.settings import Settings

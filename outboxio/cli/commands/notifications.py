@@ -18,9 +18,9 @@ from outboxio.cli.inside import admin_of
 from outboxio.cli.pasting import command
 from outboxio.cli.shown import ago, last_error, moment, say_lines, shortened, state_of
 from outboxio.cli.target import TargetError
-from outboxio.model.operating.group import Group
-from outboxio.model.operating.page import Page
-from outboxio.model.operating.stored_event import StoredEvent
+from outboxio.model.operating.groups import Group
+from outboxio.model.operating.operation import Page
+from outboxio.model.operating.stored import StoredEvent
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 

@@ -13,7 +13,7 @@ from outboxio.cli.choice import Choice
 from outboxio.cli.commands.manner import Manner
 from outboxio.cli.inside import admin_of
 from outboxio.cli.target import TargetError
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.outbox import Outbox
 

@@ -13,7 +13,7 @@ from outboxio.cli.answer import Exit, json_of, line, say, say_error, say_json
 from outboxio.cli.inside import admin_of, event_of
 from outboxio.cli.shown import ago, moment, state_of
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
+from outboxio.model.operating.stored import EventTree, StoredEvent, TreeNode
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 

@@ -16,7 +16,7 @@ from outboxio.cli.choice import Choice
 from outboxio.cli.inside import admin_of, now_of
 from outboxio.cli.shown import last_error, moment, say_lines, shortened, state_of
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.outbox import Outbox
 
 FIRST = 200

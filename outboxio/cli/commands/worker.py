@@ -18,9 +18,9 @@ from outboxio.cli.commands.signals import signalled
 from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
 from outboxio.handlers.handler import Handler
-from outboxio.health.listener import serve_health
+from outboxio.health.pages import serve_health
 from outboxio.health.systemd import ServiceManager
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
 from outboxio.storage.protocols import slots_of

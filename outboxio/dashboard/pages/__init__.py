@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from outboxio.dashboard.lists import LONG
-from outboxio.dashboard.pages import bulk_orders
-from outboxio.dashboard.pages.actions import action, actions
-from outboxio.dashboard.pages.dead import dead
+from outboxio.dashboard.pages import bulk_operations
+from outboxio.dashboard.pages.cluster import glossary, instances, jobs, keys, shards
 from outboxio.dashboard.pages.declared import declared_orders
-from outboxio.dashboard.pages.event import event, payload
-from outboxio.dashboard.pages.events import events
-from outboxio.dashboard.pages.glossary import glossary
-from outboxio.dashboard.pages.handler import handler
-from outboxio.dashboard.pages.handlers import handlers
-from outboxio.dashboard.pages.instances import instances
-from outboxio.dashboard.pages.jobs import jobs
-from outboxio.dashboard.pages.keys import keys
-from outboxio.dashboard.pages.notifications import notifications
+from outboxio.dashboard.pages.events import action, actions, event, events, payload
+from outboxio.dashboard.pages.handlers import handler, handlers
+from outboxio.dashboard.pages.notifications import dead, notifications
 from outboxio.dashboard.pages.operations import operation, operations
 from outboxio.dashboard.pages.overview import overview
-from outboxio.dashboard.pages.shards import shards
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
@@ -42,7 +34,7 @@ PAGES: list[Route] = [
 ]
 
 ORDERS: list[Order] = [
-    Order("retry", "/orders/retry", bulk_orders.retry, "retry"),
-    Order("skip", "/orders/skip", bulk_orders.skip, "skip"),
+    Order("retry", "/orders/retry", bulk_operations.retry, "retry"),
+    Order("skip", "/orders/skip", bulk_operations.skip, "skip"),
     *declared_orders(),
 ]

@@ -7,9 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.confirming import Confirmation, Input, back_of, reason_of
-from outboxio.dashboard.fields import Fields
-from outboxio.dashboard.ordering import WrongValue, after, carried_out, given
+from outboxio.dashboard.confirming import Confirmation, Input, WrongValue, after, back_of, carried_out, given, reason_of
+from outboxio.dashboard.filters import Fields
 from outboxio.dashboard.view import Done, Order, Refused, View
 from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 from outboxio.operations.declared import DECLARED, Declared

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS
+from outboxio.dashboard.lists import OTHER_WORDS, in_time
+from outboxio.dashboard.pages.notifications import GroupRow, group_rows
+from outboxio.dashboard.pages.operations import without_errors
 from outboxio.dashboard.pages.overview import mended_at, without_messages
-from outboxio.dashboard.view import View
-from outboxio.operations.overview.values import Finding, HandlerStatus, Overview
+from outboxio.dashboard.showing.charts import Bar
+from outboxio.dashboard.view import Refused, View
+from outboxio.errors import UnknownHandler
+from outboxio.handlers.options import DEFAULT_OPTIONS, changed
+from outboxio.model.operating.groups import Filter, HandlerHistory
+from outboxio.model.operating.operation import Operation
+from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus, Overview
+from outboxio.operations.partitions.owners import HandlerPartitions
+from outboxio.outbox import Outbox
+from outboxio.statistics.figures import DURATIONS, LAGS
+from outboxio.support.codec import is_object
 
 
 class HandlersFacts(Struct, frozen=True, kw_only=True):
@@ -59,3 +71,160 @@ def findings_of(findings: Sequence[Finding], handlers: Sequence[HandlerStatus]) 
     """The findings about handlers."""
     names = {handler.handler_name for handler in handlers}
     return tuple(finding for finding in findings if finding.handler in names)
+
+
+# --- the handlers of the code of this process, with their options ---------------------------------
+
+
+# pyright: reportPrivateUsage=false
+
+
+class Registered(Struct, frozen=True, kw_only=True):
+    """A handler, as the code of this process has registered the handler."""
+
+    where: str
+    """The place in the code."""
+    delivery: str
+    ordered: bool
+    event_types: list[str]
+    topic: str | None
+    options: dict[str, Any]
+    """The further options that are not the defaults."""
+
+
+def registered(outbox: Outbox, name: str) -> Registered | None:
+    """The handler with this name; ``None`` if this process does not have its code."""
+    handler = outbox._handlers.find(name)
+    if handler is None:
+        return None
+    options = changed(handler.options, DEFAULT_OPTIONS)
+    return Registered(
+        where=handler.where,
+        delivery=str(handler.options.delivery),
+        ordered=handler.options.ordered,
+        event_types=handler.wanted_names,
+        topic=handler.topic,
+        options={name: value for name, value in options.items() if name not in ("delivery", "ordered")},
+    )
+
+
+# --- one handler: what it does, how it does, and the orders for it --------------------------------
+
+
+MOST_GROUPED = 200
+GROUPS, KEYS, OPERATIONS = 5, 10, 5
+LOOKED_AT = 100  # operations, of which those about the handler are shown
+
+Span = Literal["1h", "24h"]
+SPANS: dict[str, tuple[timedelta, timedelta]] = {
+    "1h": (timedelta(hours=1), timedelta(minutes=1)),
+    "24h": (timedelta(hours=24), timedelta(minutes=15)),
+}
+
+
+class HandlerFacts(Struct, frozen=True, kw_only=True):
+    """The facts of the page."""
+
+    handler_name: str
+    status: HandlerStatus | None
+    """``None`` for a name that no process has announced for a long time, and that still has notifications."""
+    findings: tuple[Finding, ...]
+    registered: Registered | None
+    """``None`` if this process does not have the code of the handler."""
+    span: str
+    history: HandlerHistory
+    groups: list[GroupRow]
+    """The most frequent errors of the newest 200 failures."""
+    grouped: int | None
+    """The failures that were grouped; ``None`` if the failures could not be grouped within 2 s."""
+    keys: list[KeyStatus]
+    partitions: list[HandlerPartitions]
+    instances: list[InstanceStatus]
+    """The processes that have the handler, by their own reports."""
+    operations: list[Operation]
+    """The newest orders about the handler."""
+    read_date: datetime
+
+
+class P95s(Struct, frozen=True):
+    """The bounds below which 95 % of the runs of each period lie, in seconds."""
+
+    durations: list[float]
+    lags: list[float]
+
+
+async def handler(asked: Asked) -> View:
+    """The facts about a handler, with a chart of 1 h or of 24 h (the word ``span``)."""
+    refuse_unknown_words(asked.query, ["span", *OTHER_WORDS])
+    name, span, admin = asked.path["name"], asked.query.get("span", "1h"), asked.admin
+    if span not in SPANS:
+        raise Refused(400, f"There is no chart of {span}.", f"The charts are: {', '.join(SPANS)}.")
+    within, step = SPANS[span]
+    try:
+        history = await admin.history(name, within=within, step=step, shard=asked.shard)
+    except UnknownHandler as error:
+        raise Refused(404, str(error), "The page Handlers lists all handlers.") from None
+    overview = await overview_for(asked)
+    status = next((one for one in overview.handlers if one.handler_name == name), None)
+    groups = await in_time(admin.groups(Filter(handler=name), limit=MOST_GROUPED))
+    facts = HandlerFacts(
+        handler_name=name,
+        status=status,
+        findings=findings_of(overview.findings, [status] if status else []),
+        registered=registered(asked.outbox, name),
+        span=span,
+        history=history,
+        groups=group_rows(groups or (), tells=asked.access.may("payloads"))[:GROUPS],
+        grouped=None if groups is None else groups.looked_at,
+        keys=list(await admin.keys(name, limit=KEYS)),
+        partitions=await _partitions(asked, name),
+        instances=[one for one in overview.instances if name in one.handlers],
+        operations=await _operations(asked, name),
+        read_date=overview.read_date,
+    )
+    return View(
+        template="handler.html",
+        title=name,
+        facts=facts,
+        shown={"bars_of": _bars(history), "p95s": _p95s(history), "links": links_of(facts.findings, asked)},
+    )
+
+
+async def _partitions(asked: Asked, name: str) -> list[HandlerPartitions]:
+    """The partitions; none of a handler that no process has had for long, of which only notifications are left."""
+    try:
+        return list(await asked.admin.partitions(name))
+    except UnknownHandler:
+        return []
+
+
+async def _operations(asked: Asked, name: str) -> list[Operation]:
+    """The newest orders about a handler, among the newest 100 orders."""
+    found = [one for one in await asked.admin.operations(LOOKED_AT) if _handler_in(one.request) == name]
+    tells = asked.access.may("payloads")
+    return [one if tells else without_errors(one) for one in found[:OPERATIONS]]
+
+
+def _handler_in(request: Mapping[str, object]) -> object:
+    filter = request.get("filter")
+    return filter.get("handler") if is_object(filter) else request.get("handler")
+
+
+def _bars(history: HandlerHistory) -> list[Bar]:
+    return [
+        Bar(
+            succeeded=point.succeeded, failed=point.failed, given_up=point.dead + point.expired,
+            label=f"{point.begin:%H:%M}",
+        )
+        for point in history.points
+    ]  # fmt: skip
+
+
+def _p95s(history: HandlerHistory) -> P95s:
+    durations = [_bounded(point.duration_p95, DURATIONS[-1]) for point in history.points]
+    return P95s(durations, [_bounded(point.lag_p95, LAGS[-1]) for point in history.points])
+
+
+def _bounded(seconds: float | None, largest: float) -> float:
+    """A value for a line: nothing is 0, and more than the largest bound is the largest bound."""
+    return min(seconds or 0.0, largest)

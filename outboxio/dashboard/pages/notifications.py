@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, cast
+from uuid import UUID
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import WORDS, in_words, query_of
-from outboxio.dashboard.lists import ROWS, Listed, count_in_time, fields_of, filter_asked, older, rows_of
-from outboxio.dashboard.view import View
-from outboxio.model.operating.filter import Filter
+from outboxio.dashboard.lists import (
+    ROWS,
+    Listed,
+    Words,
+    count_in_time,
+    count_of,
+    fields_of,
+    filter_asked,
+    in_time,
+    older,
+    rows_of,
+)
+from outboxio.dashboard.view import Refused, View
+from outboxio.model.notification import State
+from outboxio.model.operating.groups import Filter, Group
+from outboxio.model.operating.operation import BoundedCount
 from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP
 
 
-class Around(Struct, frozen=True):
+class Links(Struct, frozen=True):
     """What the template needs beside the facts."""
 
     words: str
@@ -36,7 +53,7 @@ async def notifications(asked: Asked) -> View:
     page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
     count = await count_in_time(asked, filter, len(page))
     facts = Notifications(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
-    around = Around(
+    around = Links(
         in_words(filter),
         await fields_of(asked, WORDS),
         older(asked, filter, page),
@@ -49,3 +66,115 @@ async def notifications(asked: Asked) -> View:
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:
     """True if a state of the filter can be changed by an order that means these states."""
     return not filter.states or any(state in states for state in filter.states)
+
+
+# --- dead letters: grouped by handler and error, and one by one -----------------------------------
+
+
+DEAD = (State.DEAD, State.EXPIRED)
+DEAD_WORDS = ("state", "handler", "error", "type", "key", "model", "action", "correlation", "since", "until")
+
+
+class GroupRow(Struct, frozen=True, kw_only=True):
+    """Dead letters of a handler with the same error."""
+
+    handler_name: str
+    error: str
+    """The error, with ``*`` for numbers, ids and quoted values. Without the right to read payloads, its class only."""
+    number: int
+    """The dead letters among those that were grouped."""
+    first_seen: datetime
+    last_seen: datetime
+    sample: str | None
+    """The newest error; ``None`` without the right to read payloads."""
+    event_id: UUID
+    """The event of the newest dead letter."""
+    filter: Words
+    """Selects all dead letters of the group; without the right to read payloads, all dead letters of the handler."""
+
+
+class Grouped(Struct, frozen=True, kw_only=True):
+    """The groups, the largest first."""
+
+    groups: list[GroupRow]
+    looked_at: int
+    """The newest dead letters, which were grouped."""
+    is_all: bool
+    """True if these are all dead letters that match."""
+
+
+class DeadLetters(Listed, frozen=True, kw_only=True):
+    """The facts of the page."""
+
+    grouped: Grouped | None
+    """``None`` on the pages with older dead letters, and if the dead letters could not be grouped within 2 s."""
+
+
+class DeadLinks(Struct, frozen=True):
+    """What the template needs beside the facts."""
+
+    words: str
+    fields: list[dict[str, Any]]
+    older: dict[str, Any]
+    is_filtered: bool
+
+
+async def dead(asked: Asked) -> View:
+    """The dead letters that match the filter."""
+    filter = await filter_asked(asked, *DEAD)
+    if other := [state for state in filter.states if state not in DEAD]:
+        raise Refused(
+            400, f"{other[0]} notifications are no dead letters: dead letters are DEAD or EXPIRED.",
+            "The page Notifications shows notifications in any state.",
+        )  # fmt: skip
+    after = asked.query.get("after")
+    page = await asked.admin.list(filter, ROWS, after, shard=asked.shard)
+    grouped: Grouped | None = None
+    if after is None and (groups := await in_time(asked.admin.groups(filter, shard=asked.shard))) is not None:
+        count = count_of(cast(BoundedCount, groups.of))
+        rows = group_rows(groups, tells=asked.access.may("payloads"))
+        grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
+    else:
+        count = await count_in_time(asked, filter, len(page))
+    facts = DeadLetters(
+        filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next, grouped=grouped
+    )
+    around = DeadLinks(
+        in_words(filter),
+        await fields_of(asked, DEAD_WORDS, DEAD),
+        older(asked, filter, page),
+        any(word in asked.query for word in DEAD_WORDS),
+    )
+    return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
+
+
+def group_rows(groups: Iterable[Group], *, tells: bool) -> list[GroupRow]:
+    """The groups as the user may see them, the largest first."""
+    if tells:
+        return [_row(group, group.fingerprint, group.sample) for group in groups]
+    return _by_class(groups)
+
+
+def _by_class(groups: Iterable[Group]) -> list[GroupRow]:
+    """The groups for a user who may not read messages: by handler and class of the error."""
+    found: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        found.setdefault((group.handler_name, group.fingerprint.partition(": ")[0]), []).append(group)
+    made: list[GroupRow] = []
+    for (_, kind), members in found.items():
+        newest = max(members, key=lambda group: group.last_seen)
+        whole = replace(
+            newest,
+            number=sum(group.number for group in members),
+            first_seen=min(group.first_seen for group in members),
+            filter=replace(newest.filter, error=None),
+        )
+        made.append(_row(whole, kind, None))
+    return sorted(made, key=lambda row: -row.number)
+
+
+def _row(group: Group, error: str, sample: str | None) -> GroupRow:
+    return GroupRow(
+        handler_name=group.handler_name, error=error, number=group.number, first_seen=group.first_seen,
+        last_seen=group.last_seen, sample=sample, event_id=group.event_id, filter=query_of(group.filter),
+    )  # fmt: skip

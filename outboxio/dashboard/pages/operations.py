@@ -14,7 +14,7 @@ from outboxio.dashboard.filters import in_words, query_of, refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Count, Words, count_of
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import OutboxError
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.operations.asking.filters import given_filter
 from outboxio.support.codec import is_list, is_object

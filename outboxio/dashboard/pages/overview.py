@@ -10,12 +10,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.failures import PATIENCE
 from outboxio.dashboard.filters import query_of
-from outboxio.dashboard.view import View
+from outboxio.dashboard.view import PATIENCE, View
 from outboxio.errors import OutboxError
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.group import Group
+from outboxio.model.operating.groups import Filter, Group
 from outboxio.operations.overview.values import Finding, HandlerStatus, KeyStatus, Overview
 from outboxio.support.clock import utc_now
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, InvalidEvent
-from outboxio.handlers.batch import LARGEST_BATCH
+from outboxio.handlers.options import LARGEST_BATCH
 from outboxio.integrations.brokers.message import VERSION
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.backoff import pause_after

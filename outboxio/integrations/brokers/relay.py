@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, cast
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError, Unavailable, Unprocessable
-from outboxio.handlers.batch import Batch
 from outboxio.handlers.handler import EventHandler
+from outboxio.handlers.options import Batch
 from outboxio.integrations.brokers.message import Escape, Message, Wire, message_of, wire_format
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy

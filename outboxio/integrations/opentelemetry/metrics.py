@@ -22,9 +22,8 @@ from opentelemetry.metrics import Histogram as Instrument
 from outboxio.integrations.opentelemetry import names
 from outboxio.model.outcome import Outcome
 from outboxio.statistics import metrics as catalog
-from outboxio.statistics.buckets import DURATIONS, LAGS, Histogram
-from outboxio.statistics.handlers import HandlerStatistics
-from outboxio.statistics.jobs import JobStatistics
+from outboxio.statistics.figures import DURATIONS, LAGS, Histogram
+from outboxio.statistics.handlers import HandlerStatistics, JobStatistics
 from outboxio.statistics.metrics import METRICS, Metric, Sample, measure
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.version import __version__

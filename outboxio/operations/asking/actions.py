@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from uuid import UUID
 
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.page import Page
-from outboxio.model.operating.stored_action import EmittedEvent, StoredAction
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import Page
+from outboxio.model.operating.stored import EmittedEvent, StoredAction
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of
 from outboxio.operations.asking.filters import given_filter, search_of

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.support.text import briefly
 
 P = TypeVar("P")
@@ -31,7 +31,7 @@ class Cursor(Struct, Generic[P], frozen=True):
     places: Mapping[str, P | None]
 
     def text(self, filter: Filter) -> str | None:
-        """The text for :class:`~outboxio.model.operating.page.Page`; ``None`` if all shards were read to the end."""
+        """The text for a page; ``None`` if all shards were read to the end."""
         if not self.places:
             return None
         written = _Written(_digest(filter), self.places)

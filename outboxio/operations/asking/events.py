@@ -9,9 +9,9 @@ from uuid import UUID
 import msgspec
 
 from outboxio.model.notification import DOCUMENTS, shown_document
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.page import Page
-from outboxio.model.operating.stored_event import EventTree, StoredEvent, TreeNode
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import Page
+from outboxio.model.operating.stored import EventTree, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact, redacted_document, redacted_text
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import EventTypes, is_event_class, type_name, type_names
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Filter, Search
+from outboxio.model.operating.groups import Filter, Search
 from outboxio.operations.known_names import Known
 from outboxio.operations.orders import (
     given_handler,

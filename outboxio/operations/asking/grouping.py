@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.group import Group, fingerprint
+from outboxio.model.operating.groups import Filter, Group, fingerprint
 from outboxio.model.redaction import Redact
 from outboxio.storage.protocols import LastError
 

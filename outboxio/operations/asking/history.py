@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.operating.history import HandlerHistory, HistoryPoint
+from outboxio.model.operating.groups import HandlerHistory, HistoryPoint
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.orders import given_handler
-from outboxio.statistics.buckets import DURATIONS, LAGS, percentile
+from outboxio.statistics.figures import DURATIONS, LAGS, percentile
 from outboxio.storage.protocols import HandlerMinute
 from outboxio.support.text import briefly
 

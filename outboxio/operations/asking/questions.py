@@ -7,9 +7,8 @@ from uuid import UUID
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.filter import Filter, Place, Search
-from outboxio.model.operating.group import Group, Groups
-from outboxio.model.operating.page import BoundedCount, Page
+from outboxio.model.operating.groups import Filter, Group, Groups, Place, Search
+from outboxio.model.operating.operation import BoundedCount, Page
 from outboxio.model.redaction import redacted_record
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of, no_cursor

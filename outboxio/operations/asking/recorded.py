@@ -7,9 +7,8 @@ from uuid import UUID
 
 from msgspec import Struct
 
-from outboxio.model.operating.filter import Filter
-from outboxio.model.operating.operation import Operation
-from outboxio.model.operating.page import Page
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import Operation, Page
 from outboxio.model.redaction import redacted_error
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.asking.cursor import Cursor, cursor_of

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
 from outboxio.operations.admin_shards import AdminShard

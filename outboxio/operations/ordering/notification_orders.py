@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from outboxio.actions.nesting import refuse_claimed, refuse_in_claiming_transaction
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.operations.admin_base import AdminBase
 from outboxio.operations.admin_shards import AdminShard

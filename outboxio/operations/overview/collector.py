@@ -17,7 +17,7 @@ from outboxio.errors import DatabaseUnavailable, SchemaError, SchemaNewer
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.model.operating.operation import OperationState
 from outboxio.model.redaction import Redact, redacted_error
 from outboxio.operations.admin_shards import AdminShard

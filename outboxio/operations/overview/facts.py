@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from msgspec import Struct
 
 from outboxio.handlers.options import ALERT_AGE
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.operations.overview.values import StuckRunStatus
 from outboxio.storage.protocols import DeferredFigures, HandlerMinute, ParkedKey, Waiting
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from outboxio.jobs.job import LATE
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.operations.overview.facts import ShardFacts
 from outboxio.operations.overview.values import Finding
 from outboxio.operations.overview.wording import brief, of, past, spoken

@@ -20,7 +20,7 @@ from outboxio.operations.overview.values import (
     ShardStatus,
 )
 from outboxio.operations.overview.wording import spoken
-from outboxio.statistics.buckets import DURATIONS, LAGS, added, percentile
+from outboxio.statistics.figures import DURATIONS, LAGS, added, percentile
 from outboxio.storage.protocols import HandlerMinute
 
 MINUTES = 60

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.lock_name import Slot
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.operations.overview.job_rules import has_failed
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.statistics.figures import MOST_COUNTED, Figures, HandlerFigures, JobFigures

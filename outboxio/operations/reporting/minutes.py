@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-from outboxio.statistics.buckets import added
+from outboxio.statistics.figures import added
 from outboxio.statistics.handlers import OUTCOMES, HandlerStatistics
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols.operating import HandlerMinute

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.payloads.classes import AnyEvent
-from outboxio.payloads.mapped import named_by
+from outboxio.payloads.classes import AnyEvent, named_by
 from outboxio.runtime.own_connection import OwnConnections, is_of_sqlalchemy
 from outboxio.support.ids import uuid7
 

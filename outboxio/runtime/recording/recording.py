@@ -9,8 +9,7 @@ from uuid import UUID
 
 from outboxio.actions.executor import ActionExecutor, WritableShard, current_cause
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.payloads.classes import AnyEvent
-from outboxio.payloads.mapped import named_by
+from outboxio.payloads.classes import AnyEvent, named_by
 from outboxio.runtime.own_connection import OwnConnections
 from outboxio.runtime.recording.bound_session import ActionOfSession, BoundSession, BoundSessions
 

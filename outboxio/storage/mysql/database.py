@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
-from outboxio.payloads.numbers import kept_by_double
+from outboxio.payloads.fields import kept_by_double
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin

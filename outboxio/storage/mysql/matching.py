@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.mysql.flavour import Server, for_flavours
 from outboxio.storage.searching.patterns import like, longest_word
 

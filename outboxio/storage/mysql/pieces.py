@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.mysql.columns import BY_ID
 from outboxio.storage.mysql.connection import execute, fetch
 from outboxio.storage.mysql.flavour import Server

@@ -11,7 +11,7 @@ import msgspec
 
 from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.notification import DOCUMENTS, NotificationRecord, record_of
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.mysql.columns import BY_DUE, BY_EVENT, BY_ID, BY_LINE, RECORD_COLUMNS
 from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, fetch
 from outboxio.storage.mysql.flavour import Server, for_flavours

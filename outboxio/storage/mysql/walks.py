@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.mysql.columns import BY_DEAD, BY_DUE, BY_EVENT, BY_LINE
 from outboxio.storage.mysql.flavour import Server, Statement, by_flavour, for_flavours
 from outboxio.storage.mysql.matching import Conditions

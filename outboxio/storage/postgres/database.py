@@ -16,7 +16,7 @@ from asyncpg.exceptions import InternalClientError
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
-from outboxio.payloads.numbers import kept_by_numeric
+from outboxio.payloads.fields import kept_by_numeric
 from outboxio.storage.connections.driver import ServerCalls
 from outboxio.storage.connections.given_pool import GivenPool, Occupancy
 from outboxio.storage.connections.identity import Identity, Kin

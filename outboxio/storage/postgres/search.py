@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, record_of
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.postgres.columns import OF_NOTIFICATION, RECORD_COLUMNS, RECORD_COLUMNS_WITHOUT_DOCUMENTS
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts

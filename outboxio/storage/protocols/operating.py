@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 from outboxio.model.operating.operation import Operation
 
 SILENT_REPORTS = 3

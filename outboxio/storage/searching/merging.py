@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from outboxio.model.operating.filter import Place
+from outboxio.model.operating.groups import Place
 from outboxio.storage.searching.reading import Cursor
 from outboxio.storage.searching.walks import Match, place_at, rank_of
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.searching.walks import (
     STATES_OF,
     Chunk,

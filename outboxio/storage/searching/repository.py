@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import BulkOrder, Counted, FoundErrors, FoundRows, LastError, Piece
 from outboxio.storage.searching.reading import Reader
 from outboxio.storage.searching.walker import Walker

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import Counted
 from outboxio.storage.searching.merging import Merge
 from outboxio.storage.searching.reading import FEWEST_ERRORS, FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.filter import Place, Search
+from outboxio.model.operating.groups import Place, Search
 
 DEAD, WAITING, BLOCKED, EVENTS, ALL = "dead", "waiting", "blocked", "events", "all"
 END = Place("end", "", ())

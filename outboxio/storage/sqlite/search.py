@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.model.notification import NotificationRecord, record_of
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.protocols.operating import LastError
 from outboxio.storage.searching.patterns import glob
 from outboxio.storage.searching.reading import Bounds

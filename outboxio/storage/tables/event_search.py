@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
 from outboxio.storage.searching.reading import FEWEST_ROWS, FOREIGN_AT_ONCE, MOST_ROWS
 from outboxio.storage.searching.repository import WalkedSearch

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from outboxio.model.operating.job import JobRow
+from outboxio.model.operating.operation import JobRow
 from outboxio.storage.statement import Port, Query, Statement
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from outboxio.model.notification import State
-from outboxio.model.operating.filter import Place
+from outboxio.model.operating.groups import Place
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.operating import Taken
 from outboxio.storage.statement import Port, Query, Statement, delete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outboxio.model.operating.filter import Search
+from outboxio.model.operating.groups import Search
 
 # No condition is of use for an index: the walk decides which rows are read.
 _EQUAL = ("ordering_key", "model_id", "action_name", "action_id", "correlation_id")

@@ -22,9 +22,9 @@ from outboxio.dashboard.confirming import (
     someone_works,
     wrong_text,
 )
-from outboxio.dashboard.fields import Fields
 from outboxio.dashboard.filters import (
     WORDS,
+    Fields,
     filter_of,
     in_words,
     query_of,
@@ -32,7 +32,7 @@ from outboxio.dashboard.filters import (
     refuse_unknown_words,
 )
 from outboxio.dashboard.view import Done, Refused, View
-from outboxio.model.operating.filter import Filter
+from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation
 from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP, frozen
 from outboxio.operations.orders import given_ids
