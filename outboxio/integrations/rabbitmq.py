@@ -49,7 +49,7 @@ Server = str | AbstractConnection
 class _Connection(Connection):
     """A connection with one channel. The options are keywords of ``aio_pika.connect``, such as ``ssl_context``.
 
-    The robust connection of aio-pika would reconnect by itself, and lets a publisher wait without limit meanwhile.
+    The robust connection of aio-pika is not used: it lets a publisher wait without limit while it reconnects.
     """
 
     broker = "RabbitMQ"
@@ -367,7 +367,7 @@ class RabbitInbox(BrokerInbox):
         if not found.id and found.flaw is None:
             found.flaw = InvalidEvent(
                 f"a message of the queue {self.queue!r}",
-                "it has no id, so that a repetition could not be told: send the property message_id",
+                "it has no id, so that a repetition could not be recognized: send the property message_id",
             )
         return found
 

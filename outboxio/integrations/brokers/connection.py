@@ -1,7 +1,7 @@
 """The connection of a relay or an inbox to its broker.
 
-A connection ends with its socket, and the relay or inbox connects again. The background reconnecting of the clients is
-not used: messages would wait in memory meanwhile and leave later, out of order.
+A connection ends with its socket, and the relay or inbox connects again. The clients could reconnect in the background,
+which is switched off: messages would wait in memory and leave later, out of order.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ def incoming_of(
 ) -> Incoming:
     """Read a message. A message that can never be stored has a ``flaw``; nothing is raised.
 
-    ``content_type`` is the content type as the broker tells it, if not in a header. ``key`` is the key of the broker's
+    ``content_type`` is the content type that the broker reports, if not in a header. ``key`` is the key of the broker's
     record; without one the attribute ``partitionkey`` counts. ``escaped``: header values are percent-encoded.
 
     Example::

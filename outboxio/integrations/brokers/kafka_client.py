@@ -156,7 +156,7 @@ def unfit(producer: Any) -> str | None:
 async def end(producer: Any) -> None:
     """End a producer, and send nothing of what waits in it.
 
-    ``producer.stop()`` would send all that waits, and an idempotent producer tries without limit meanwhile.
+    ``producer.stop()`` would send all that waits, and an idempotent producer tries without limit.
     """
     sender: asyncio.Task[None] | None = producer._sender.sender_task
     if sender is not None:

@@ -144,9 +144,9 @@ def _as_percents(odd: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in odd[0].encode())
 
 
-def rfc3339(moment: datetime) -> str:
-    """A moment in naive UTC, as in ``2026-01-31T12:00:00.000000Z``."""
-    return f"{moment.isoformat()}Z"
+def rfc3339(time: datetime) -> str:
+    """A time in naive UTC, as in ``2026-01-31T12:00:00.000000Z``."""
+    return f"{time.isoformat()}Z"
 
 
 def _binary(prefix: str, escape: Escape) -> Encode:

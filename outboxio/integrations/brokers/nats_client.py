@@ -1,8 +1,5 @@
 """A connection to NATS, and the messages that are published on it together.
 
-The client of nats-py could reconnect by itself, and would keep what is published meanwhile in memory, to send later:
-too late for the order of messages. So its reconnecting is switched off.
-
 Anyone who receives a message may reply to it, for example a service of core NATS that listens on the same subject. So
 only a reply in the form of JetStream counts, and the stream that it names must be there and take the subject. Every
 other reply is ignored. The subjects of a stream are read once for each connection.
