@@ -16,7 +16,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     from outboxio.cli.app import app
-    from outboxio.cli.commands.completion import answer_shells
+    from outboxio.cli.commands.dashboard import answer_shells
 
     answer_shells()
     app(prog_name="outboxio")

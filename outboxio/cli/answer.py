@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from typing import Any, cast
 
@@ -13,9 +17,13 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from outboxio.cli.target import TargetError
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
+from outboxio.model.notification import NotificationRecord, State
+from outboxio.support.codec import is_list, is_object
 from outboxio.support.text import visible, visible_json, without_passwords
 
 _WIDTH_OF_A_PAGE = 100
@@ -149,3 +157,127 @@ def _leaves(error: Exception) -> Iterator[Exception]:
             yield from _leaves(each)
     else:
         yield error
+
+
+# --- Values as people read them: states, ages, documents; and rows as machines read t -------------
+
+
+COLOURS: Mapping[str, str] = {
+    State.DEAD: "bold red",
+    State.EXPIRED: "red",
+    State.DYING: "red",
+    State.FAILED: "yellow",
+    State.BLOCKED: "yellow",
+    State.SUCCEEDED: "green",
+}
+
+_SECOND, _MINUTE, _HOUR, _DAY = 1, 60, 3600, 86400
+
+
+def state_of(state: str) -> Text:
+    """A state, coloured. The word alone says it too."""
+    return line((str(state), COLOURS.get(state, "default")))
+
+
+def ago(moment: datetime | None, now: datetime | None = None) -> str:
+    """How long ago a moment (naive UTC) is: ``14 min``; the empty text for ``None``."""
+    if moment is None:
+        return ""
+    seconds = ((now or datetime.now(UTC).replace(tzinfo=None)) - moment).total_seconds()
+    return f"in {span(-seconds)}" if seconds < 0 else f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    """A duration in its largest unit: ``40 ms``, ``0.4 s``, ``14 min``, ``3 h``, ``2 d``."""
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= 2 * unit or (unit == _DAY and seconds >= unit):
+            return f"{seconds / unit:.0f} {name}"
+    if seconds < 0.1 * _SECOND:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.0f} s" if seconds >= 10 * _SECOND else f"{seconds:.1f} s"
+
+
+def moment(given: datetime | None) -> str:
+    """A moment (naive UTC) to the second."""
+    return "" if given is None else f"{given:%Y-%m-%d %H:%M:%S}"
+
+
+def last_error(record: NotificationRecord) -> str:
+    """The last error of a notification: ``TypeName: message``, or the empty text.
+
+    A foreign tool may have written errors of a different shape: such errors are shown as they are.
+    """
+    if not record.errors:
+        return ""
+    errors: object = record.errors
+    last = errors[-1] if is_list(errors) else errors
+    if not is_object(last):
+        return str(last)
+    return f"{last.get('type')}: {last.get('message')}".removesuffix(": ").removesuffix(": None")
+
+
+def say_lines(values: Iterable[Any]) -> None:
+    """One JSON object on each line of stdout (NDJSON), for machines."""
+    for value in values:
+        sys.stdout.write(f"{json_of(value)}\n")
+    sys.stdout.flush()
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """The beginning of a text, on one line."""
+    plain = " ".join(text.split())
+    return plain if len(plain) <= longest else plain[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def duration(given: timedelta) -> str:
+    return span(given.total_seconds())
+
+
+# --- Questions before an order that changes much, and the progress of an order: on st -------------
+
+
+Report = Callable[[int, int], None]
+"""Takes the number of notifications that are done, and the number of all."""
+
+
+def actor() -> str:
+    """Who gives the order: the user of this machine, and the machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for the user's number
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"[:255]
+
+
+def ask(question: str, *, yes: bool, typed: str | None = None) -> bool:
+    """True if the order is to be carried out.
+
+    ``yes``: no question. ``typed``: the answer has to be this text, for an order that cannot be taken back. Without
+    a terminal no person can answer, so the order is refused: :class:`TargetError`.
+    """
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise TargetError(
+            f"{question} There is no terminal to answer at: add --yes to carry it out, or --dry-run to only look"
+        )
+    if typed is not None:
+        answer: str = typer.prompt(
+            visible(f"{question} Type {typed} to go on"), default="", show_default=False, err=True
+        )
+        return answer.strip() == typed
+    return typer.confirm(visible(question), default=False, err=True)
+
+
+@contextmanager
+def progress(what: str) -> Generator[Report]:
+    """A bar on a terminal; nothing without a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report

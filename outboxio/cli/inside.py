@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from uuid import UUID
 
-from outboxio.cli.asking import actor
+from outboxio.cli.answer import actor
 from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health

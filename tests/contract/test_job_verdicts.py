@@ -10,7 +10,7 @@ import pytest
 from outboxio import Job, Outbox, RetryPolicy
 from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
-from outboxio.cli.commands.manner import Manner
+from outboxio.cli.commands.operations import Manner
 from outboxio.testing import MovableClock
 from tests.kit.app import eventually
 from tests.kit.inside import database_of, fresh_overview, owner_of, run_of

@@ -13,7 +13,7 @@ import pytest
 from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
 from outboxio.cli.commands.jobs import Given
 from outboxio.cli.commands.jobs import jobs as jobs_command
-from outboxio.cli.commands.manner import Manner
+from outboxio.cli.commands.operations import Manner
 from outboxio.model.operating.operation import JobRow
 from outboxio.testing import MovableClock, emitted, run_job
 from tests.kit.app import MoneyDeposited, eventually, hang

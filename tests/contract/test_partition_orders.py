@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from outboxio import Batch, ConfigurationError, HandlerPartitions, Outbox, UnknownHandler
-from outboxio.cli.commands.manner import Manner
-from outboxio.cli.commands.partitions import Request, partitions
+from outboxio.cli.commands.cluster import Request, partitions
+from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.status import status
 from outboxio.cli.commands.worker import _names_with_due_rows
 from outboxio.handlers.subscription import OLDER_FOR

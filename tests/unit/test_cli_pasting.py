@@ -90,11 +90,11 @@ def test_the_commands_of_keys_pauses_and_faults_work(where: list[str]) -> None:
 
 
 def test_a_password_is_not_repeated(tmp_path: Path) -> None:
-    from outboxio.cli import pasting
+    from outboxio.cli import options
 
-    pasting.remember(None, "postgresql://ada:secret@localhost/app", None)
+    options.remember(None, "postgresql://ada:secret@localhost/app", None)
     try:
-        assert "secret" not in pasting.command("retry", "1")
-        assert "secret" not in pasting.with_outbox("outboxio keys")
+        assert "secret" not in options.pasted("retry", "1")
+        assert "secret" not in options.with_outbox("outboxio keys")
     finally:
-        pasting.remember(None, None, None)
+        options.remember(None, None, None)

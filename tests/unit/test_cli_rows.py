@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from outboxio.cli.answer import last_error
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.shown import last_error
 
 ID = "01a21485-8d0a-730d-a86e-d664b9dfd247"
 

@@ -10,7 +10,7 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.cli.choice import Choice
-from outboxio.cli.commands.tailing import Changes, Looks, tail
+from outboxio.cli.commands.notifications import Changes, Looks, tail
 from outboxio.model.operating.groups import Filter
 from tests.kit.app import eventually
 

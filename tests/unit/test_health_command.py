@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outboxio import ConfigurationError
-from outboxio.cli.commands.health import Question, question_of, refuse_target
+from outboxio.cli.commands.status import Question, question_of, refuse_target
 
 NONE: dict[str, Any] = {"live": False, "ready": False, "max_age": None, "timeout": "5s", "port": None}
 

@@ -1,20 +1,26 @@
-"""``outboxio dashboard``: serves the dashboard from a terminal, on this machine unless a password is given."""
+"""``outboxio completion``: the script with which a shell completes the command."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import ipaddress
+import os
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+import typer
 from msgspec import Struct
 
-from outboxio.cli.answer import Exit, line, say, say_json
-from outboxio.cli.asking import actor
-from outboxio.cli.commands.signals import signalled
+from outboxio.cli.answer import Exit, actor, line, say, say_json, terminal
+from outboxio.cli.commands.worker import signalled
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox
 
@@ -22,6 +28,64 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from outboxio.dashboard import Access, Authorize
+
+
+VARIABLE = "_OUTBOXIO_COMPLETE"
+"""The environment variable through which the script of a shell asks for completions."""
+
+completion: Any = import_module("typer.completion")  # its types are not exported
+
+Shell = Literal["bash", "zsh", "fish", "powershell"]
+
+
+def script(shell: Shell) -> str:
+    """The script of a shell."""
+    return str(completion.get_completion_script(prog_name="outboxio", complete_var=VARIABLE, shell=shell))
+
+
+def answer_shells() -> None:
+    """Let the command answer a shell that completes. Nothing without a question of a shell."""
+    if VARIABLE in os.environ:
+        completion.completion_init()
+
+
+def print_script(shell: Shell) -> None:
+    typer.echo(script(shell))
+
+
+# --- ``outboxio demo``: runs the wallet example, which is shipped with the package ----------------
+
+
+_NAME = "outboxio.examples.wallets"
+
+
+async def demo(database: str | None) -> Exit:
+    """Run the example on a database; the answer is no if the balances do not add up."""
+    _load_wallets()
+    story = importlib.import_module(f"{_NAME}.demo")
+    return Exit.FINE if await story.run(database, terminal()) else Exit.NO
+
+
+def _load_wallets() -> None:
+    """Make the example importable under the same name from the wheel and from a source checkout."""
+    if _NAME not in sys.modules:
+        spec = _spec()
+        package: ModuleType = module_from_spec(spec)
+        sys.modules[_NAME] = package
+        assert spec.loader is not None
+        spec.loader.exec_module(package)
+
+
+def _spec() -> ModuleSpec:
+    package = Path(__file__).parents[2]
+    folders = (package / "examples" / "wallets", package.parent / "examples" / "wallets")
+    folder = next(folder for folder in folders if folder.is_dir())
+    spec = spec_from_file_location(_NAME, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None
+    return spec
+
+
+# --- ``outboxio dashboard``: serves the dashboard from a terminal, on this machine un -------------
 
 
 class Serving(Struct, frozen=True):

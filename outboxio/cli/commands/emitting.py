@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from outboxio.cli.answer import Exit
-from outboxio.cli.commands.manner import Manner
+from outboxio.cli.commands.operations import Manner
 from outboxio.cli.inside import types_of
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox

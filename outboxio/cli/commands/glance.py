@@ -10,11 +10,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, indented, line, say, say_error, say_json, terminal
+from outboxio.cli.answer import Exit, ago, indented, line, moment, say, say_error, say_json, span, terminal
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of, databases
-from outboxio.cli.pasting import with_outbox
-from outboxio.cli.shown import ago, moment, span
+from outboxio.cli.options import with_outbox
 from outboxio.cli.target import TargetError
 from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.operations.overview.values import HandlerStatus, InstanceStatus, Overview

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from outboxio.cli.answer import Exit, line, say, say_json
-from outboxio.cli.asking import ask
-from outboxio.cli.commands.manner import Manner
+from outboxio.cli.answer import Exit, ask, line, moment, say, say_json
+from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
-from outboxio.cli.shown import moment
 from outboxio.operations.admin import Admin
 from outboxio.outbox import Outbox
 

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from uuid import UUID
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, json_of, line, say, say_aside, say_json
+from outboxio.cli.answer import (
+    Exit,
+    ago,
+    json_of,
+    last_error,
+    line,
+    moment,
+    say,
+    say_aside,
+    say_json,
+    say_lines,
+    shortened,
+    state_of,
+)
 from outboxio.cli.choice import Choice, words_of
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.inside import admin_of
-from outboxio.cli.pasting import command
-from outboxio.cli.shown import ago, last_error, moment, say_lines, shortened, state_of
+from outboxio.cli.inside import admin_of, now_of
+from outboxio.cli.options import pasted
 from outboxio.cli.target import TargetError
-from outboxio.model.operating.groups import Group
+from outboxio.model.notification import NotificationRecord
+from outboxio.model.operating.groups import Filter, Group
 from outboxio.model.operating.operation import Page
 from outboxio.model.operating.stored import StoredEvent
 from outboxio.operations.declared import counted
@@ -103,7 +121,7 @@ async def dead(outbox: Outbox, choice: Choice, by: str, *, as_json: bool) -> Exi
 
 def retry_command(group: Group) -> str:
     """The command that retries the notifications of a group."""
-    return command("retry", *words_of(group.filter))
+    return pasted("retry", *words_of(group.filter))
 
 
 async def export(outbox: Outbox, choice: Choice, file: Path | None, *, as_json: bool) -> Exit:
@@ -155,3 +173,87 @@ def _by_handler(groups: Sequence[Group]) -> Sequence[Group]:
             filter=msgspec.structs.replace(group.filter, error=None) if kinds[name] > 1 else group.filter,
         )
     return sorted(added.values(), key=lambda group: -group.number)
+
+
+# --- ``outboxio tail``: notifications as they change ----------------------------------------------
+
+
+FIRST = 200
+"""The notifications of the first look, unless a date says since when."""
+_AT_ONCE = 500  # notifications that a query reads
+_OVERLAP = timedelta(seconds=10)  # a change is seen this much later than its date: clocks differ, and commits take time
+_SHARE_OF_LOOKS = 4  # between two looks the command waits for at least 4 times the duration of a look
+
+
+class Looks(Struct, frozen=True):
+    """How often to look."""
+
+    follow: bool
+    every: float
+    """Seconds between two looks."""
+
+
+async def tail(outbox: Outbox, choice: Choice, looks: Looks, *, as_json: bool) -> Exit:
+    """Print notifications as they change, the oldest change first; with ``follow``, until a signal or ``--until``."""
+    wanted = choice.filter()
+    changes = Changes(outbox, wanted)
+    began = time.monotonic()
+    rows = await changes.first()
+    while True:
+        for record in rows:
+            _tell(record, as_json=as_json)
+        if not looks.follow or (wanted.until is not None and changes.since >= wanted.until):
+            return Exit.FINE
+        await asyncio.sleep(max(looks.every, _SHARE_OF_LOOKS * (time.monotonic() - began)))
+        began = time.monotonic()
+        rows = await changes.next()
+
+
+class Changes:
+    """The changes of the notifications that match a filter, look by look. Each look reads on until nothing is left."""
+
+    def __init__(self, outbox: Outbox, wanted: Filter) -> None:
+        self._admin = admin_of(outbox)
+        self._outbox = outbox
+        self._wanted = wanted
+        self._seen: dict[UUID, tuple[datetime, Any]] = {}
+        self.since = datetime.min
+        """A later look asks for changes from this moment on."""
+
+    async def first(self) -> list[NotificationRecord]:
+        """The newest notifications that match, or all changes since the date of the filter; the oldest change first."""
+        begun = await now_of(self._outbox)
+        rows = await self._read(self._wanted, None if self._wanted.since is not None else FIRST)
+        return self._fresh(rows, begun)
+
+    async def next(self) -> list[NotificationRecord]:
+        """The changes since the last look, the oldest first. Of several changes of a notification, the last."""
+        begun = await now_of(self._outbox)
+        return self._fresh(await self._read(replace(self._wanted, since=self.since), None), begun)
+
+    async def _read(self, filter: Filter, most: int | None) -> list[NotificationRecord]:
+        rows: list[NotificationRecord] = []
+        after: str | None = None
+        while most is None or len(rows) < most:
+            page = await self._admin.list(filter, _AT_ONCE if most is None else most - len(rows), after)
+            rows += page
+            if page.next is None:
+                break
+            after = page.next
+        return rows
+
+    def _fresh(self, rows: list[NotificationRecord], begun: datetime) -> list[NotificationRecord]:
+        """The rows that were not seen in their present state. ``begun``: when the look began."""
+        fresh = {row.id: row for row in rows if self._seen.get(row.id) != (row.updated_date, row.state)}
+        self._seen |= {row.id: (row.updated_date, row.state) for row in fresh.values()}
+        self.since = max(begun - _OVERLAP, self._wanted.since or datetime.min)
+        self._seen = {id: seen for id, seen in self._seen.items() if seen[0] >= self.since}
+        return sorted(fresh.values(), key=lambda row: row.updated_date)
+
+
+def _tell(record: NotificationRecord, *, as_json: bool) -> None:
+    if as_json:
+        say_lines([record])
+        return
+    told = f"  {record.handler_name}  {record.event_type} {record.event_id}  {shortened(last_error(record))}"
+    say(line(moment(record.updated_date), "  ").append(state_of(f"{record.state:<9}")).append(line(told.rstrip())))

@@ -1,12 +1,15 @@
-"""``outboxio worker``: runs the handlers of an application in a separate process."""
+"""SIGINT and SIGTERM for commands that go on until a signal comes."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from msgspec import Struct
@@ -14,7 +17,6 @@ from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit
-from outboxio.cli.commands.signals import signalled
 from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
 from outboxio.handlers.handler import Handler
@@ -25,6 +27,33 @@ from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
 from outboxio.storage.protocols import slots_of
 from outboxio.support.duration import format_duration
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def signalled() -> Generator[asyncio.Event]:
+    """An event that the first signal sets.
+
+    The signal handler is Python's and not the event loop's, so that a second signal ends the process even while a
+    handler of the application blocks the loop: that is when people signal twice (decision 25).
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def caught(number: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        loop.call_soon_threadsafe(stop.set)
+
+    before = {number: signal.signal(number, caught) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- ``outboxio worker``: runs the handlers of an application in a separate process ---------------
 
 
 class Duties(Struct, frozen=True):

@@ -9,9 +9,8 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id, moment
-from outboxio.cli.commands import declared, emitting, orders
-from outboxio.cli.commands import manner as manners
-from outboxio.cli.commands import partitions as partitions_command
+from outboxio.cli.commands import cluster, emitting
+from outboxio.cli.commands import operations as commands
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 from outboxio.operations.declared import DECLARED
@@ -59,8 +58,8 @@ class Manner(Options, frozen=True):
         typer.Option(metavar="TEXT", help="Why: kept in the record of the order.", show_default=False),
     ] = None
 
-    def with_json(self, common: Common) -> manners.Manner:
-        return manners.Manner(self.yes, self.dry_run, self.reason, common.json)
+    def with_json(self, common: Common) -> commands.Manner:
+        return commands.Manner(self.yes, self.dry_run, self.reason, common.json)
 
 
 class Bulk(Options, frozen=True):
@@ -85,9 +84,9 @@ def skip(common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: Ids 
 def _change(kind: str, common: Common, choice: Choice, bulk: Bulk, manner: Manner, words: list[str] | None) -> None:
     async def work() -> Exit:
         named = common.of_namespace(words, most=10_000)
-        given = orders.Given([given_id(word) for word in named.words], choice, bulk.all, bulk.background)
+        given = commands.Given([given_id(word) for word in named.words], choice, bulk.all, bulk.background)
         async with opened(named) as outbox:
-            return await orders.change(outbox, kind, given, manner.with_json(common))
+            return await commands.change(outbox, kind, given, manner.with_json(common))
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -191,7 +190,7 @@ def _run(
         if kind == "stop":
             values["id"] = given_id(given[0])
         values |= {name: moment(text, f"--{name}") for name, text in (times or {}).items() if text is not None}
-        return declared.run(outbox, kind, values, manner.with_json(common))
+        return commands.run(outbox, kind, values, manner.with_json(common))
 
     _order(common, words, needed, order)
 
@@ -235,8 +234,8 @@ def partitions(
 
     async def work() -> Exit:
         found = common.of_namespace(words, most=2)
-        request = partitions_command.request_of(found.words)
+        request = cluster.request_of(found.words)
         async with opened(found) as outbox:
-            return await partitions_command.partitions(outbox, request, manner.with_json(common))
+            return await cluster.partitions(outbox, request, manner.with_json(common))
 
     answer(work, as_json=common.json, verbose=common.verbose)

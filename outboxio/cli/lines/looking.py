@@ -10,14 +10,13 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id
-from outboxio.cli.commands import cluster, glance, notifications, showing, tailing
+from outboxio.cli.commands import cluster, glance, notifications, rows
 from outboxio.cli.commands import describe as describe_command
-from outboxio.cli.commands import health as health_command
 from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
 from outboxio.cli.commands.notifications import Paging
 from outboxio.cli.lines.changing import Manner
-from outboxio.cli.lines.numbers import seconds, whole
+from outboxio.cli.lines.tables import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 
@@ -146,14 +145,14 @@ def health(common: Common, probe: Probe, target: Target = None) -> None:
     """
 
     async def work() -> Exit:
-        question = health_command.question_of(
+        question = status_command.question_of(
             live=probe.live, ready=probe.ready, max_age=probe.max_age, timeout=probe.timeout, port=probe.port
         )
         if probe.port is not None:
-            health_command.refuse_target(target, common.database)
-            return await health_command.ask_worker(probe.host, probe.port, question, as_json=common.json)
+            status_command.refuse_target(target, common.database)
+            return await status_command.ask_worker(probe.host, probe.port, question, as_json=common.json)
         async with opened(common.of_namespace(target)) as outbox:
-            return await health_command.ask_database(outbox, question, as_json=common.json)
+            return await status_command.ask_database(outbox, question, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -212,7 +211,7 @@ def show(
             raise TargetError("show needs the id of an event or of a notification")
         id = given_id(named.words[0])
         async with opened(named) as outbox:
-            return await showing.show(outbox, id, showing.Parts(tree, payload), as_json=common.json)
+            return await rows.show(outbox, id, rows.Parts(tree, payload), as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -234,7 +233,7 @@ def tail(
     The first look shows up to 200 notifications, or all that have changed since --since.
     A look of --follow reads all notifications that match but for the date; narrow a large table down with --state.
     """
-    _look(common, target, tailing.tail, choice, tailing.Looks(follow, every))
+    _look(common, target, notifications.tail, choice, notifications.Looks(follow, every))
 
 
 def keys(common: Common, target: Target = None) -> None:

@@ -10,9 +10,9 @@ import typer
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.commands import dashboard as dashboard_command
 from outboxio.cli.commands import worker as worker_command
-from outboxio.cli.commands.completion import Shell, print_script
-from outboxio.cli.commands.demo import demo as tell_demo
-from outboxio.cli.lines.numbers import whole
+from outboxio.cli.commands.dashboard import Shell, print_script
+from outboxio.cli.commands.dashboard import demo as tell_demo
+from outboxio.cli.lines.tables import whole
 from outboxio.cli.logs import LogFormat, Teller, set_up
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, configured, named, opened

@@ -1,4 +1,4 @@
-"""``outboxio retry`` and ``outboxio skip``."""
+"""How an order is given, and its answer in words."""
 
 from __future__ import annotations
 
@@ -6,16 +6,75 @@ from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
-from outboxio.cli.answer import Exit, line, say, say_error, say_json
-from outboxio.cli.asking import ask, progress
+from outboxio.cli.answer import Exit, ask, line, progress, say, say_error, say_json
 from outboxio.cli.choice import Choice
-from outboxio.cli.commands.manner import Manner
-from outboxio.cli.inside import admin_of
+from outboxio.cli.inside import admin_of, refuse_unknown_handler
 from outboxio.cli.target import TargetError
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.operations.declared import DECLARED, Values
 from outboxio.outbox import Outbox
+
+
+class Manner(Struct, frozen=True):
+    """How an order is given."""
+
+    yes: bool = False
+    dry_run: bool = False
+    reason: str | None = None
+    as_json: bool = False
+
+    def said(self, text: str, code: Exit = Exit.FINE) -> Exit:
+        """Print the answer to an order; the exit code."""
+        if self.as_json:
+            say_json({"ok": code is Exit.FINE, "message": text} | ({"dry_run": True} if self.dry_run else {}))
+        else:
+            say(line(_mark(code is Exit.FINE), f"  {'dry run: ' * self.dry_run}{text}"))
+        return code
+
+
+def _mark(is_fine: bool) -> tuple[str, str]:
+    return ("ok", "green") if is_fine else ("..", "yellow")
+
+
+# --- The commands of declared operations: ``outboxio pause``, ``resume``, ``replay``, -------------
+
+
+_AMONG_ROWS = ("resume", "replay")  # operations on handlers of which only finished notifications are left
+
+
+async def run(outbox: Outbox, kind: str, values: Values, manner: Manner) -> Exit:
+    """Run a declared operation, after a question if it cannot be undone."""
+    declared, admin = DECLARED[kind], admin_of(outbox)
+    if (handler := values.get("handler")) is not None:
+        types = values.get("types") or ()
+        await refuse_unknown_handler(outbox, handler, types=types, among_rows=kind in _AMONG_ROWS)
+    asks, does = declared.asks == "always", declared.text(declared.does, admin, values)
+    if asks or manner.dry_run:
+        preview = await declared.preview(admin, values)
+        if preview.nothing is not None:
+            return manner.said(preview.nothing, Exit.FINE if kind == "pause" else Exit.NO)
+        effect = " ".join(preview.effect)
+        if manner.dry_run:
+            return manner.said(f"would {does}. {effect}".rstrip())
+        typed = declared.typed and declared.text(declared.typed, admin, values)
+        if not ask(f"{does}? {effect}", yes=manner.yes, typed=typed):
+            return Exit.NO
+    result = await declared.run(admin, values, manner.reason)
+    code = Exit.NO if result is False or result == 0 else Exit.FINE
+    if manner.as_json and isinstance(result, Struct):
+        say_json(asdict(result))
+        return code
+    if manner.as_json and type(result) is int:
+        say_json({"number": result})
+        return code
+    return manner.said(declared.result(result, admin, values), code)
+
+
+# --- ``outboxio retry`` and ``outboxio skip`` -----------------------------------------------------
+
 
 MOST_WITHOUT_ALL = 10_000  # notifications that an order changes without --all
 
