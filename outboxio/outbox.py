@@ -297,9 +297,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
     def admin(self) -> Admin:
         """The questions and operations of an operator."""
         from outboxio.operations.admin import Admin
-        from outboxio.operations.admin_base import AdminSetup
-        from outboxio.operations.admin_shards import Ends
-        from outboxio.operations.ordering.recorder import By
+        from outboxio.operations.base import AdminSetup
+        from outboxio.operations.recorder import By, Ends
 
         shards = list(self._shards.values())
         return Admin(AdminSetup(

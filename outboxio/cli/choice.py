@@ -12,7 +12,7 @@ from outboxio.cli.options import Options
 from outboxio.cli.target import TargetError
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.queries.filters import EXPECTED_MOMENT, parse_moment
 from outboxio.support.text import briefly
 
 

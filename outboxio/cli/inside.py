@@ -13,8 +13,8 @@ from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
 from outboxio.model.operating.stored import StoredEvent
 from outboxio.operations.admin import Admin
-from outboxio.operations.asking.events import stored
-from outboxio.operations.orders import GivenTypes, given_handler
+from outboxio.operations.arguments import GivenTypes, given_handler
+from outboxio.operations.queries.events import stored
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outboxio.errors import ConfigurationError
-from outboxio.operations.orders import given_name
+from outboxio.operations.arguments import given_name
 from outboxio.support.text import briefly
 
 RIGHTS = (

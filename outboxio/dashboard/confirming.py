@@ -11,7 +11,7 @@ from outboxio.dashboard.asked import Asked, checked_back
 from outboxio.dashboard.filters import Fields
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.operation import Operation
-from outboxio.operations.ordering.recorder import LONGEST_TEXT
+from outboxio.operations.recorder import LONGEST_TEXT
 
 SURE = "sure"
 """The hidden field of the second step."""

@@ -13,8 +13,7 @@ from outboxio.dashboard.view import Refused
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.asking.filters import given_filter
-from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.queries.filters import EXPECTED_MOMENT, given_filter, parse_moment
 from outboxio.support.text import briefly, instead_of
 
 MOST_FIELDS = 2_000

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from outboxio.operations.asking.actions import ActionQuestions
-from outboxio.operations.asking.events import EventQuestions
-from outboxio.operations.asking.history import HistoryQuestions
-from outboxio.operations.asking.questions import Questions
-from outboxio.operations.asking.recorded import OperationQuestions
-from outboxio.operations.job_orders import JobOrders
-from outboxio.operations.ordering.handler_orders import HandlerOrders
-from outboxio.operations.ordering.notification_orders import NotificationOrders
-from outboxio.operations.ordering.recorder import By
-from outboxio.operations.orders import given_name
+from outboxio.operations.arguments import given_name
+from outboxio.operations.handlers import HandlerOrders
+from outboxio.operations.jobs import JobOrders
+from outboxio.operations.notifications import NotificationOrders
 from outboxio.operations.overview.questions import OverviewQuestions
 from outboxio.operations.partitions.orders import PartitionOrders
+from outboxio.operations.queries.actions import ActionQuestions, OperationQuestions
+from outboxio.operations.queries.events import EventQuestions
+from outboxio.operations.queries.history import HistoryQuestions
+from outboxio.operations.queries.notifications import Questions
+from outboxio.operations.recorder import By
 
 
 class Admin(

@@ -13,9 +13,9 @@ from outboxio.fanout.fanout import Fanout
 from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule
 from outboxio.loops.signals import Signals
-from outboxio.operations.housekeeping import Housekeeping
-from outboxio.operations.ordering.takeover import LOOK_DELAY, Takeover
 from outboxio.operations.reporting.figures import FIGURES_DELAY
+from outboxio.operations.retention import Housekeeping
+from outboxio.operations.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.reporting.run_reporting import RunReporting

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from outboxio.inbox.inline import InlineRunner
     from outboxio.jobs.runner import JobSetup
     from outboxio.jobs.scheduler import JobScheduler
-    from outboxio.operations.admin_shards import AdminShard
-    from outboxio.operations.ordering.takeover import Takeover
-    from outboxio.operations.reporting.minutes import MinuteKeeper
+    from outboxio.operations.recorder import AdminShard
+    from outboxio.operations.reporting.reporter import MinuteKeeper
+    from outboxio.operations.takeover import Takeover
     from outboxio.runtime.shard_run import ShardRun
 
 # The subjects of wake-ups between processes.
@@ -75,7 +75,7 @@ class ShardRuntime:
     @cached_property
     def minutes(self) -> MinuteKeeper:
         """The runs of each minute, for the table."""
-        from outboxio.operations.reporting.minutes import MinuteKeeper
+        from outboxio.operations.reporting.reporter import MinuteKeeper
 
         return MinuteKeeper(self.statistics)
 
@@ -138,7 +138,7 @@ class ShardRuntime:
     @property
     def for_operators(self) -> AdminShard:
         """This shard, as ``outbox.admin`` reaches the shard."""
-        from outboxio.operations.admin_shards import AdminShard
+        from outboxio.operations.recorder import AdminShard
 
         return AdminShard(
             self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
@@ -216,7 +216,7 @@ class ShardRuntime:
 
     def takeover(self, fans_out: Callable[[], bool]) -> Takeover:
         """The part of a shard run that carries out the operations that wait for a process."""
-        from outboxio.operations.ordering.takeover import Takeover
+        from outboxio.operations.takeover import Takeover
 
         environment = self.environment
         return Takeover(

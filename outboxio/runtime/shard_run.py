@@ -21,7 +21,7 @@ from outboxio.loops.signals import Signals
 from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
-from outboxio.operations.housekeeping import Housekeeping
+from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.reporting.run_reporting import RunReporting

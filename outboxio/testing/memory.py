@@ -16,7 +16,7 @@ from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
 from outboxio.handlers.wiring import Around
 from outboxio.invocation.failures import joined, listening
 from outboxio.model.event import type_names
-from outboxio.operations.orders import given_moment
+from outboxio.operations.arguments import given_moment
 from outboxio.outbox import Drained, Outbox
 from outboxio.payloads.classes import AnyEvent, decoder_of
 from outboxio.payloads.fields import field_names

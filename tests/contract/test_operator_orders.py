@@ -26,7 +26,7 @@ from outboxio import (
     WaitsForItself,
 )
 from outboxio.model.operating.groups import Search
-from outboxio.operations.ordering import bulk
+from outboxio.operations import notifications
 from outboxio.storage.protocols import BulkOrder
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
@@ -40,7 +40,7 @@ PIECE = 5
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "PIECE", PIECE)
+    monkeypatch.setattr(notifications, "PIECE", PIECE)
 
 
 class Refusal(Exception):

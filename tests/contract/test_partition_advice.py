@@ -10,9 +10,8 @@ import pytest
 from outboxio import Outbox
 from outboxio.cli.commands import schema
 from outboxio.model.lock_name import Slot
-from outboxio.operations.partitions import unowned
-from outboxio.operations.partitions.advice import advice_on_partitions
-from outboxio.operations.partitions.unowned import UnownedWatch
+from outboxio.operations.partitions import upkeep
+from outboxio.operations.partitions.upkeep import UnownedWatch, advice_on_partitions
 from outboxio.testing import MovableClock
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.inside import clock_of, database_of, handlers_of
@@ -38,7 +37,7 @@ def alarms(caplog: pytest.LogCaptureFixture) -> list[tuple[object, object]]:
 async def test_a_partition_without_an_owner_is_an_alarm_only_if_rows_are_due_there(
     outbox: Outbox, look: Look, clock: MovableClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unowned, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(upkeep, "ASK_AGAIN", 0.0)
     store, watch = Store(outbox, look), watch_of(outbox)
     await store.subscribe("score")
     slots = [Slot("score", 0), Slot("rating", 0)]
@@ -57,8 +56,8 @@ async def test_a_partition_without_an_owner_is_an_alarm_only_if_rows_are_due_the
 async def test_the_alarm_is_repeated_for_a_partition_that_had_an_owner_meanwhile(
     outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unowned, "ASK_AGAIN", 0.0)
-    monkeypatch.setattr(unowned, "FORGET_AFTER", 0.0)  # every slot had an owner since the last call
+    monkeypatch.setattr(upkeep, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(upkeep, "REPORT_AFTER", 0.0)  # every slot had an owner since the last call
     store, watch = Store(outbox, look), watch_of(outbox)
     await store.subscribe("score")
     await store.insert_notifications("a")

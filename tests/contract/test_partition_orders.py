@@ -17,8 +17,8 @@ from outboxio.cli.commands.status import status
 from outboxio.cli.commands.worker import _names_with_due_rows
 from outboxio.handlers.subscription import OLDER_FOR
 from outboxio.model.lock_name import LockName
-from outboxio.operations.housekeeping import Housekeeping
 from outboxio.operations.partitions.owners import in_ranges
+from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.sharing.membership import Membership

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from outboxio import ConfigurationError, Filter, Outbox
 from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State
 from outboxio.model.operating.groups import Place, Search
-from outboxio.operations.asking.cursor import Cursor
+from outboxio.operations.queries.filters import Cursor
 from outboxio.storage.protocols.operating import Counted, SearchRepository
 from outboxio.storage.searching.reading import Bounds
 from outboxio.storage.searching.walker import MOST_EVENTS

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from outboxio import Filter, Operation, Outbox
-from outboxio.operations.ordering import bulk
+from outboxio.operations import notifications
 
 
 def report(what: str, **details: Any) -> None:
@@ -21,7 +21,7 @@ def piece(operation: Operation) -> None:
 
 
 async def main(told: dict[str, Any]) -> None:
-    bulk.PIECE = told["piece"]
+    notifications.PIECE = told["piece"]
     async with Outbox(told["database"], namespace="app") as outbox:
         operation = await outbox.admin.retry(
             Filter(states=("DEAD",)), progress=piece, actor="ada", reason="the mail server is back"

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from outboxio import Operation, OperationState, Outbox
-from outboxio.operations.ordering import bulk, takeover
+from outboxio.operations import notifications, takeover
 from outboxio.support.clock import utc_now
 from tests.flow.conftest import StartWorker
 from tests.kit.app import Look, eventually, opened
@@ -40,7 +40,7 @@ async def test_an_order_goes_on_after_kill_9_and_retries_nothing_twice(
 ) -> None:
     monkeypatch.setattr(takeover, "SILENCE", timedelta(seconds=1))
     monkeypatch.setattr("outboxio.runtime.run_loops.LOOK_DELAY", 0.2)
-    monkeypatch.setattr(bulk, "PIECE", PIECE)
+    monkeypatch.setattr(notifications, "PIECE", PIECE)
     look = Look(database_url)
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         store = Store(outbox, look)

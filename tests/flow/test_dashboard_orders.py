@@ -18,7 +18,7 @@ import pytest
 from outboxio import EventEnvelope, Filter, Operation, OperationState, Outbox, RetryPolicy
 from outboxio.dashboard import Access, Dashboard
 from outboxio.dashboard.pages import bulk_operations
-from outboxio.operations.ordering import bulk
+from outboxio.operations import notifications
 from outboxio.support.clock import utc_now
 from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.dashboards import browser, send_form
@@ -184,7 +184,7 @@ async def test_skipping_all_that_match_asks_for_the_number(tmp_path: Path) -> No
 async def test_a_bulk_retry_of_5000_shows_its_progress_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "PIECE", 250)
+    monkeypatch.setattr(notifications, "PIECE", 250)
     async with desk(tmp_path) as at:
         await at.dead(5_000)
         async with at.outbox.running():

@@ -10,7 +10,7 @@ from uuid import UUID
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Place, Search
-from outboxio.operations.asking.questions import MOST_COUNTED, MOST_GROUPED
+from outboxio.operations.queries.notifications import MOST_COUNTED, MOST_GROUPED
 from outboxio.storage.protocols import BulkOrder
 from tests.kit.watched import BEGINNING, HANDLERS, NOW, OPERATION, ORDERED, PARTITIONS, SHARED
 

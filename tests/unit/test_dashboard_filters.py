@@ -20,7 +20,7 @@ from outboxio.dashboard.filters import (
     query_of,
     refuse_unknown_words,
 )
-from outboxio.operations.asking.moments import parse_moment
+from outboxio.operations.queries.filters import parse_moment
 
 NOW = datetime(2030, 1, 2, 12)
 

@@ -12,9 +12,8 @@ import pytest
 from outboxio import BoundedCount, ConfigurationError, Event, Filter, Page, State
 from outboxio.model.operating import groups
 from outboxio.model.operating.groups import Groups, Place, fingerprint
-from outboxio.operations.asking.cursor import Cursor, cursor_of
-from outboxio.operations.asking.filters import TO_RETRY, chosen_filter, frozen, given_filter
-from outboxio.operations.asking.grouping import grouped
+from outboxio.operations.queries.filters import TO_RETRY, Cursor, chosen_filter, cursor_of, frozen, given_filter
+from outboxio.operations.queries.notifications import grouped
 from outboxio.storage.protocols import LastError
 from outboxio.storage.searching.patterns import longest_word
 

@@ -18,7 +18,7 @@ from outboxio.cli.inside import admin_of, clock_of, databases
 from outboxio.cli.options import pasted
 from outboxio.cli.target import TargetError
 from outboxio.model.lock_name import Slot
-from outboxio.operations.orders import given_partitions
+from outboxio.operations.arguments import given_partitions
 from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
 from outboxio.outbox import Outbox
 from outboxio.support.text import briefly

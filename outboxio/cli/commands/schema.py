@@ -13,7 +13,7 @@ from rich.text import Text
 from outboxio.cli.answer import Exit, exit_code, in_words, indented, line, say, say_json
 from outboxio.cli.inside import databases, handlers
 from outboxio.errors import OutboxError, RightsMissing, SchemaMissing
-from outboxio.operations.partitions.advice import advice_on_partitions
+from outboxio.operations.partitions.upkeep import advice_on_partitions
 from outboxio.outbox import Outbox
 from outboxio.storage.protocols import Database
 from outboxio.storage.schema import sql_files, sql_folder

@@ -34,8 +34,8 @@ from outboxio.dashboard.filters import (
 from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation
-from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP, frozen
-from outboxio.operations.orders import given_ids
+from outboxio.operations.arguments import given_ids
+from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, frozen
 
 LONGEST_COUNT = 5.0  # seconds
 MOST_AT_ONCE = 1_000

@@ -10,8 +10,8 @@ from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.confirming import Confirmation, Input, WrongValue, after, back_of, carried_out, given, reason_of
 from outboxio.dashboard.filters import Fields
 from outboxio.dashboard.view import Done, Order, Refused, View
-from outboxio.operations.asking.moments import EXPECTED_MOMENT, parse_moment
 from outboxio.operations.declared import DECLARED, Declared
+from outboxio.operations.queries.filters import EXPECTED_MOMENT, parse_moment
 
 _LABELS = {"since": "Events emitted since (UTC)", "until": "and before (UTC)"}
 _HINTS = {"since": "2h, 3d, 2026-01-31T02:41", "until": "now"}

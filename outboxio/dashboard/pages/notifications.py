@@ -28,7 +28,7 @@ from outboxio.dashboard.view import Refused, View
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter, Group
 from outboxio.model.operating.operation import BoundedCount
-from outboxio.operations.asking.filters import TO_RETRY, TO_SKIP
+from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP
 
 
 class Links(Struct, frozen=True):

@@ -16,7 +16,7 @@ from outboxio.dashboard.view import Refused, View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.operations.asking.filters import given_filter
+from outboxio.operations.queries.filters import given_filter
 from outboxio.support.codec import is_list, is_object
 
 HIDDEN = "(hidden)"

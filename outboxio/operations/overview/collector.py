@@ -20,13 +20,13 @@ from outboxio.model.notification import State
 from outboxio.model.operating.groups import Search
 from outboxio.model.operating.operation import OperationState
 from outboxio.model.redaction import Redact, redacted_error
-from outboxio.operations.admin_shards import AdminShard
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, InstanceFacts, LockFacts, ShardFacts
 from outboxio.operations.overview.readings import KnownHandlers, Readings, alert_ages, instance_facts, lock_facts
 from outboxio.operations.overview.rules import FAILING_RUNS, FAILING_SHARE, failures
 from outboxio.operations.overview.values import MOST
 from outboxio.operations.overview.wording import brief
 from outboxio.operations.partitions.owners import counts_of
+from outboxio.operations.recorder import AdminShard
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Announced
 from outboxio.support import machine

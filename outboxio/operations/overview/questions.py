@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 
 from outboxio.model.lock_name import LockName
-from outboxio.operations.admin_base import AdminBase, AdminSetup
-from outboxio.operations.ordering.recorder import By
-from outboxio.operations.orders import given_handler
+from outboxio.operations.arguments import given_handler
+from outboxio.operations.base import AdminBase, AdminSetup
 from outboxio.operations.overview.collector import HOUR, MOST_KEYS, Collector
 from outboxio.operations.overview.facts import Facts
 from outboxio.operations.overview.summary import overview_of
 from outboxio.operations.overview.values import HandlerStatus, KeyStatus, LockStatus, Overview
 from outboxio.operations.partitions.owners import counts_of, locks_of
+from outboxio.operations.recorder import By
 from outboxio.support import machine
 
 FRESH = 1.0  # seconds for which an overview is used again

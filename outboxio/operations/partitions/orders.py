@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.handler import Handler
 from outboxio.handlers.subscription import OLDER_FOR
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.admin_shards import AdminShard
-from outboxio.operations.ordering.recorder import Order
-from outboxio.operations.orders import given_handler, given_partitions
+from outboxio.operations.arguments import given_handler, given_partitions
+from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import (
     ClusterInstance,
     HandlerPartitions,
@@ -18,6 +16,7 @@ from outboxio.operations.partitions.owners import (
     find_instances,
     find_partitions,
 )
+from outboxio.operations.recorder import AdminShard, Order
 from outboxio.storage.protocols import Database
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.log import log_of

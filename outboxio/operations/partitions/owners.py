@@ -14,8 +14,9 @@ from datetime import datetime
 from msgspec import Struct
 
 from outboxio.model.lock_name import LockName
-from outboxio.operations.partitions.upkeep import EVER
 from outboxio.storage.protocols import Database, Holder, PartitionCount, active_partitions, slots_of
+
+EVER = datetime(2000, 1, 1)
 
 
 class PartitionOwner(Struct, frozen=True, kw_only=True):

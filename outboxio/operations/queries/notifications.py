@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from uuid import UUID
+
+from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import NotificationRecord, State
-from outboxio.model.operating.groups import Filter, Group, Groups, Place, Search
+from outboxio.model.operating.groups import Filter, Group, Groups, Place, Search, fingerprint
 from outboxio.model.operating.operation import BoundedCount, Page
-from outboxio.model.redaction import redacted_record
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.asking.cursor import Cursor, cursor_of, no_cursor
-from outboxio.operations.asking.filters import FAILURES, chosen_filter, given_filter, search_of
-from outboxio.operations.asking.grouping import grouped
-from outboxio.operations.asking.merging import merged
-from outboxio.operations.orders import GivenTypes, given_id, given_limit
-from outboxio.operations.stranded import Stranded, find_stranded
-from outboxio.operations.unroutable import count_unroutable
+from outboxio.model.redaction import Redact, redacted_record
+from outboxio.operations.arguments import GivenTypes, given_id, given_limit
+from outboxio.operations.base import AdminBase
+from outboxio.operations.queries.filters import (
+    FAILURES,
+    Cursor,
+    chosen_filter,
+    cursor_of,
+    given_filter,
+    merged,
+    no_cursor,
+    search_of,
+)
+from outboxio.operations.stranded import Stranded, count_unroutable, find_stranded
 from outboxio.storage.protocols import Database, FoundRows, LastError
 from outboxio.storage.searching.walks import is_place
 from outboxio.support.text import briefly
@@ -298,3 +305,41 @@ def _as_id(after: object) -> UUID | None:
         return UUID(after)
     except ValueError:
         return None
+
+
+# --- groups of failures: equal handler and equal fingerprint --------------------------------------
+
+
+def grouped(errors: Mapping[str, Sequence[LastError]], filter: Filter, redact: Redact) -> list[Group]:
+    """The groups of the last errors of notifications, the largest first.
+
+    ``errors``: by shard. ``filter``: the filter that selected the notifications.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, LastError]]] = {}
+    shown: dict[str, str] = {}  # by fingerprint: ``redact`` may be slow
+    for shard, found in errors.items():
+        for error in found:
+            told = fingerprint(error.type, error.message)
+            if told not in shown:
+                # If ``redact`` changes the fingerprint, the message is not shown, and only the type counts.
+                shown[told] = told if redact(told) == told else f"{error.type}: *"
+            groups.setdefault((error.handler_name, shown[told]), []).append((shard, error))
+    made = [_group(name, shown, members, filter, redact) for (name, shown), members in groups.items()]
+    return sorted(made, key=lambda group: (-group.number, group.handler_name, group.fingerprint))
+
+
+def _group(name: str, shown: str, members: Sequence[tuple[str, LastError]], filter: Filter, redact: Redact) -> Group:
+    newest = max((error for _, error in members), key=lambda error: error.updated_date)
+    shards = sorted({shard for shard, _ in members})
+    return Group(
+        handler_name=name,
+        fingerprint=shown,
+        number=len(members),
+        first_seen=min(error.updated_date for _, error in members),
+        last_seen=newest.updated_date,
+        sample=redact(f"{newest.type}: {newest.message}"),
+        notification_id=newest.id,
+        event_id=newest.event_id,
+        filter=replace(filter, handler=name, error=shown),
+        shard=", ".join(shards),
+    )

@@ -13,10 +13,9 @@ from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Page
 from outboxio.model.operating.stored import EventTree, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact, redacted_document, redacted_text
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.asking.cursor import Cursor, cursor_of
-from outboxio.operations.asking.filters import given_filter, search_of
-from outboxio.operations.orders import given_id, given_ids, given_limit
+from outboxio.operations.arguments import given_id, given_ids, given_limit
+from outboxio.operations.base import AdminBase
+from outboxio.operations.queries.filters import Cursor, cursor_of, given_filter, search_of
 from outboxio.storage.protocols import Database, EventSummary, FoundEvents
 
 MOST_NODES = 200

@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.groups import HandlerHistory, HistoryPoint
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.orders import given_handler
+from outboxio.operations.arguments import given_handler
+from outboxio.operations.base import AdminBase
 from outboxio.statistics.figures import DURATIONS, LAGS, percentile
 from outboxio.storage.protocols import HandlerMinute
 from outboxio.support.text import briefly

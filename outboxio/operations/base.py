@@ -10,9 +10,8 @@ from outboxio.errors import RightsMissing
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.model.event import EventTypes
 from outboxio.model.redaction import Redact
-from outboxio.operations.admin_shards import AdminShard, AdminShards, Ends
-from outboxio.operations.known_names import Known
-from outboxio.operations.ordering.recorder import By, Recorder
+from outboxio.operations.arguments import Known
+from outboxio.operations.recorder import AdminShard, AdminShards, By, Ends, Recorder
 from outboxio.settings import Settings
 from outboxio.support.ids import ProcessName
 

@@ -1,20 +1,25 @@
-"""The filter of an operator, checked before any database is asked, and as a database understands the filter."""
+"""Moments in human spelling: a date, or how long ago. Pure functions."""
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any, cast
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from hashlib import sha256
+from typing import Any, Generic, TypeVar, cast
 from uuid import UUID
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.errors import ConfigurationError
+from outboxio.errors import ConfigurationError, SettingsError
 from outboxio.model.event import EventTypes, is_event_class, type_name, type_names
-from outboxio.model.notification import State
+from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Filter, Search
-from outboxio.operations.known_names import Known
-from outboxio.operations.orders import (
+from outboxio.operations.arguments import (
+    Known,
     given_handler,
     given_key,
     given_moment,
@@ -25,7 +30,73 @@ from outboxio.operations.orders import (
     given_type,
 )
 from outboxio.storage.protocols import Database
+from outboxio.support.clock import naive_utc, utc_now
+from outboxio.support.duration import parse_duration
 from outboxio.support.text import briefly
+
+EXPECTED_MOMENT = "a date (2026-01-31, 2026-01-31T02:41), or how long ago (90s, 2h, 3d)"
+
+#: A positive offset from UTC whose ``+`` a URL has turned into a space.
+_LOST_PLUS = re.compile(r"(?<=\d) (?=\d\d:?\d\d$)")
+
+
+def parse_moment(text: str, *, now: datetime | None = None) -> datetime | None:
+    """The moment that a text spells, as naive UTC; ``None`` for a text without a meaning.
+
+    A date without an offset is in UTC. A duration means so long before ``now``, naive UTC; the word ``ago`` may follow.
+    A moment before the first year is the first moment of the calendar.
+
+    Example::
+
+        parse_moment("2026-01-31T02:41+01:00") == datetime(2026, 1, 31, 1, 41)
+        parse_moment("2h ago", now=datetime(2026, 1, 31, 12)) == datetime(2026, 1, 31, 10)
+    """
+    text = text.strip()
+    for spelled in (text, _LOST_PLUS.sub("+", text)):
+        try:
+            return naive_utc(datetime.fromisoformat(spelled))
+        except ValueError:
+            continue
+    ago = _duration(text.removesuffix("ago"))
+    if ago is None:
+        return None
+    end = utc_now() if now is None else now
+    return end - min(ago, end - datetime.min)
+
+
+def _duration(text: str) -> timedelta | None:
+    try:
+        return parse_duration(text)
+    except SettingsError:
+        return None
+
+
+# --- a list over several shards -------------------------------------------------------------------
+
+
+def merged(lists: Sequence[Sequence[NotificationRecord]], limit: int) -> list[NotificationRecord]:
+    """The first ``limit`` records of several lists. Each list keeps its order; between lists, the last change decides.
+
+    Example::
+
+        merged([[a, c], [b]], 2)  # [a, b], if b has changed after c
+    """
+    if len(lists) == 1:
+        return list(lists[0][:limit])
+    taken, chosen = [0] * len(lists), list[NotificationRecord]()
+    while len(chosen) < limit:
+        heads = [(rows[at].updated_date, -number) for number, (rows, at) in enumerate(zip(lists, taken, strict=True))
+                 if at < len(rows)]  # fmt: skip
+        if not heads:
+            break
+        number = -max(heads)[1]
+        chosen.append(lists[number][taken[number]])
+        taken[number] += 1
+    return chosen
+
+
+# --- The filter of an operator, checked before any database is asked, and as a databa -------------
+
 
 LONGEST_ERROR = 1000  # characters
 
@@ -145,3 +216,63 @@ def _error(given: object) -> str:
     for part in given.split("*"):
         given_stored(part[:255], "error")
     return given
+
+
+# --- the text with which a list goes on: the place that was reached on each shard -----------------
+
+
+P = TypeVar("P")
+
+
+class _Written(Struct, frozen=True, array_like=True):
+    of: str
+    places: Mapping[str, Any]
+
+
+class Cursor(Struct, Generic[P], frozen=True):
+    """The places of a list. A shard without an entry has been read to the end; ``None`` is the beginning."""
+
+    places: Mapping[str, P | None]
+
+    def text(self, filter: Filter) -> str | None:
+        """The text for a page; ``None`` if all shards were read to the end."""
+        if not self.places:
+            return None
+        written = _Written(_digest(filter), self.places)
+        return base64.urlsafe_b64encode(msgspec.json.encode(written)).decode().rstrip("=")
+
+
+def cursor_of(
+    text: str, filter: Filter, kind: type[P], is_place: Callable[[P], bool] = lambda place: True
+) -> Cursor[P]:
+    """The places in a text of :meth:`Cursor.text`. Raises :class:`ConfigurationError` for any other text.
+
+    A user may change the text. ``is_place``: False for a place that no list has, at which a database would fail.
+    """
+    try:
+        decoded = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), b"-_", validate=True)
+        written = msgspec.json.decode(decoded, type=_Written)
+        places = {
+            shard: None if place is None else msgspec.convert(place, type=kind)
+            for shard, place in written.places.items()
+        }
+        if not all(place is None or is_place(place) for place in places.values()):
+            raise ValueError(text)
+    except (ValueError, msgspec.MsgspecError):
+        raise no_cursor(text) from None
+    if written.of != _digest(filter):
+        raise ConfigurationError(
+            "after is of a list with a different filter; give the filter of that list again, or leave after out"
+        )
+    return Cursor(places)
+
+
+def no_cursor(text: object) -> ConfigurationError:
+    """The error for a text that no list has made."""
+    return ConfigurationError(
+        f"after is {briefly(text)}; expected the text in page.next, or the id of the last notification"
+    )
+
+
+def _digest(filter: Filter) -> str:
+    return sha256(msgspec.json.encode(filter)).hexdigest()[:8]

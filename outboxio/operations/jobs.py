@@ -5,8 +5,8 @@ from __future__ import annotations
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.operation import JobRow
 from outboxio.model.redaction import redacted_error
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.admin_shards import AdminShard
+from outboxio.operations.base import AdminBase
+from outboxio.operations.recorder import AdminShard
 from outboxio.storage.statement import Statement
 from outboxio.storage.tables.jobs import ORDER, PAUSE, REMOVE, UNPAUSE
 from outboxio.support.text import briefly

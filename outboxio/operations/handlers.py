@@ -10,10 +10,9 @@ from msgspec.structs import astuple
 from outboxio.errors import ConfigurationError
 from outboxio.fanout.newcomers import refuse_skipped
 from outboxio.model.notification import TERMINAL, State
-from outboxio.operations.admin_base import AdminBase
-from outboxio.operations.admin_shards import AdminShard
-from outboxio.operations.ordering.recorder import Order
-from outboxio.operations.orders import GivenTypes, given_handler, given_key, given_moment, given_states
+from outboxio.operations.arguments import GivenTypes, given_handler, given_key, given_moment, given_states
+from outboxio.operations.base import AdminBase
+from outboxio.operations.recorder import AdminShard, Order
 from outboxio.operations.retention import Removed, Retention
 from outboxio.payloads.classes import AnyEvent
 

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
-from outboxio.operations.admin_shards import AdminShard
-from outboxio.operations.ordering.bulk import BulkRun
-from outboxio.operations.ordering.recorder import log_end
+from outboxio.operations.notifications import BulkRun
+from outboxio.operations.recorder import AdminShard, log_end
 
 LOOK_DELAY = 10.0  # seconds between two looks
 SILENCE = timedelta(seconds=30)
