@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property, lru_cache
@@ -29,6 +29,7 @@ from msgspec.structs import asdict, astuple
 from outboxio.storage.syntax import Syntax
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 _DOCUMENTS = (dict, list, tuple, Mapping, Sequence, msgspec.Raw)
 
@@ -194,24 +195,40 @@ class Jumps(Query[str]):
         return syntax.jumping(text)
 
 
-class Port(Protocol):
-    """How the tables of operators are read and written: one class for each dialect."""
+class Runner(Protocol):
+    """Runs statements: a port, or an open transaction of a port."""
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         """The rows of a query."""
         ...
 
+    async def execute(self, statement: Statement, **values: Any) -> int:
+        """Run a statement, on a port as a transaction of its own; the number of changed rows."""
+        ...
+
+
+class Port(Runner, Protocol):
+    """How the tables of operators are read and written: one class for each dialect."""
+
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         """The rows of a query that is run for each of these sets of values, in one message or a few."""
         ...
 
-    async def execute(self, statement: Statement, **values: Any) -> int:
-        """Run a statement as a transaction of its own; the number of changed rows."""
+    async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
+        """Call ``work`` in a transaction, committed unless ``work`` raises. ``work`` awaits only its statements.
+
+        ``work`` may be called again, and on SQLite runs in the thread of the connection.
+        """
         ...
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
         """Run both in a transaction. Without a changed row, the query is skipped, and the result is empty."""
-        ...
+
+        async def work(transaction: Runner) -> list[R]:
+            changed = await transaction.execute(change, **values)
+            return await transaction.fetch(query, **values) if changed else []
+
+        return await self.transaction(work)
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
         """A statement and its arguments by position, for a session of the dialect."""

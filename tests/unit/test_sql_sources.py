@@ -119,7 +119,7 @@ HARMLESS = {
     "mysql/lock.py": {"MysqlClusterLock.release": PLACEHOLDERS, "_give_back": PLACEHOLDERS},
     "mysql/port.py": {
         "MysqlPort._fetch": "a constant",
-        "MysqlPort._prepared.placeholder": PLACEHOLDERS,
+        "MysqlPort.named.placeholder": PLACEHOLDERS,
         "MysqlPort.fetch_each.work": "one constant, repeated, and numbers in names of arguments",
     },
     "mysql/schema.py": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -11,7 +11,9 @@ from outboxio.storage.mysql.flavour import FLAVOURS, Server
 from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.statement import (
     Jumps,
+    Port,
     Query,
+    Runner,
     Statement,
     as_document,
     is_document,
@@ -21,11 +23,12 @@ from outboxio.storage.statement import (
 from outboxio.storage.syntax import MysqlSyntax
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 SYNTAX = {name: MysqlSyntax(name, flavour.words) for name, flavour in FLAVOURS.items()}
 
 
-class MysqlPort:
+class MysqlPort(Port):
     """The port over a loop's connection."""
 
     def __init__(self, connection: LoopConnection, server: Server) -> None:
@@ -40,7 +43,7 @@ class MysqlPort:
             found = list[tuple[Any, ...]]()
             for start in range(0, len(each), MOST_BRANCHES):
                 some = enumerate(each[start : start + MOST_BRANCHES])
-                branches = [self._prepared(query, {**values, **one}, f"{place}_") for place, one in some]
+                branches = [self.named(query, {**values, **one}, f"{place}_") for place, one in some]
                 sql = " UNION ALL ".join(f"({branch})" for branch, _ in branches)
                 found += await fetch(connection, sql, {n: v for _, own in branches for n, v in own.items()})
             return found
@@ -49,17 +52,12 @@ class MysqlPort:
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         return int(
-            await self._connection.repeated(
-                lambda connection: change_rows(connection, *self._prepared(statement, values))
-            )
+            await self._connection.repeated(lambda connection: change_rows(connection, *self.named(statement, values)))
         )
 
-    async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
-        async def work(connection: Any) -> list[Any]:
-            changed = await change_rows(connection, *self._prepared(change, values))
-            return await self._fetch(connection, query, values) if changed else []
-
-        return query.rows(await self._connection.in_transaction(work))
+    async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
+        result: T = await self._connection.in_transaction(lambda connection: work(_Transaction(self, connection)))
+        return result
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql = statement.rendered(SYNTAX[self._server.flavour.name])
@@ -67,13 +65,11 @@ class MysqlPort:
 
     async def _fetch(self, connection: Any, query: Query[Any], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         if isinstance(query, Jumps):
-            sql, arguments = self._prepared(query, {**values, "start": ""})
+            sql, arguments = self.named(query, {**values, "start": ""})
             return [(value,) for value in await jump(connection, sql.replace("> %(start)s", "{behind}"), arguments)]
-        return await fetch(connection, *self._prepared(query, values))
+        return await fetch(connection, *self.named(query, values))
 
-    def _prepared(
-        self, statement: Statement, values: Mapping[str, Any], prefix: str = ""
-    ) -> tuple[str, dict[str, Any]]:
+    def named(self, statement: Statement, values: Mapping[str, Any], prefix: str = "") -> tuple[str, dict[str, Any]]:
         """The statement in the flavour of the server, which is known when a connection is open.
 
         ``prefix``: of the names of the arguments.
@@ -97,3 +93,15 @@ def as_argument(value: Any) -> Any:
     if is_document(value):
         return as_document(value)
     return str(value) if isinstance(value, UUID) else value
+
+
+class _Transaction:
+    def __init__(self, port: MysqlPort, connection: Any) -> None:
+        self._port = port
+        self._connection = connection
+
+    async def fetch(self, query: Query[R], **values: Any) -> list[R]:
+        return query.rows(await fetch(self._connection, *self._port.named(query, values)))
+
+    async def execute(self, statement: Statement, **values: Any) -> int:
+        return await change_rows(self._connection, *self._port.named(statement, values))

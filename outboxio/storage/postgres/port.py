@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 from uuid import UUID
 
 from outboxio.storage.postgres.connection import LoopConnection, row_count
-from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
+from outboxio.storage.statement import Port, Query, Runner, Statement, as_document, is_document, numbered
 from outboxio.storage.syntax import PostgresSyntax
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 SYNTAX = PostgresSyntax()
 
 _PLAIN = {str, int, float, bool, type(None), datetime, UUID}
 
 
-class PostgresPort:
+class PostgresPort(Port):
     """The port over a loop's connection."""
 
     def __init__(self, connection: LoopConnection) -> None:
@@ -37,15 +38,11 @@ class PostgresPort:
         sql, arguments = self.prepared(statement, values)
         return await self._connection.execute(sql, *arguments)
 
-    async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
-        async def work(connection: Any) -> list[Any]:
-            sql, arguments = self.prepared(change, values)
-            if not row_count(await connection.execute(sql, *arguments)):
-                return []
-            sql, arguments = self.prepared(query, values)
-            return list(await connection.fetch(sql, *arguments))
-
-        return query.rows(await self._connection.in_transaction(work, timeout=self._connection.timeout))
+    async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
+        result: T = await self._connection.in_transaction(
+            lambda connection: work(_Transaction(self, connection)), timeout=self._connection.timeout
+        )
+        return result
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql, names = numbered(statement.rendered(SYNTAX))
@@ -55,3 +52,17 @@ class PostgresPort:
         if is_document(value):
             return self._connection.encoding.escaped_in_json(as_document(value))
         return [str(item) for item in value] if isinstance(value, list) else value
+
+
+class _Transaction:
+    def __init__(self, port: PostgresPort, connection: Any) -> None:
+        self._port = port
+        self._connection = connection
+
+    async def fetch(self, query: Query[R], **values: Any) -> list[R]:
+        sql, arguments = self._port.prepared(query, values)
+        return query.rows(await self._connection.fetch(sql, *arguments))
+
+    async def execute(self, statement: Statement, **values: Any) -> int:
+        sql, arguments = self._port.prepared(statement, values)
+        return row_count(await self._connection.execute(sql, *arguments))

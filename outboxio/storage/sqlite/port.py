@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,10 +11,11 @@ import msgspec
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_value
-from outboxio.storage.statement import Query, Statement, as_document, is_document, numbered
+from outboxio.storage.statement import Port, Query, Runner, Statement, as_document, is_document, numbered
 from outboxio.storage.syntax import SqliteSyntax
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 _rows = msgspec.json.Decoder(list[list[Any]]).decode
 
@@ -25,7 +26,7 @@ _NONE = "[]"
 _PLAIN = {str, int, float, type(None)}
 
 
-class SqlitePort:
+class SqlitePort(Port):
     """The port over the connections of a database."""
 
     def __init__(self, connections: Connections) -> None:
@@ -49,15 +50,8 @@ class SqlitePort:
         sql = statement.rendered(SYNTAX)
         return await self._connections.write(sql, _arguments(values))
 
-    async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
-        changing, reading = change.rendered(SYNTAX), query.rendered(SYNTAX)
-        arguments = _arguments(values)
-
-        def work(connection: sqlite3.Connection) -> str:
-            changed = connection.execute(changing, arguments).rowcount
-            return fetch_value(connection, reading, arguments) if changed else _NONE
-
-        return query.rows(_rows(await self._connections.transact(work)))
+    async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
+        return await self._connections.transact(lambda connection: _result_of(work(_Transaction(connection))))
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql, names = numbered(statement.rendered(SYNTAX))
@@ -71,3 +65,27 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _argument(value: Any) -> Any:
     return as_document(value) if isinstance(value, list) or is_document(value) else as_value(value)
+
+
+class _Transaction:
+    """Both methods block: they are called in the thread of the connection."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    async def fetch(self, query: Query[R], **values: Any) -> list[R]:
+        return query.rows(_rows(fetch_value(self._connection, query.rendered(SYNTAX), _arguments(values))))
+
+    async def execute(self, statement: Statement, **values: Any) -> int:
+        return self._connection.execute(statement.rendered(SYNTAX), _arguments(values)).rowcount
+
+
+def _result_of(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, because its statements block."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        work.close()
+    raise RuntimeError("the work of a transaction awaits something other than its statements")
