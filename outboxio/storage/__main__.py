@@ -27,8 +27,10 @@ def statements() -> Iterator[tuple[str, str, Statement]]:
     """The module, the name and the value of each statement."""
     for module in iter_modules(tables.__path__):
         for name, value in vars(import_module(f"{tables.__name__}.{module.name}")).items():
-            if isinstance(value, Statement):
-                yield module.name, name, value
+            named = {name: value}
+            if isinstance(value, dict):
+                named = {f"{name}[{key}]": each for key, each in value.items()}
+            yield from ((module.name, name, each) for name, each in named.items() if isinstance(each, Statement))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -37,8 +37,8 @@ _PARAMETER = re.compile(r"(?<![:\w]):([a-z_]\w*)")
 _MARKER = re.compile(r"\{(\w+)(?: ([^{}]*))?\}")
 
 
-class Statement:
-    """A statement that changes rows.
+class Text:
+    """A statement, or a part of statements.
 
     ``postgres``, ``mysql`` (also for MariaDB), ``mariadb`` and ``sqlite`` are texts for these dialects in place of
     ``text``; the empty text where the dialect has no such statement.
@@ -52,43 +52,52 @@ class Statement:
         mysql: str | None = None,
         mariadb: str | None = None,
         sqlite: str | None = None,
-        needs: Query[Any] | None = None,
     ) -> None:
-        """``needs``: a query without which the statement changes nothing. SQLite runs it first, without its only lock
-        for writing."""
-        self.needs = needs
         self._text = text
         self._texts = {
             "postgres": postgres, "mysql": mysql, "mariadb": mysql if mariadb is None else mariadb, "sqlite": sqlite,
         }  # fmt: skip
-        self._parts: Mapping[str, str | Statement] = {}
+
+    def source(self, syntax: Syntax) -> str:
+        """The text for a dialect, with markers."""
+        source = self._texts[syntax.dialect]
+        return self._text if source is None else source
+
+
+Parts = Mapping[str, str | Text]
+"""Texts by the names of the markers that they replace."""
+
+
+class Statement(Text):
+    """A statement that changes rows."""
+
+    def __init__(self, text: str, *, needs: Query[Any] | None = None, **texts: str | None) -> None:
+        """``needs``: a query without which the statement changes nothing. SQLite runs it first, without its only lock
+        for writing."""
+        super().__init__(text, **texts)
+        self.needs = needs
+        self._parts: Parts = {}
         self.texts: dict[Syntax, str] = {}
         """The rendered texts."""
 
-    def having(self, **parts: str | Statement) -> Self:
+    def having(self, **parts: str | Text) -> Self:
         """The statement with texts in place of the markers with these names. The texts may have markers."""
-        filled = copy.copy(self)
-        filled._parts, filled.texts = {**self._parts, **parts}, {}
+        filled: Self = _having(self, tuple(parts.items()))
         return filled
 
     def rendered(self, syntax: Syntax) -> str:
         """The text in the syntax of a dialect, with parameters still as ``:name``."""
         if (text := self.texts.get(syntax)) is None:
-            text = self._source(syntax)
+            text = self.source(syntax)
             while _MARKER.search(text):  # the arguments of a marker may contain markers
                 text = _MARKER.sub(lambda marker: self._replacement(marker, syntax), text)
             text = self.texts[syntax] = syntax.finished(self._shaped(text.strip(), syntax), self.columns)
         return text
 
-    def _source(self, syntax: Syntax) -> str:
-        source = self._texts[syntax.dialect]
-        return self._text if source is None else source
-
     def _replacement(self, marker: re.Match[str], syntax: Syntax) -> str:
-        part = self._parts.get(marker[1])
-        if part is None:
+        if marker[2] is not None or (part := self._parts.get(marker[1])) is None:
             return syntax.replacement(marker)
-        return part if isinstance(part, str) else part._source(syntax)
+        return part if isinstance(part, str) else part.source(syntax)
 
     def _shaped(self, text: str, syntax: Syntax) -> str:
         """The whole text of a query that is run many times in one statement."""
@@ -98,6 +107,16 @@ class Statement:
     def columns(self) -> int:
         """The number of columns that the statement returns."""
         return 0
+
+
+S = TypeVar("S", bound=Statement)
+
+
+@lru_cache(maxsize=512)
+def _having(statement: S, parts: tuple[tuple[str, str | Text], ...]) -> S:
+    filled = copy.copy(statement)
+    filled._parts, filled.texts = {**statement._parts, **dict(parts)}, {}
+    return filled
 
 
 class Query(Statement, Generic[R]):
@@ -112,14 +131,11 @@ class Query(Statement, Generic[R]):
         text: str,
         row: type[R],
         *,
-        postgres: str | None = None,
-        mysql: str | None = None,
-        mariadb: str | None = None,
-        sqlite: str | None = None,
         fields: Sequence[str] | None = None,
         make: Callable[[dict[str, Any]], R] | None = None,
         lenient: bool = False,
         each: str = "",
+        **texts: str | None,
     ) -> None:
         """``fields``: the fields of the struct that are columns, in this order, if not all are.
 
@@ -129,7 +145,7 @@ class Query(Statement, Generic[R]):
         ``{rows ...}``.
 
         ``lenient``: bytes that are not valid UTF-8, which other tools can store in SQLite, become U+FFFD."""
-        super().__init__(text, postgres=postgres, mysql=mysql, mariadb=mariadb, sqlite=sqlite)
+        super().__init__(text, needs=None, **texts)
         self._each = each
         self._row: Any = row
         self._fields = _fields_of(row, fields)

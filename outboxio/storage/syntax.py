@@ -23,6 +23,7 @@ class Syntax(ABC):
     - ``{dead}``: the notification ``n`` is DEAD or EXPIRED, as the index of ended rows has it; ``{dead_name}`` and
       ``{dead_date}`` are the handler name and the date in the index.
     - ``{partition}``: the partition to which the notification ``n`` belongs now.
+    - ``{for_update}``: behind a query that locks its rows.
     """
 
     def replacement(self, marker: re.Match[str]) -> str:
@@ -122,6 +123,7 @@ class PostgresSyntax(Syntax):
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
         **_DEAD,
         "partition": PARTITION_NOW,
+        "for_update": "FOR UPDATE",
     }
 
     def for_each(self, text: str, columns: str) -> str:
@@ -177,6 +179,7 @@ _MYSQL_WORDS = {
     "join": "STRAIGHT_JOIN",
     "unfinished": "n.is_unfinished = TRUE",
     "partition": OWN_PARTITION,
+    "for_update": "FOR UPDATE",
 }
 _MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp": "DATETIME(6)"}
 
@@ -259,6 +262,7 @@ class SqliteSyntax(Syntax):
         "dead": "(n.state = 'DEAD' OR n.state = 'EXPIRED')",
         **_DEAD,
         "partition": "0",
+        "for_update": "",  # a transaction has the only lock for writing
     }
 
     def finished(self, text: str, columns: int) -> str:

@@ -10,10 +10,9 @@ import pytest
 
 from outboxio import Filter, Outbox
 from outboxio.model.operating.operation import Page
-from outboxio.storage.protocols.operating import SearchRepository
-from outboxio.storage.searching import reading
-from outboxio.storage.searching.reading import Bounds
-from outboxio.storage.tables import event_search
+from outboxio.storage.tables import event_search, walks
+from outboxio.storage.tables.search import NotificationSearch
+from outboxio.storage.tables.walks import Bounds
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, insert
@@ -74,14 +73,14 @@ def events_in(page: Page[object]) -> list[UUID]:
 
 
 def set_bounds(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, bounds: Bounds) -> None:
-    search: SearchRepository = database_of(outbox).search
+    search: NotificationSearch = database_of(outbox).search
     monkeypatch.setattr(type(search), "bounds", bounds)
 
 
 def pass_few(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Let a question pass few rows of other namespaces, and a read fewer still."""
     set_bounds(outbox, monkeypatch, Bounds(rows=100, errors=50, foreign=most))
-    for module in (reading, event_search):
+    for module in (walks, event_search):
         monkeypatch.setattr(module, "FOREIGN_AT_ONCE", most // 2)
         monkeypatch.setattr(module, "MOST_ROWS", most // 3)
 

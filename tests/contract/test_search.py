@@ -16,9 +16,10 @@ from outboxio import ConfigurationError, Filter, Outbox
 from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State
 from outboxio.model.operating.groups import Place, Search
 from outboxio.operations.queries.filters import Cursor
-from outboxio.storage.protocols.operating import Counted, SearchRepository
-from outboxio.storage.searching.reading import Bounds
-from outboxio.storage.searching.walker import MOST_EVENTS
+from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.tables.search import NotificationSearch
+from outboxio.storage.tables.walker import MOST_EVENTS
+from outboxio.storage.tables.walks import Bounds
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert
@@ -121,13 +122,13 @@ def has_error(texts: Sequence[str], row: Row) -> bool:
 
 
 @pytest.fixture
-def repository(outbox: Outbox) -> SearchRepository:
-    repository: SearchRepository = database_of(outbox).search
+def repository(outbox: Outbox) -> NotificationSearch:
+    repository: NotificationSearch = database_of(outbox).search
     return repository
 
 
 @pytest.fixture
-async def rows(repository: SearchRepository, look: Look) -> list[Row]:
+async def rows(repository: NotificationSearch, look: Look) -> list[Row]:
     rows = list(generated(random.Random(7)))
     await insert(look, rows)
     await insert(look, {row.event_id: EventRow(
@@ -139,7 +140,7 @@ async def rows(repository: SearchRepository, look: Look) -> list[Row]:
 
 
 async def paged(
-    repository: SearchRepository, search: Search, limit: int, most: int | None
+    repository: NotificationSearch, search: Search, limit: int, most: int | None
 ) -> list[list[NotificationRecord]]:
     pages: list[list[NotificationRecord]] = []
     place: Place | None = None
@@ -153,7 +154,7 @@ async def paged(
 
 
 @pytest.mark.slow
-async def test_each_matching_row_is_in_one_page_and_counted(repository: SearchRepository, rows: list[Row]) -> None:
+async def test_each_matching_row_is_in_one_page_and_counted(repository: NotificationSearch, rows: list[Row]) -> None:
     chance = random.Random(11)
     for search in searches(chance, 60):
         expected = sorted(str(row.id) for row in rows if matches(search, row))
@@ -170,12 +171,12 @@ async def test_each_matching_row_is_in_one_page_and_counted(repository: SearchRe
         assert (counted.number, counted.is_complete) == (len(expected), True), search
 
 
-async def all_of(repository: SearchRepository, search: Search) -> list[NotificationRecord]:
+async def all_of(repository: NotificationSearch, search: Search) -> list[NotificationRecord]:
     return list((await repository.find("app", search, 1000)).rows)
 
 
 async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
-    repository: SearchRepository, rows: list[Row]
+    repository: NotificationSearch, rows: list[Row]
 ) -> None:
     found = await all_of(repository, Search(states=(State.DEAD, State.EXPIRED)))
 
@@ -184,7 +185,7 @@ async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
 
 
 async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_and_partitions(
-    repository: SearchRepository, rows: list[Row]
+    repository: NotificationSearch, rows: list[Row]
 ) -> None:
     found = await all_of(repository, Search(states=(State.PENDING, State.FAILED)))
 
@@ -193,14 +194,14 @@ async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_
     assert found[0].next_retry_at == FIRST_DEFERRED
 
 
-async def test_all_rows_come_by_event_and_newest_first(repository: SearchRepository, rows: list[Row]) -> None:
+async def test_all_rows_come_by_event_and_newest_first(repository: NotificationSearch, rows: list[Row]) -> None:
     for search in (Search(), Search(correlation_id="request-1")):
         found = await all_of(repository, search)
         assert len({row.state for row in found}) == len(STATES)
         assert [row.event_id for row in found] == sorted((row.event_id for row in found), reverse=True)
 
 
-async def test_a_page_goes_on_after_the_id_of_a_row(repository: SearchRepository, rows: list[Row]) -> None:
+async def test_a_page_goes_on_after_the_id_of_a_row(repository: NotificationSearch, rows: list[Row]) -> None:
     for search in (
         Search(), Search(states=(State.DEAD,)), Search(states=(State.PENDING, State.BLOCKED, State.EXPIRED)),
         Search(action_id=ACTIONS[0]),
@@ -216,7 +217,7 @@ async def test_a_page_goes_on_after_the_id_of_a_row(repository: SearchRepository
     assert await repository.place_of("another", Search(), dead[0].id) is None
 
 
-async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchRepository, rows: list[Row]) -> None:
+async def test_a_count_ends_at_its_bounds_and_says_so(repository: NotificationSearch, rows: list[Row]) -> None:
     search = Search(states=(State.DEAD,))
     number = len(await all_of(repository, search))
 
@@ -229,7 +230,7 @@ async def test_a_count_ends_at_its_bounds_and_says_so(repository: SearchReposito
 
 
 async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
-    repository: SearchRepository, rows: list[Row]
+    repository: NotificationSearch, rows: list[Row]
 ) -> None:
     dead, since = (State.DEAD, State.EXPIRED), at(18)
     ended = [row for row in rows if row.namespace == "app" and row.state in dead]
@@ -244,7 +245,7 @@ async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
 
 
 async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(
-    repository: SearchRepository, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+    repository: NotificationSearch, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an index alone can tell has a higher bound."""
     monkeypatch.setattr(type(repository), "bounds", Bounds(rows=6, errors=3))
@@ -264,7 +265,7 @@ async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(
 
 
 async def test_a_page_after_a_row_that_is_later_than_until_begins_at_until(
-    repository: SearchRepository, rows: list[Row]
+    repository: NotificationSearch, rows: list[Row]
 ) -> None:
     search = Search(states=(State.DEAD, State.EXPIRED), until=at(10))
     expected = [row.id for row in await all_of(repository, search)]
@@ -295,7 +296,7 @@ async def test_a_forged_cursor_raises_no_error_of_a_driver(
             await outbox.admin.list(filter, after=cursor)
 
 
-async def test_the_last_errors_of_the_newest_matches_are_found(repository: SearchRepository, rows: list[Row]) -> None:
+async def test_the_last_errors_of_the_newest_matches_are_found(repository: NotificationSearch, rows: list[Row]) -> None:
     search = Search(states=(State.DEAD, State.FAILED))
     errors = [json.loads(row.errors) if row.errors != '"text"' else "" for row in rows]
     told = {
@@ -318,7 +319,7 @@ async def test_the_last_errors_of_the_newest_matches_are_found(repository: Searc
 
 
 async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
-    repository: SearchRepository, rows: list[Row], look: Look
+    repository: NotificationSearch, rows: list[Row], look: Look
 ) -> None:
     await insert(look, [EventRow(correlation_id="request-1") for _ in range(MOST_EVENTS)])
 
@@ -330,7 +331,7 @@ async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
 
 
 async def test_a_page_that_was_read_before_the_request_grew_goes_on(
-    repository: SearchRepository, rows: list[Row], look: Look
+    repository: NotificationSearch, rows: list[Row], look: Look
 ) -> None:
     search = Search(correlation_id="request-2")
     first = await repository.find("app", search, 3)

@@ -15,8 +15,8 @@ from outboxio import Outbox
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import BulkOrder, Piece
-from outboxio.storage.searching.repository import Change
-from outboxio.storage.searching.walks import END
+from outboxio.storage.tables.search import Change
+from outboxio.storage.tables.walks import END
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import Row, at, insert

@@ -14,9 +14,11 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Search
-from outboxio.storage.postgres.search import WALKS
+from outboxio.storage.postgres.port import SYNTAX
 from outboxio.storage.protocols.operating import Counted
-from outboxio.storage.searching.walks import DEAD, LAST_ID
+from outboxio.storage.statement import Query, with_placeholders
+from outboxio.storage.tables.reads import COUNTS
+from outboxio.storage.tables.walks import DEAD
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.meters import meter
@@ -108,20 +110,17 @@ async def test_a_count_that_an_index_can_tell_reads_entries_of_the_index_only(da
         assert counted == Counted(1000, False)
         assert reads <= MOST_READ_FOR_A_COUNT[look.dialect] * 1000 + 200
         if look.driver == "asyncpg":
-            reading = WALKS[DEAD, 0].reading("TRUE", only_counts=True)
             await look.fetch("VACUUM {event_notifications}")
-            plan = await look.fetch(f"EXPLAIN {inlined(reading)}")
+            plan = await look.fetch(f"EXPLAIN {inlined(COUNTS[DEAD])}")
             read = [row["QUERY PLAN"] for row in plan if "event_notifications_dead" in row["QUERY PLAN"]]
             assert read
             assert all("Index Only Scan" in line for line in read)
 
 
-def inlined(statement: str) -> str:
-    """A statement for a single stretch, with values instead of parameters."""
-    values = ("NULL::timestamp", "'{1000}'", f"'{{{LAST_ID}}}'", "'{infinity}'", "'{0}'", "'{h05}'", "'app'")
-    for number, value in zip(range(7, 0, -1), values, strict=True):
-        statement = statement.replace(f"${number}", value)
-    return statement
+def inlined(query: Query[Any]) -> str:
+    """The statement for a single handler name, with values instead of parameters."""
+    values = {"listed": """'[{"name": "h05"}]'""", "namespace": "'app'", "most": "1000"}
+    return with_placeholders(query.rendered(SYNTAX), values.__getitem__)
 
 
 async def test_a_piece_reads_what_it_changes(database_url: str, look: Look) -> None:

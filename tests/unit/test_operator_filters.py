@@ -15,7 +15,7 @@ from outboxio.model.operating.groups import Groups, Place, fingerprint
 from outboxio.operations.queries.filters import TO_RETRY, Cursor, chosen_filter, cursor_of, frozen, given_filter
 from outboxio.operations.queries.notifications import grouped
 from outboxio.storage.protocols import LastError
-from outboxio.storage.searching.patterns import longest_word
+from outboxio.storage.tables.reads import longest_word
 
 NOW = datetime(2030, 1, 1, 12)
 

@@ -19,9 +19,7 @@ AT_IMPORT = {
     "mysql/columns.py": {"_hash", "notifications_of", "partition_among", "partition_of", "selected", "as_json_value"},
     "mysql/flavour.py": {"by_flavour", "for_flavours", "_spelled"},
     "mysql/ordering.py": {"_find_first"},
-    "mysql/matching.py": {"_is_text", "_text"},
     "mysql/probes.py": {"_first"},
-    "mysql/walks.py": {"_before", "_counted", "_dead"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
     "postgres/ordering.py": {"_next_key", "_heads_behind"},
@@ -31,6 +29,8 @@ AT_IMPORT = {
     "statements.py": {"Lexicon", "_postgres", "_mysql"},
     "statement.py": {"delete"},
     "tables/probes.py": {"_counted", "_newest", "_next_name", "_next_waiting", "_of_state"},
+    "tables/reads.py": {"_count", "_mysql_is_text", "_mysql_text", "_of_listed", "_walk"},
+    "tables/search.py": {"_records"},
     "syntax.py": {"Syntax", "PostgresSyntax", "MysqlSyntax", "SqliteSyntax"},
 }
 
@@ -45,7 +45,11 @@ NAME = "no statement: a name of this process, or of a file"
 HARMLESS = {
     "__main__.py": {"main": "printed, never run", "statements": "no statement: the name of a module"},
     "statement.py": {"numbered": "numbers of parameters", "Query._read": "no statement: names of fields"},
-    "tables/search.py": {"matching_events": "constants, in a row"},
+    "tables/reads.py": {
+        "matching": "constants, in a row",
+        "matching_events": "constants, in a row",
+        "_joined": "an argument: a pattern",
+    },
     "adoption.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
     "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
     "engines/given_engine.py": {"GivenEngine.place": TEXT, "given_engine": TEXT},
@@ -64,26 +68,6 @@ HARMLESS = {
         "_assigned": "constants, and variables that are called by numbers",
         "_next": "constants, and variables that are called by numbers",
     },
-    "mysql/matching.py": {
-        "Conditions.__init__": "constants, in a row, and placeholders",
-        "Conditions.put_into": "constants in constants, and placeholders",
-        "Conditions.listed": PLACEHOLDERS,
-        "Conditions.with_ids": PLACEHOLDERS,
-        "placeholders": PLACEHOLDERS,
-    },
-    "mysql/search.py": {
-        "MysqlSearch.errors": "a constant in a constant",
-        "MysqlSearch.read": "constants, in a row, and placeholders",
-        "_chunk": "no statement: an answer",
-    },
-    "mysql/walks.py": {
-        "Walk._rows": "constants in a constant",
-        "Walk.reading": "constants in a constant, and placeholders",
-        "_key_of": "constants in a constant",
-        "_last_of": "constants in a constant",
-        "arguments_of": "no statement: names of arguments",
-    },
-    "mysql/pieces.py": {"change": PLACEHOLDERS},
     "mysql/server_info.py": {"identity_of": TEXT},
     "postgres/server_info.py": {"identity_of": TEXT},
     "postgres/insertion.py": {"blocking_insertion": "no statement: names of arguments, which are numbers"},
@@ -164,19 +148,6 @@ HARMLESS = {
         "PostgresSchema._refuse_lacking": FOR_PEOPLE,
         "PostgresSchema._cannot_make": FOR_PEOPLE,
     },
-    "postgres/search.py": {
-        "Walk.reading": "constants in a constant",
-        "_last_key": "constants in a constant",
-        "PostgresSearch.read_events": "constants in a constant",
-        "_change": "constants in a constant",
-        "matching": "constants, in a row, and numbers of parameters",
-    },
-    "sqlite/search.py": {
-        "Walk.reading": "constants in a constant",
-        "SqliteSearch.read_events": "constants in a constant",
-        "_change": "constants in a constant",
-        "matching": "constants, in a row",
-    },
     "postgres/session.py": {"ActionConnection._end": "constants, in a row"},
     "postgres/key_session.py": {
         "PostgresKeySession.take": "numbers of locks, in place of parameters: one message to the server",
@@ -195,7 +166,6 @@ HARMLESS = {
         "_column_again": FOR_PEOPLE,
         "_compact": FOR_PEOPLE,
     },
-    "searching/patterns.py": {"_joined": "an argument: a pattern"},
     "schema.py": {
         "_missing": TEXT,
         "refuse_lacking": FOR_PEOPLE,

@@ -12,7 +12,7 @@ import pytest
 from msgspec import Raw, Struct
 
 from outboxio.storage.__main__ import SYNTAXES, main, statements
-from outboxio.storage.statement import Jumps, Query, Statement, as_document, delete, is_document, numbered
+from outboxio.storage.statement import Jumps, Query, Statement, Text, as_document, delete, is_document, numbered
 from outboxio.storage.syntax import Syntax
 
 EVERY = [pytest.param(s, id=f"{module}.{name}") for module, name, s in statements()]
@@ -71,6 +71,22 @@ def test_jumps_are_a_recursion_where_the_dialect_can_jump_alone() -> None:
     for dialect in ("postgres", "sqlite"):
         assert "SELECT a FROM t WHERE a > jumps.value ORDER BY a LIMIT 1" in jumps.rendered(syntax(dialect))
     assert "RECURSIVE" not in jumps.rendered(syntax("mysql"))
+
+
+def test_parts_replace_markers_and_may_have_markers_and_texts_of_dialects() -> None:
+    statement = Statement("FROM a {joined} b WHERE {condition}").having(
+        joined="{join}", condition=Text("a", sqlite="b")
+    )
+    assert [statement.rendered(syntax(d)) for d in ("mysql", "sqlite")] == [
+        "FROM a STRAIGHT_JOIN b WHERE a",
+        "FROM a CROSS JOIN b WHERE b",
+    ]
+    assert statement.having(joined=",").rendered(syntax("mysql")) == "FROM a , b WHERE a"
+
+
+def test_the_arguments_of_a_marker_may_have_markers() -> None:
+    rendered = Statement("{text {wanted}}").having(wanted="payload").rendered(syntax("postgres"))
+    assert rendered == "payload::text"
 
 
 def test_a_parameter_used_twice_has_one_number() -> None:

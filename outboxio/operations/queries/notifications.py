@@ -26,7 +26,7 @@ from outboxio.operations.queries.filters import (
 )
 from outboxio.operations.stranded import Stranded, count_unroutable, find_stranded
 from outboxio.storage.protocols import Database, FoundRows, LastError
-from outboxio.storage.searching.walks import is_place
+from outboxio.storage.tables.walks import is_place
 from outboxio.support.text import briefly
 
 MOST_COUNTED = 10_000

@@ -44,13 +44,12 @@ from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.probes import MysqlProbes
 from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.schema import MysqlSchema
-from outboxio.storage.mysql.search import MysqlSearch
 from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
 from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
 from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.event_search import EventSearch
+from outboxio.storage.tables.walks import Bounds
 from outboxio.support.aio import heeding_cancellation, to_the_end
 
 if TYPE_CHECKING:
@@ -87,9 +86,8 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self.notifications = MysqlNotifications(self._find, self._settle, self._server)
         self.ordering = MysqlOrdering(self._find)
         loops = (self._admin, self._find, self._settle, self._jobs)
-        Tables.__init__(self, name, *(MysqlPort(one, self._server) for one in loops))
-        self.search = MysqlSearch(self._admin, self._server, name)
-        self.event_search = EventSearch(MysqlPort(self._admin, self._server), self.search)
+        bounds = Bounds(rows=1000, errors=500, foreign=30_000, blocked_alone=True)
+        Tables.__init__(self, name, bounds, *(MysqlPort(one, self._server) for one in loops))
         self.probes = MysqlProbes(MysqlPort(self._admin, self._server), self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
         self._guard.when_taken_over(self._server.begin_anew)

@@ -51,7 +51,7 @@ class Flavour(Struct, frozen=True):
 #   stops at what a single path finds, but reads the whole document for two paths.
 # * {hashing}: in front of a statement with joins that may hash.
 # * {dead}: the DEAD and EXPIRED rows in the index event_notifications_dead; {dead_name}, {dead_date}: its columns.
-# * may_have: a condition of each document of errors with a word in the last error. On MariaDB a document is a text,
+# * {may_have}: a condition of each document of errors with a word in the last error. On MariaDB a document is a text,
 #   where a word is found faster than the last error. The word is a part of the text, unless the document has an ASCII
 #   letter as an escape sequence.
 # * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
@@ -100,7 +100,7 @@ MARIADB = Flavour(
     JSON_EXTRACT(n.errors, IF(n.attempts < -1, '', '$[-1].message')), ']')""",
         "id": "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin",
         "id_of": "CAST({} AS UUID)",
-        "may_have": "(LOCATE(BINARY %(word)s, BINARY n.errors) OR LOCATE(BINARY %(escaped)s, BINARY n.errors))",
+        "may_have": "(LOCATE(BINARY :word, BINARY n.errors) OR LOCATE(BINARY :escaped, BINARY n.errors))",
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
         "dead_name": "n.handler_name",
         "dead_date": "n.updated_date",

@@ -47,7 +47,6 @@ from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.schema import PostgresSchema
-from outboxio.storage.postgres.search import PostgresSearch
 from outboxio.storage.postgres.server_info import (
     LOCK_ROOM,
     ONLY_READS,
@@ -61,7 +60,7 @@ from outboxio.storage.postgres.server_info import (
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
 from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.event_search import EventSearch
+from outboxio.storage.tables.walks import Bounds
 from outboxio.support.aio import TimeLimit, to_the_end
 from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
@@ -117,9 +116,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle)
         self.ordering = PostgresOrdering(self._find)
-        Tables.__init__(self, name, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
-        self.search = PostgresSearch(self._admin, name)
-        self.event_search = EventSearch(PostgresPort(self._admin), self.search)
+        bounds = Bounds(rows=5000, errors=4000)
+        Tables.__init__(self, name, bounds, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.schema = PostgresSchema(self._admin, name)
 
     def session(self) -> AbstractAsyncContextManager[PostgresSession]:

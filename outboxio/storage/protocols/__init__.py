@@ -42,7 +42,6 @@ from outboxio.storage.protocols.operating import (
     LastError,
     ParkedKey,
     Piece,
-    SearchRepository,
     Taken,
 )
 from outboxio.storage.protocols.values import (
@@ -115,7 +114,6 @@ __all__ = [
     "PurgeResult",
     "Rehomed",
     "Schema",
-    "SearchRepository",
     "SeenLease",
     "Session",
     "SessionUnit",

@@ -15,9 +15,6 @@ from outboxio.storage.protocols.hot import (
     Session,
 )
 from outboxio.storage.protocols.keyed import KeySession
-from outboxio.storage.protocols.operating import (
-    SearchRepository,
-)
 from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
 
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.probes import Probes
     from outboxio.storage.tables.reports import Reports
     from outboxio.storage.tables.retention import Retention
+    from outboxio.storage.tables.search import NotificationSearch
     from outboxio.storage.tables.starts import Starts
     from outboxio.storage.tables.subscriptions import Subscriptions
 
@@ -121,7 +119,7 @@ class Database(Protocol):
     def operations(self) -> Operations: ...
 
     @property
-    def search(self) -> SearchRepository: ...
+    def search(self) -> NotificationSearch: ...
 
     @property
     def event_search(self) -> EventSearch: ...

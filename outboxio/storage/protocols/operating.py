@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Literal, Protocol
+from typing import Literal
 from uuid import UUID
 
 import msgspec
@@ -78,73 +78,6 @@ class Piece(Struct, frozen=True):
     is_ours: bool = True
     """False if the operation is not RUNNING any longer, has a different worker, or is to be stopped. Then nothing was
     changed."""
-
-
-class SearchRepository(Protocol):
-    """Matching notifications, newest first, along the index that fits the search (decision 43).
-
-    The walks, each with its own order:
-
-    - ``dead``: only DEAD and EXPIRED rows are wanted. By the date of the end, newest first.
-    - ``waiting``: only PENDING, FAILED and DYING rows. By due date, latest first.
-    - ``blocked``: only BLOCKED rows. By handler name, ordering key and sequence.
-    - ``events``: the events of a correlation id or of an action id are known, at most 5,000. Newest event first.
-    - ``all``: everything else, along the unique key (event_id, handler_name), newest event first. Ids of events are in
-      the order of time.
-
-    A search of several states takes several walks, one after the other. A row that does not change is in exactly one
-    page. ``most``: a read ends after about as many rows, matching or not; the page then has a place and may have few
-    rows. ``None``: after as many rows as a database reads within 50 ms.
-    """
-
-    async def find(
-        self,
-        namespace: str,
-        search: Search,
-        limit: int,
-        after: Place | None = None,
-        *,
-        most: int | None = None,
-        documents: bool = True,
-    ) -> FoundRows:
-        """Up to ``limit`` matches after a place. The place is from a page of the same search.
-
-        ``documents``: see ``EventSearch``.
-        """
-        ...
-
-    async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
-        """The place of a notification in the walk of the search.
-
-        ``None`` for an unknown id, and for a row in a state that the walk does not have, or no longer has.
-        """
-        ...
-
-    async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
-        """The number of matches, up to ``most``; about ``reads`` rows are read, matching or not.
-
-        ``None``: as many rows as a database reads within 50 ms.
-        """
-        ...
-
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
-        """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
-        ...
-
-    async def change_piece(
-        self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
-    ) -> Piece:
-        """Retry or skip up to ``limit`` matches after a place, and write the new place into ``operations``.
-
-        A row that SKIP does not change, because the row is SUCCEEDED or SKIPPED, is refused. A row that does not match
-        any longer is left.
-
-        Both happen in a single transaction, in which the row of the operation is locked: the row must be RUNNING, with
-        the worker of the order and without an order to stop. The search of a bulk order has ``until``, so a changed
-        row, whose ``updated_date`` is not before ``until``, never matches again. The transaction also adds to
-        ``matched``, ``done`` and ``refused``, and sets ``updated_date``.
-        """
-        ...
 
 
 class DueFigures(Struct, frozen=True):

@@ -22,10 +22,9 @@ from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.schema import SqliteSchema
-from outboxio.storage.sqlite.search import SqliteSearch
 from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.event_search import EventSearch
+from outboxio.storage.tables.walks import Bounds
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.text import UTF_8
@@ -71,11 +70,9 @@ class SqliteDatabase(Tables):
         self.notifications = SqliteNotifications(self._connections)
         self.ordering = SqliteOrdering(self._connections)
         port = SqlitePort(self._connections)
-        Tables.__init__(self, name, port, port, port, port)
+        Tables.__init__(self, name, Bounds(rows=5000, errors=2500), port, port, port, port)
         # A single process at a time writes to a SQLite file, so each handler has a single partition.
         self.partitions = None
-        self.search = SqliteSearch(self._connections, name)
-        self.event_search = EventSearch(port, self.search)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outboxio.storage.statement import Port
 from outboxio.storage.tables.deferred import Deferred
+from outboxio.storage.tables.event_search import EventSearch
 from outboxio.storage.tables.events import StoredEvents
 from outboxio.storage.tables.jobs import Jobs
 from outboxio.storage.tables.notifications import StoredNotifications
@@ -12,14 +13,16 @@ from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.storage.tables.probes import Probes
 from outboxio.storage.tables.reports import Reports
 from outboxio.storage.tables.retention import Retention
+from outboxio.storage.tables.search import NotificationSearch
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
+from outboxio.storage.tables.walks import Bounds
 
 
 class Tables:
     """The tables of a shard, for the class of each database."""
 
-    def __init__(self, shard: str, admin: Port, find: Port, settle: Port, jobs: Port) -> None:
+    def __init__(self, shard: str, bounds: Bounds, admin: Port, find: Port, settle: Port, jobs: Port) -> None:
         self.deferred = Deferred(admin)
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
@@ -30,4 +33,6 @@ class Tables:
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
         self.stored_notifications = StoredNotifications(admin, shard)
+        self.search = NotificationSearch(admin, shard, bounds, self.probes, self.stored_notifications)
+        self.event_search = EventSearch(admin, self.search)
         self.stored_events = StoredEvents(admin, self.subscriptions)

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Search
 from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
-from outboxio.storage.searching.reading import FEWEST_ROWS, FOREIGN_AT_ONCE, MOST_ROWS
-from outboxio.storage.searching.repository import WalkedSearch
-from outboxio.storage.searching.walker import EVENTS_AT_ONCE, MOST_EVENTS
-from outboxio.storage.searching.walks import shown_id
 from outboxio.storage.statement import Port, Query
-from outboxio.storage.tables.search import matching_events
+from outboxio.storage.tables.reads import matching_events
+from outboxio.storage.tables.search import NotificationSearch
+from outboxio.storage.tables.walker import EVENTS_AT_ONCE, MOST_EVENTS
+from outboxio.storage.tables.walks import FEWEST_ROWS, FOREIGN_AT_ONCE, MOST_ROWS, shown_id
 
 _LAST_ID = UUID(int=2**128 - 1)
 _NULL = msgspec.Raw(b"null")
@@ -99,7 +98,7 @@ class EventSearch:
     each document may have many megabytes.
     """
 
-    def __init__(self, port: Port, search: WalkedSearch) -> None:
+    def __init__(self, port: Port, search: NotificationSearch) -> None:
         self._port = port
         self._search = search
 
@@ -142,7 +141,7 @@ class EventSearch:
         most: int = 10_000,
         documents: bool = True,
     ) -> FoundEvents:
-        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`SearchRepository.find`.
+        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`NotificationSearch.find`.
 
         States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
         """

@@ -10,7 +10,7 @@ from uuid import UUID
 from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import BEGINNING, NotificationRecord, record_of
-from outboxio.storage.statement import Jumps, Port, Query, Statement
+from outboxio.storage.statement import Jumps, Port, Query, Statement, Text
 
 # --- rows that are not finished --------------------------------------------------------------------
 
@@ -25,14 +25,12 @@ ANY_DUE = Query(
     int,
     each="handler_name text, partition int",
 ).having(
-    is_due=Statement(
+    is_due=Text(
         "n.partition_number = :partition AND n.next_retry_at <= :now",
         postgres="n.partition_number >= :partition AND (n.partition_number, n.next_retry_at) <= (:partition, :now)",
         sqlite="n.next_retry_at <= :now",
     ),
-    order=(
-        _ORDER := Statement("n.partition_number, n.next_retry_at, n.sequence", sqlite="n.next_retry_at, n.sequence")
-    ),
+    order=(_ORDER := Text("n.partition_number, n.next_retry_at, n.sequence", sqlite="n.next_retry_at, n.sequence")),
 )
 OLDEST_UNFINISHED = Query(
     f"""
@@ -43,7 +41,7 @@ ORDER BY {{order}} LIMIT 1
     tuple[datetime, int, datetime],
     each="partition int",
 ).having(
-    of_partition=Statement(
+    of_partition=Text(
         "n.partition_number = :partition",
         postgres="n.partition_number BETWEEN :partition AND :partition",
         sqlite="TRUE",
@@ -60,7 +58,7 @@ COUNT_STATES = Query(
 _IN_LINE = """
 n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
 """.strip()
-_BLOCKED = Statement(f"{_IN_LINE} AND n.state = 'BLOCKED'", mysql="n.line_part = 2")
+_BLOCKED = Text(f"{_IN_LINE} AND n.state = 'BLOCKED'", mysql="n.line_part = 2")
 
 # Jumps along the index of due rows, and along the index of the key queues, which has the BLOCKED rows. The second index
 # also has rows of the first index: a condition that excludes those rows would have to read each of them.
@@ -73,7 +71,7 @@ SELECT min(f.name) FROM (
   SELECT (SELECT n.handler_name FROM {_LINE}
     WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name > :start
     ORDER BY n.handler_name LIMIT 1)) f
-""").having(in_line=Statement(_IN_LINE, mysql="n.line_part = 2"))
+""").having(in_line=Text(_IN_LINE, mysql="n.line_part = 2"))
 
 COUNT_UNFINISHED = Query(
     f"""
@@ -146,11 +144,11 @@ RECORDS = Query(
 RETRY = Statement(f"""
 UPDATE {_BY_ID} SET
   partition_number = CASE WHEN n.state IN ('PENDING', 'FAILED', 'DYING') THEN n.partition_number ELSE {{partition}} END,
-  state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :now
+  state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :moment
 WHERE n.namespace = :namespace AND {{ids n.id :ids}}
 """)
 SKIP = Statement(f"""
-UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :moment
 WHERE n.namespace = :namespace AND {{ids n.id :ids}} AND n.state NOT IN ('SUCCEEDED', 'SKIPPED')
 """)
 
@@ -166,8 +164,8 @@ ORDER BY n.sequence
     tuple[Any],
     each="name text",
 ).having(
-    parked=Statement("{table event_notifications event_notifications_parked n}", mysql=_LINE),
-    ended=Statement("n.state IN ('DEAD', 'EXPIRED')", mysql="n.line_part = 3"),
+    parked=Text("{table event_notifications event_notifications_parked n}", mysql=_LINE),
+    ended=Text("n.state IN ('DEAD', 'EXPIRED')", mysql="n.line_part = 3"),
 )
 # No plan can use an index of the states.
 RESUME = Statement(f"""
@@ -263,11 +261,12 @@ class StoredNotifications:
 
         A row in PENDING, FAILED or DYING keeps its partition: the process that owns the partition may run the row.
         """
-        return await self._port.execute(RETRY, namespace=namespace, ids=sorted(ids), now=now) if ids else 0
+        values = {"namespace": namespace, "ids": sorted(ids), "now": now, "moment": now}
+        return await self._port.execute(RETRY, **values) if ids else 0
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         """Make rows SKIPPED, unless they have succeeded; the number of rows."""
-        return await self._port.execute(SKIP, namespace=namespace, ids=sorted(ids), now=now) if ids else 0
+        return await self._port.execute(SKIP, namespace=namespace, ids=sorted(ids), moment=now) if ids else 0
 
     async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
         """Skip the DEAD and EXPIRED rows that park an ordering key; the number of rows."""

@@ -6,14 +6,13 @@ names with rows, and the second counts the rows of these names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_DEFERRED
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
-from outboxio.storage.searching.slots import numbers_of
 from outboxio.storage.statement import Jumps, Port, Query
 
 # --- due rows --------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ class Probes:
 
         ``oldest_due`` is exact. Resting rows do not count.
         """
-        partitions = {name: list(range(number)) for name, number in numbers_of(slots).items()}
+        partitions = {name: list(range(number)) for name, number in _numbers_of(slots).items()}
         pairs = [{"name": name, "number": number} for name, numbers in partitions.items() for number in numbers]
         if not pairs:
             return []
@@ -303,3 +302,11 @@ class Probes:
 
 def _each(names: Sequence[str]) -> list[dict[str, str]]:
     return [{"name": name} for name in names]
+
+
+def _numbers_of(slots: Iterable[Slot]) -> dict[str, int]:
+    """The number of partitions of each name: one more than the highest partition of the name."""
+    numbers: dict[str, int] = {}
+    for name, partition in slots:
+        numbers[name] = max(numbers.get(name, 0), partition + 1)
+    return numbers

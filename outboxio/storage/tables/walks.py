@@ -8,7 +8,8 @@ walks take one stretch after the other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -53,10 +54,15 @@ class Stretch(NamedTuple):
 
 
 class Match(Struct, frozen=True, array_like=True):
-    """A matching row of a stretch."""
+    """A matching row of a stretch: the values of its key, and its id."""
 
-    key: Key
+    one: str
+    two: str
     id: str
+
+    @property
+    def key(self) -> Key:
+        return self.one, self.two
 
 
 class Request(Struct, frozen=True):
@@ -67,20 +73,23 @@ class Request(Struct, frozen=True):
     size: int
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class Chunk(Struct, frozen=True, kw_only=True):
     """The rows that a request has read."""
 
+    number: int = 0
+    """The place of the request."""
     read: int
     """The number of rows of the namespace that were read, matching or not."""
-    matching: int
-    last: Key | None
+    last: Key | None = None
     """The last row of the namespace that was read."""
-    matches: list[Match] | None
-    """The matching rows; ``None`` for a read that only counts, or without matching rows."""
     foreign: int = 0
     """The rows of other namespaces that were passed: the index of the walk over all rows has every namespace."""
     reached: Key | None = None
     """The last row of any namespace that was passed. An answer must not contain it."""
+    matches: list[Match] | None = None
+    """The matching rows."""
+    matching: int = 0
+    """The number of matching rows, where rows are only counted."""
 
 
 def walks_of(search: Search) -> tuple[str, ...]:
@@ -231,3 +240,104 @@ def _position(walk: str, row: NotificationRecord) -> tuple[Stretch, Key]:
 def as_text(moment: datetime) -> str:
     """A naive moment, as keys have moments."""
     return moment.isoformat(" ", "microseconds")
+
+
+# --- how far the stretches of a walk were read -----------------------------------------------------
+
+FEWEST_ROWS, FEWEST_ERRORS, MOST_ROWS = 400, 200, 2000
+"""The rows of a first read that may have to pass over rows, and by an error; and the rows of any read."""
+MOST_ENTRIES = 10_000
+"""The entries of a question that an index alone answers."""
+FOREIGN_AT_ONCE = 10_000
+"""The rows of other namespaces that any read passes, along an index that does not hold the namespace."""
+GROWTH = 4
+
+
+class Bounds(Struct, frozen=True):
+    """How many rows a question may read, so that the answer takes less than 50 ms (decision 43)."""
+
+    rows: int
+    errors: int
+    """The rows of a question about errors, which are long texts."""
+    foreign: int = 100_000
+    """The rows of other namespaces that a question passes. These rows are not judged, and take up to a second."""
+    blocked_alone: bool = False
+    """True if the index of the walk over BLOCKED rows has no other rows."""
+
+
+class Cursor:
+    """A stretch of a walk, and how far the stretch was read."""
+
+    def __init__(self, walk: str, stretch: Stretch, after: Key) -> None:
+        self.walk = walk
+        self.stretch = stretch
+        self.after = after
+        """The last row that was passed, of any namespace."""
+        self._own = after
+        """The last row of the namespace that was read."""
+        self.matches: deque[Match] = deque()
+        """Matching rows that were read and not yet taken."""
+        self.reads = 0
+        """The number of reads so far."""
+        self.is_at_end = False
+
+    @property
+    def rank(self) -> object:
+        """The rank before which all rows of the stretch were read."""
+        return rank_of(self.walk, self.stretch, self.after)
+
+    @property
+    def place(self) -> Place:
+        """The place behind the rows that were read. It contains nothing of another namespace."""
+        if self.after == self._own:
+            return place_at(self.walk, self.stretch, self.after)
+        id = shown_id(self._own[0], self.after[0])
+        return place_at(self.walk, self.stretch, self._own if id == self._own[0] else (id, ""))
+
+    def heed(self, chunk: Chunk, size: int) -> None:
+        """Go on behind a chunk of at most ``size`` rows."""
+        self.reads += 1
+        self.matches.extend(chunk.matches or ())
+        reached = chunk.reached or chunk.last
+        self.is_at_end = chunk.read + chunk.foreign < size or reached is None
+        if reached is not None:
+            self.after, self._own = reached, chunk.last or self._own
+
+
+class Pace:
+    """How many rows the next read of each stretch may read, and how many rows all reads may read.
+
+    The first read is small, because most pages need few rows. Each further read of a stretch is four times as long as
+    the read before. Rows of other namespaces have a bound of their own, so that a busy namespace does not use up the
+    rows of a quiet one: they are only passed, not judged.
+    """
+
+    def __init__(self, first: int, most: int, foreign: int, at_once: int = MOST_ROWS) -> None:
+        """``first``: the rows of the first read of all stretches together. ``at_once``: the rows of any read.
+
+        ``foreign``: the rows of other namespaces that all reads may pass.
+        """
+        self.left = most
+        self._foreign = 0
+        self._most_foreign = foreign
+        self._first = first
+        self._at_once = at_once
+        self._of_stretch = 0
+
+    def requests(self, cursors: Sequence[Cursor]) -> list[Request]:
+        """The next read of each stretch; together not much more than the rows of any read."""
+        if not self._of_stretch:
+            self._of_stretch = -(-self._first // len(cursors))
+        largest = max(1, min(self._at_once, self.left) // len(cursors), min(self._foreign, FOREIGN_AT_ONCE))
+        sizes = [min(self._of_stretch * GROWTH**cursor.reads, largest) for cursor in cursors]
+        return [Request(cursor.stretch, cursor.after, size) for cursor, size in zip(cursors, sizes, strict=True)]
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more rows may be read."""
+        return self.left <= 0 or self._foreign >= self._most_foreign
+
+    def heed(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self.left -= chunk.read
+            self._foreign += chunk.foreign

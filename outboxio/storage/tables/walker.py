@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import Counted
-from outboxio.storage.searching.merging import Merge
-from outboxio.storage.searching.reading import FEWEST_ERRORS, FEWEST_ROWS, MOST_ENTRIES, MOST_ROWS, Cursor, Pace, Reader
-from outboxio.storage.searching.walks import (
+from outboxio.storage.tables.walks import (
     ALL,
     DEAD,
     END,
     EVENTS,
+    FEWEST_ERRORS,
+    FEWEST_ROWS,
     MERGED,
+    MOST_ENTRIES,
+    MOST_ROWS,
     STATES_OF,
     Chunk,
+    Cursor,
     Key,
     Match,
+    Pace,
     Stretch,
     key_behind,
     place_at,
+    rank_of,
     start_of,
     stretch_of,
     walks_of,
     walks_of_states,
 )
+
+if TYPE_CHECKING:
+    from outboxio.storage.tables.reads import WalkReads
 
 STRETCHES_AT_ONCE = 64
 """The stretches that a read counts."""
@@ -47,7 +57,7 @@ class Found(Struct, frozen=True):
 class Walker:
     """Finds and counts the rows of a search."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: WalkReads) -> None:
         self._reader = reader
 
     async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int | None) -> Found:
@@ -79,7 +89,7 @@ class Walker:
 class _Walking:
     """A single search: what was found, and how many rows may still be read."""
 
-    def __init__(self, reader: Reader, namespace: str, search: Search, limit: int, most: int | None) -> None:
+    def __init__(self, reader: WalkReads, namespace: str, search: Search, limit: int, most: int | None) -> None:
         self.found: list[str] = []
         self.number = 0
         """The number of matching rows that were counted."""
@@ -122,20 +132,19 @@ class _Walking:
         if walk == EVENTS:
             self._most = most
             return await self._count_events()
-        cursors: list[Cursor] = await self._cursors(walk, None)
-        stretches = [cursor.stretch for cursor in cursors]
         most = min(most, self._limit) if self._takes_all(walk) else most
-        whole = await self._reader.counted(self._namespace, walk, self._search, stretches, most)
+        whole = await self._reader.counted(self._namespace, walk, self._search, most)
         if whole is not None:
             self.number += whole.matching
             self._most -= whole.read
             return whole.read < most and self.number < self._limit
+        cursors: list[Cursor] = await self._cursors(walk, None)
         is_by_index = walk in STATES_OF and self._takes_all(walk)
         at_once = MOST_ENTRIES if is_by_index else MOST_ROWS
         pace = Pace(self._limit, most, self._reader.bounds.foreign, at_once)
         while cursors and self.number < self._limit and not pace.is_over:
             some = cursors[:STRETCHES_AT_ONCE]
-            self.number += sum(chunk.matching for chunk in await self._read(walk, some, pace, only_counts=True))
+            self.number += sum(len(chunk.matches or ()) for chunk in await self._read(walk, some, pace))
             cursors = [cursor for cursor in cursors if not cursor.is_at_end]
         self._most -= most - pace.left
         return not cursors and self.number < self._limit
@@ -189,7 +198,7 @@ class _Walking:
             if self._most <= 0 or self.number >= self._limit:
                 return False
             chunk = await self._read_events(self._event_ids[start : start + EVENTS_AT_ONCE])
-            self.number += chunk.matching
+            self.number += len(chunk.matches or ())
         return self.number < self._limit
 
     async def _find_events(self) -> bool:
@@ -233,11 +242,9 @@ class _Walking:
             first *= 2  # the rows of a page are not spread evenly over the stretches
         return Pace(first, most, self._reader.bounds.foreign)
 
-    async def _read(
-        self, walk: str, cursors: Sequence[Cursor], pace: Pace, *, only_counts: bool = False
-    ) -> Sequence[Chunk]:
+    async def _read(self, walk: str, cursors: Sequence[Cursor], pace: Pace) -> Sequence[Chunk]:
         requests = pace.requests(cursors)
-        chunks = await self._reader.read(self._namespace, walk, self._search, requests, only_counts=only_counts)
+        chunks = await self._reader.read(self._namespace, walk, self._search, requests)
         for cursor, request, chunk in zip(cursors, requests, chunks, strict=True):
             cursor.heed(chunk, request.size)
         pace.heed(chunks)
@@ -251,3 +258,70 @@ class _Walking:
 
 def _key(match: Match) -> Key:
     return match.key
+
+
+_rank: Any = attrgetter("rank")
+_first: Any = itemgetter(0)
+
+
+class Merge:
+    """The rows of all stretches of a walk: the newest row of all stretches comes first.
+
+    A row can be taken when no stretch can hold an unread row that comes before. So after each read, all rows before the
+    first unread row are taken, and the stretches that lag behind are read next.
+    """
+
+    def __init__(self, cursors: Sequence[Cursor]) -> None:
+        self._cursors = cursors
+
+    @property
+    def unread(self) -> list[Cursor]:
+        return [cursor for cursor in self._cursors if not cursor.is_at_end]
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if all rows were read and taken."""
+        return all(cursor.is_at_end and not cursor.matches for cursor in self._cursors)
+
+    @property
+    def place(self) -> Place | None:
+        """The place behind all rows that were read or taken in order; ``None`` if all rows were read."""
+        first = max(self.unread, key=_rank, default=None)
+        return None if first is None else first.place
+
+    def take(self, limit: int) -> tuple[list[Match], Place | None]:
+        """Up to ``limit`` rows that come before all unread rows, and the place of the last of these rows."""
+        first = max(self.unread, key=_rank, default=None)
+        rows = self._read()
+        if first is not None:
+            # A row with the rank of the first unread row is in the same stretch, and was read before.
+            rows = [row for row in rows if row[0] >= first.rank]
+        rows = rows[:limit]
+        for _, cursor, _ in rows:
+            cursor.matches.popleft()
+        if not rows:
+            return [], None
+        _, cursor, last = rows[-1]
+        return [match for _, _, match in rows], place_at(cursor.walk, cursor.stretch, last.key)
+
+    def lagging(self, wanted: int) -> Sequence[Cursor]:
+        """The stretches to read next, so that ``wanted`` rows can be taken.
+
+        If enough rows were read, these are the stretches that may hold a row before the last of the wanted rows.
+        Otherwise these are the half of the stretches that lags most: a stretch with few rows by date would otherwise be
+        read to its end.
+        """
+        rows, unread = self._read(), sorted(self.unread, key=_rank, reverse=True)
+        if len(rows) >= wanted:
+            return [cursor for cursor in unread if cursor.rank > rows[wanted - 1][0]]
+        fresh = [cursor for cursor in unread if not cursor.reads]
+        return fresh or unread[: (len(unread) + 1) // 2]
+
+    def _read(self) -> list[tuple[Any, Cursor, Match]]:
+        """The rows that were read and not taken, in order, with ranks and stretches."""
+        rows = [
+            (rank_of(cursor.walk, cursor.stretch, match.key), cursor, match)
+            for cursor in self._cursors
+            for match in cursor.matches
+        ]
+        return sorted(rows, key=_first, reverse=True)
