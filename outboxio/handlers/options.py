@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from outboxio.errors import ConfigurationError, HandlerFailed, RegistrationError, SettingsError
+from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.clock import naive_utc
 from outboxio.support.duration import OptionalDuration, default_duration, format_duration, parse_duration
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
 """A hook for a notification that ends DEAD, or EXPIRED after a failure."""
 
-MOST_PARTITIONS = 64
 ALERT_AGE = timedelta(seconds=60)
 """The default of ``alert_age``."""
 

@@ -23,7 +23,8 @@ from outboxio.support.clock import Clock
 from outboxio.support.codec import decode_object
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly
-from outboxio.telemetry.choice import headers_in, use_in_process, with_trace
+from outboxio.telemetry.choice import use_in_process
+from outboxio.telemetry.headers import headers_in, with_trace
 from outboxio.telemetry.protocol import SENDING, Call, HandlingTelemetry, Sending, Telemetry
 
 try:

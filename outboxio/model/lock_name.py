@@ -17,6 +17,9 @@ Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since", "jobs
 _LEASE_LENGTH = 255
 
 
+MOST_PARTITIONS = 64  # of a handler
+
+
 class Slot(NamedTuple):
     """A partition of a stored handler name: a single process at a time finds, runs and settles its notifications.
 

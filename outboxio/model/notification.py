@@ -17,7 +17,7 @@ from outboxio.payloads.classes import any_marked, is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import decode_object, nests_deeper
 from outboxio.support.log import Fields, trace_id_in, type_name, without_value
-from outboxio.telemetry.choice import sampled_in_bytes, sampled_in_text
+from outboxio.telemetry.headers import sampled_in_bytes, sampled_in_text
 
 
 class State(StrEnum):

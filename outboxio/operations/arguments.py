@@ -13,8 +13,8 @@ from uuid import UUID
 
 from outboxio.errors import ConfigurationError, InvalidEvent, UnknownEventType, UnknownHandler
 from outboxio.handlers.handler import HandlerRegistry
-from outboxio.handlers.options import MOST_PARTITIONS
 from outboxio.model.event import EventTypes, checked_name, checked_text, is_event_class, type_names
+from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.notification import State
 from outboxio.storage.protocols import Announced, Database
 from outboxio.support.clock import naive_utc

@@ -16,7 +16,7 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox
-from outboxio.handlers.options import MOST_PARTITIONS
+from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.notification import BEGINNING, Position
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, id_head

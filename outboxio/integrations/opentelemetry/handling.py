@@ -18,7 +18,7 @@ from outboxio.integrations.opentelemetry.context import PARENT, Carrying, has_sp
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedCall
 from outboxio.model.notification import DYING, PENDING, Notification
 from outboxio.support.clock import Clock
-from outboxio.telemetry.choice import headers_in
+from outboxio.telemetry.headers import headers_in
 from outboxio.telemetry.protocol import Call, HandlingTelemetry
 
 Propagation = Literal["auto", "link", "parent", "none"]

@@ -7,8 +7,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from outboxio.handlers.options import MOST_PARTITIONS
-from outboxio.model.lock_name import Slot
+from outboxio.model.lock_name import MOST_PARTITIONS, Slot
 from outboxio.model.notification import BEGINNING, NotificationRecord, record_of
 from outboxio.storage.statement import Jumps, Port, Query, Statement, Text
 
