@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from outboxio.handlers.options import MOST_PARTITIONS
+from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Search
 from outboxio.storage.statement import Parts, Port, Query, Text
