@@ -33,7 +33,7 @@ from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage import DatabaseSource, open_database
-from outboxio.storage.connections.limits import Limits
+from outboxio.storage.connections.driver import Limits
 from outboxio.storage.protocols import Database
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import to_the_end

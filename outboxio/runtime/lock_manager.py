@@ -30,7 +30,7 @@ from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease
 from outboxio.sharing.lock_plan import LockPlan
-from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock
 from outboxio.support import machine
 from outboxio.support.aio import Signal

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits
 from outboxio.support.text import without_passwords
 
 if TYPE_CHECKING:

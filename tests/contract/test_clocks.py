@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from outboxio import Batch, EventEnvelope, Outbox, Settings
-from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.driver import Proof
 from outboxio.support import clock as clocks
 from outboxio.support import ids, machine
 from outboxio.support.clock import utc_now

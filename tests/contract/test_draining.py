@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import DrainTimeout, EventEnvelope, Outbox, Settings
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.driver import Proof
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import locks_of, run_of
 from tests.kit.spies import Gate, breaks, watch

@@ -13,7 +13,7 @@ import pytest
 
 from outboxio.loops import standstill
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.driver import Proof
 from outboxio.storage.connections.threaded_lock import ThreadedLock
 from outboxio.storage.protocols import LockGrant
 from tests.kit.app import eventually, hang

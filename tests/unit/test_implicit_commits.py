@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outboxio.storage.connections.limits import DEFAULT_LIMITS
+from outboxio.storage.connections.driver import DEFAULT_LIMITS
 from outboxio.storage.mysql.flavour import MYSQL, Server
 from outboxio.storage.mysql.session import MysqlSession
 

@@ -26,7 +26,7 @@ OUTSIDE = ("cli/", "integrations/", "testing/simulation/")
 OWN = {
     "support/machine.py": "is the machine",
     "health/systemd.py": "the socket of systemd, which names this process of the operating system",
-    "storage/connections/limits.py": "options of a driver's sockets",
+    "storage/connections/driver.py": "options of a driver's sockets",
     "dashboard/guard.py": "the token of a page against forged requests",
 }
 MODULES = {"time", "random", "secrets", "socket"}

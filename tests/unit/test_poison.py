@@ -28,7 +28,7 @@ from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.settings import Settings
 from outboxio.sharing.lock_plan import EveryLock
-from outboxio.storage.connections.proof import Proof
+from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LockGrant, StartedRun
 from outboxio.support.aio import Signal
 from outboxio.support.clock import as_micros

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.driver import ServerCalls
-from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, ServerCalls
 from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.limits import DEFAULT_LIMITS
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
+from outboxio.storage.connections.pool import GivenPool, Occupancy
 from outboxio.storage.connections.server import ServerDatabase
 from outboxio.storage.connections.watch import Sessions
 

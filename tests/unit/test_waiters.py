@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from outboxio import DatabaseUnavailable, PoolExhausted
-from outboxio.storage.sqlite.turn import Turn
+from outboxio.storage.sqlite.thread import Turn
 from outboxio.support.aio import Waiters
 from tests.kit.pools import Wires, in_line
 from tests.kit.virtual_time import timers

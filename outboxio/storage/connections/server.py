@@ -13,13 +13,11 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.driver import ServerCalls
-from outboxio.storage.connections.given_pool import GivenPool
+from outboxio.storage.connections.driver import Limits, ServerCalls
 from outboxio.storage.connections.health import Connections
 from outboxio.storage.connections.identity import Identity, Kin, OwnDatabase
-from outboxio.storage.connections.limits import Limits
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
-from outboxio.storage.connections.pool import LARGEST_POOL, Pool
+from outboxio.storage.connections.pool import LARGEST_POOL, GivenPool, Pool
 from outboxio.storage.connections.watch import Sessions, Watch
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.support.aio import to_the_end

@@ -18,9 +18,9 @@ from outboxio.loops.background import Background, call_soon
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.loops.standstill import LoopWatch
 from outboxio.model.lock_name import LockName
+from outboxio.storage.connections.driver import Proof
 from outboxio.storage.connections.health import Connections
 from outboxio.storage.connections.loop_connection import BaseLoopConnection
-from outboxio.storage.connections.proof import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock, LockGrant
 from outboxio.support import machine
 from outboxio.support.log import log_of

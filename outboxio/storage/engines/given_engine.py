@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, PoolExhausted
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.given_pool import Occupancy
-from outboxio.storage.connections.limits import Limits
+from outboxio.storage.connections.driver import Limits
+from outboxio.storage.connections.pool import Occupancy
 from outboxio.support.aio import heeding_cancellation
 
 if TYPE_CHECKING:

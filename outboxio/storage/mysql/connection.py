@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.flavour import Server, Statement

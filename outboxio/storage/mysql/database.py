@@ -13,12 +13,10 @@ from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConne
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.payloads.fields import kept_by_double
-from outboxio.storage.connections.driver import ServerCalls
-from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits, ServerCalls, keep_alive
 from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits, keep_alive
 from outboxio.storage.connections.loop_connection import Troubles
-from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
 from outboxio.storage.connections.server import ServerDatabase, together
 from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
 from outboxio.storage.connections.watch import Watch

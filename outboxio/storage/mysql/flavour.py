@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from outboxio.storage.connections.limits import Limits
+from outboxio.storage.connections.driver import Limits
 from outboxio.support.aio import TimeLimit
 
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.connections.driver import Proof, measured
 from outboxio.storage.mysql.connection import Arguments, LoopConnection, execute, fetch
 from outboxio.storage.mysql.driver import is_closed
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours

@@ -11,7 +11,7 @@ import asyncpg
 
 from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT
 from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.plans import is_outdated

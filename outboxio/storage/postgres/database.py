@@ -17,12 +17,10 @@ from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.payloads.fields import kept_by_numeric
-from outboxio.storage.connections.driver import ServerCalls
-from outboxio.storage.connections.given_pool import GivenPool, Occupancy
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, keep_alive
 from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, keep_alive
 from outboxio.storage.connections.loop_connection import OnlyReads, Troubles
-from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
 from outboxio.storage.connections.server import ServerDatabase, together
 from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
 from outboxio.storage.connections.watch import Watch
@@ -39,7 +37,6 @@ from outboxio.storage.postgres.connection import (
     underlying,
 )
 from outboxio.storage.postgres.events import PostgresEvents
-from outboxio.storage.postgres.identity import Identities
 from outboxio.storage.postgres.key_session import PostgresKeySession
 from outboxio.storage.postgres.lock import PostgresClusterLock
 from outboxio.storage.postgres.notifications import PostgresNotifications
@@ -50,6 +47,7 @@ from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.server_info import (
     LOCK_ROOM,
     ONLY_READS,
+    Identities,
     identity_of,
     is_standby,
     only_reads,

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.connections.driver import Proof, measured
 from outboxio.storage.postgres.connection import LoopConnection, quoted
 from outboxio.storage.postgres.insertion import as_texts
 from outboxio.storage.protocols import LockGrant

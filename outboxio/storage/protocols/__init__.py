@@ -11,31 +11,28 @@ A repository turns rows into values and back. ``Session`` works in the transacti
 remaining methods are short transactions, or single autocommit statements, on connections of the loops.
 """
 
-from outboxio.storage.protocols.cold import Schema
-from outboxio.storage.protocols.database import Database
-from outboxio.storage.protocols.events import (
-    ActionPlace,
-    EventSummary,
-    FoundAction,
-    FoundActions,
-    FoundEvents,
-)
+from outboxio.storage.protocols.database import Database, Schema
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
     FanoutStore,
+    KeySession,
     OrderingRepository,
     Session,
     SessionUnit,
 )
-from outboxio.storage.protocols.keyed import KeySession
 from outboxio.storage.protocols.operating import (
+    ActionPlace,
     BulkOrder,
     Counted,
     DeadFigures,
     DeferredFigures,
     DueFigures,
+    EventSummary,
+    FoundAction,
+    FoundActions,
     FoundErrors,
+    FoundEvents,
     FoundRows,
     HandlerMinute,
     InstanceReport,

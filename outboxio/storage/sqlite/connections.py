@@ -23,8 +23,7 @@ from outboxio.storage.sqlite.connection import (
     fetch_value,
     in_transaction,
 )
-from outboxio.storage.sqlite.thread import ThreadConnection
-from outboxio.storage.sqlite.turn import Turn
+from outboxio.storage.sqlite.thread import ThreadConnection, Turn
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError, OtherDatabase
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.limits import DEFAULT_LIMITS, Limits
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection

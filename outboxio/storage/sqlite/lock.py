@@ -25,7 +25,7 @@ import msgspec
 
 from outboxio.errors import DatabaseUnavailable
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.proof import Proof, measured
+from outboxio.storage.connections.driver import Proof, measured
 from outboxio.storage.protocols import LockGrant
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections

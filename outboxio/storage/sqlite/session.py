@@ -41,8 +41,7 @@ from outboxio.storage.sqlite.received import (
     consumed_rows,
     received_list,
 )
-from outboxio.storage.sqlite.thread import ThreadConnection
-from outboxio.storage.sqlite.turn import Turn
+from outboxio.storage.sqlite.thread import ThreadConnection, Turn
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
 from outboxio.storage.statements import first_ending
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Search
-from outboxio.storage.protocols.events import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
+from outboxio.storage.protocols.operating import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
 from outboxio.storage.statement import Port, Query
 from outboxio.storage.tables.reads import matching_events
 from outboxio.storage.tables.search import NotificationSearch
