@@ -465,7 +465,7 @@ BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], st
         lambda ids, event_ids: ["app", event_ids],
         "event_id_handler_name_key",
     ),
-    "retrying": (on_postgres(RETRY), lambda ids, event_ids: [NOW, "app", ids], "pkey"),
+    "retrying": (on_postgres(RETRY), lambda ids, event_ids: [NOW, NOW, "app", ids], "pkey"),
     "skipping": (on_postgres(SKIP), lambda ids, event_ids: [NOW, "app", ids], "pkey"),
     "expiring found rows": (on_postgres(EXPIRE), lambda ids, event_ids: [NOW, ids, NOW], "pkey"),
     "resuming found rows": (on_postgres(RESUME), lambda ids, event_ids: [NOW, ids], "pkey"),
