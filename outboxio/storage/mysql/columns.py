@@ -36,7 +36,6 @@ assert set(_OF_ACTION.values()) <= set(ActionRecord.__struct_fields__)
 BY_DUE = "eventlog.event_notifications n FORCE INDEX (event_notifications_partition)"
 BY_LINE = "eventlog.event_notifications n FORCE INDEX (event_notifications_line)"
 BY_EVENT = "eventlog.event_notifications n FORCE INDEX (event_notifications_event)"
-BY_DEAD = "eventlog.event_notifications n FORCE INDEX (event_notifications_dead)"
 BY_ID = "eventlog.event_notifications n FORCE INDEX (PRIMARY)"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from outboxio.model.notification import DueQuery, Notification
 from outboxio.model.outcome import Bucket
 from outboxio.storage.left_alone import LeftAlone
-from outboxio.storage.mysql.columns import BY_ID, OWN_PARTITION
 from outboxio.storage.mysql.connection import LoopConnection, execute, fetch, run
 from outboxio.storage.mysql.due_rows import (
     FEW_OF_SLOTS,
@@ -31,20 +30,6 @@ from outboxio.storage.mysql.settlement import settlement
 FEW = 100  # due rows at most that come as a text each, on MariaDB
 MANY_FOR = 1.0  # seconds after a read of more than FEW rows, during which all rows come as a single text
 READS_BY_COLUMN = 50  # reads column by column, after a read that did not fit into a single text
-
-# An UPDATE counts the rows that change, not the rows that match. So the rows are locked and counted first.
-#
-# A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
-# The columns are assigned from left to right, so the partition comes before the state.
-RETRY = f"""
-UPDATE {BY_ID}
-SET n.partition_number = IF(n.state IN ('PENDING', 'FAILED', 'DYING'), n.partition_number, {OWN_PARTITION}),
-  n.state = 'PENDING', n.attempts = 0, n.next_retry_at = %(now)s, n.retention_from = %(now)s, n.updated_date = %(now)s
-WHERE n.id IN ({{ids}})
-"""
-NOT_SKIPPED = ("SUCCEEDED", "SKIPPED")
-"""The states that SKIP leaves; the rows are locked, and then chosen by state."""
-SKIP = f"UPDATE {BY_ID} SET n.state = 'SKIPPED', n.updated_date = %(now)s WHERE n.id IN ({{ids}})"
 
 
 class MysqlNotifications:

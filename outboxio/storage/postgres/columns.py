@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outboxio.model.event import ActionRecord
-from outboxio.model.notification import DOCUMENTS, Context, NotificationRecord
+from outboxio.model.notification import Context, NotificationRecord
 
 JSON = {"action_params", "payload", "headers", "errors"}
 
@@ -52,9 +52,6 @@ def _micros(column: str) -> str:
 DUE_COLUMNS = f"""{selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
   {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, n.partition_number, {_context()}"""
 RECORD_COLUMNS = selected(OF_NOTIFICATION)
-RECORD_COLUMNS_WITHOUT_DOCUMENTS = ", ".join(
-    "NULL" if column in DOCUMENTS else selected([column]) for column in OF_NOTIFICATION
-)
 
 
 def partition_of(key: str, event_id: str, number: str) -> str:

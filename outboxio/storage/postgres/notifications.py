@@ -13,7 +13,7 @@ import asyncpg
 from outboxio.model.event import refusal_of
 from outboxio.model.notification import DueQuery, Notification, checked
 from outboxio.model.outcome import Bucket
-from outboxio.storage.postgres.columns import DUE_COLUMNS, PARTITION_NOW
+from outboxio.storage.postgres.columns import DUE_COLUMNS
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.support.text import TextEncoding
@@ -66,39 +66,6 @@ UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_dat
       ELSE n.errors END || (($9::text[])[row.place])::jsonb
   FROM (SELECT array_position($1::uuid[], n.id) AS place) AS row)
 WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
-"""
-
-# Jumps from each handler name to the next along two indexes: the due index, and the index of the key queues, which
-# holds BLOCKED rows. The second index also holds rows of the first index: a condition that excludes those rows would
-# have to read each row. ``least`` ignores NULL.
-UNFINISHED_NAMES = """
-WITH RECURSIVE names(name) AS (
-  SELECT ''
-  UNION ALL
-  SELECT least(
-    (SELECT handler_name::text FROM eventlog.event_notifications
-     WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'DYING') AND handler_name > names.name
-     ORDER BY handler_name LIMIT 1),
-    (SELECT handler_name::text FROM eventlog.event_notifications
-     WHERE namespace = $1 AND state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')
-       AND (ordering_key IS NOT NULL OR state = 'BLOCKED') AND handler_name > names.name
-     ORDER BY handler_name LIMIT 1))
-  FROM names WHERE name IS NOT NULL)
-SELECT name FROM names WHERE name <> ''
-"""
-
-# A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
-RETRY = f"""
-UPDATE eventlog.event_notifications n
-SET state = 'PENDING', attempts = 0, next_retry_at = $3, retention_from = $3, updated_date = $3,
-  partition_number = CASE WHEN n.state IN ('PENDING', 'FAILED', 'DYING') THEN n.partition_number
-    ELSE {PARTITION_NOW} END
-WHERE namespace = $1 AND id = ANY ($2::uuid[])
-"""
-
-SKIP = """
-UPDATE eventlog.event_notifications SET state = 'SKIPPED', updated_date = $3
-WHERE namespace = $1 AND id = ANY ($2::uuid[]) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
 """
 
 

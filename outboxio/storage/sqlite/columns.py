@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import COPIED, DOCUMENTS, Context, NotificationRecord
+from outboxio.model.notification import COPIED, Context, NotificationRecord
 
 # --- eventlog_events ---------------------------------------------------------------------------------
 
@@ -55,11 +55,6 @@ def due_row(micros: Callable[[str], str] = micros) -> str:
 
 
 RECORD = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
-RECORD_OBJECT = "json_object(" + ", ".join(f"'{column}', {column}" for column in RECORD) + ")"
-"""A row for operators as a JSON object; columns that hold JSON stay text."""
-RECORD_OBJECT_WITHOUT_DOCUMENTS = "json_object({})".format(
-    ", ".join(f"'{column}', {'NULL' if column in DOCUMENTS else column}" for column in RECORD)
-)
 
 
 def names(columns: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from outboxio.model.outcome import Bucket
 from outboxio.storage.left_alone import LeftAlone
 from outboxio.storage.sqlite.connection import execute_when_free, in_transaction
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.due import BY_DUE, UNFINISHED, find_due
+from outboxio.storage.sqlite.due import UNFINISHED, find_due
 from outboxio.storage.sqlite.inserts import INSERT_EVENTS, event_parameters
 from outboxio.storage.sqlite.values import as_json, as_text
 
@@ -48,34 +48,6 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (
       '$[#]', json(o.error)) END
   FROM o WHERE o.id = n.id)
 WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND handler_name IN ({_HELD})
-"""
-
-# Jumps from handler name to handler name along two indexes: of due rows, and of ordering keys, which has BLOCKED rows.
-# The index of ordering keys has unblocked rows, too. They add no name, and a condition on BLOCKED would read them.
-UNFINISHED_NAMES = f"""
-WITH RECURSIVE names(name) AS (
-  SELECT ''
-  UNION ALL
-  SELECT (SELECT min(name) FROM (
-    SELECT (SELECT handler_name FROM {BY_DUE}
-      WHERE namespace = :namespace AND {UNFINISHED} AND handler_name > names.name
-      ORDER BY handler_name LIMIT 1) AS name
-    UNION ALL
-    SELECT (SELECT handler_name FROM {_BY_LINE}
-      WHERE namespace = :namespace AND {_IN_LINE} AND handler_name > names.name
-      ORDER BY handler_name LIMIT 1)))
-  FROM names WHERE names.name IS NOT NULL)
-SELECT json_group_array(name) FROM names WHERE name <> ''
-"""
-
-RETRY = f"""
-UPDATE {_BY_ID} SET state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :now
-WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids))
-"""
-
-SKIP = f"""
-UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
-WHERE namespace = :namespace AND id IN (SELECT value FROM json_each(:ids)) AND state NOT IN ('SUCCEEDED', 'SKIPPED')
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -65,11 +65,6 @@ def as_value(value: Any) -> Any:
             return as_value(value.value)
         case _:
             return value
-
-
-def as_values(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for values by name."""
-    return {name: as_value(value) for name, value in named.items()}
 
 
 @lru_cache(maxsize=512)
