@@ -59,22 +59,24 @@ REMOVE_NOTIFICATIONS = Statement(
 )
 
 # LIMIT makes the lookup a probe of the index for each event, and no plan knows an index of rows in other states.
+_IS_SETTLED = """(n.event_type IS NULL OR n.delivered = TRUE AND (
+        SELECT 1 FROM {table event_notifications event_notifications_event x}
+        WHERE x.event_id = n.id AND x.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') LIMIT 1) IS NULL)"""
 FIND_EVENTS = Query(
     f"""
 {_BATCH}
 FROM (
-  SELECT n.id, n.namespace = :namespace AND n.event_date < :before
-      AND (n.event_type IS NULL OR n.delivered = TRUE AND (
-        SELECT 1 FROM {{table event_notifications event_notifications_event x}}
-        WHERE x.event_id = n.id AND x.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') LIMIT 1) IS NULL)
-      AS is_old,
+  SELECT n.id, n.namespace = :namespace AND n.event_date < :before AND {_IS_SETTLED} AS is_old,
     CASE WHEN n.event_date >= :before THEN 1 ELSE 0 END AS is_young
   FROM {{table events primary n}} {_WALK}) l
 """,
     tuple[int, UUID | None, bool | None, list[str] | None],
 )
-_EVENTS = "FROM {table events primary} WHERE {ids id :ids} AND event_date < :before"
-REMOVE_EVENTS = Statement(f"DELETE {_EVENTS}", mysql=f"DELETE eventlog.events {_EVENTS}")
+# An operator may have replayed a notification in the meantime. On MySQL the lookup would lock notifications.
+REMOVE_EVENTS = Statement(
+    f"DELETE FROM {{table events primary n}} WHERE {{ids n.id :ids}} AND n.event_date < :before AND {_IS_SETTLED}",
+    mysql="DELETE eventlog.events FROM {table events primary} WHERE {ids id :ids} AND event_date < :before",
+)
 
 REMOVE_CONSUMED = delete("consumed_events", "consumed_date < :before", order="consumed_date")
 
