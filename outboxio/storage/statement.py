@@ -27,6 +27,7 @@ import msgspec
 from msgspec.structs import asdict, astuple
 
 from outboxio.storage.syntax import Syntax
+from outboxio.support.codec import decode_names
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -178,7 +179,7 @@ class Query(Statement, Generic[R]):
     def _documents(self) -> dict[int, Callable[[Any], Any]]:
         """How the columns with JSON text are read."""
         kinds = [] if self._made_by else enumerate(self._types)
-        return {column: msgspec.json.Decoder(kind).decode for column, kind in kinds if _is_document_type(kind)}
+        return {column: _decoder(kind) for column, kind in kinds if _is_document_type(kind)}
 
     @cached_property
     def _read(self) -> type[msgspec.Struct]:
@@ -268,6 +269,11 @@ def numbered(text: str) -> tuple[str, Sequence[str]]:
 def with_placeholders(text: str, placeholder: Callable[[str], str]) -> str:
     """A text with ``placeholder(name)`` in place of each parameter."""
     return _PARAMETER.sub(lambda found: placeholder(found[1]), text)
+
+
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """A malformed list of names, which another tool can write, counts as empty."""
+    return decode_names if tuple[str, ...] in (kind, *get_args(kind)) else msgspec.json.Decoder(kind).decode
 
 
 def _fields_of(row: Any, chosen: Sequence[str] | None = None) -> dict[str, Any] | None:

@@ -124,6 +124,14 @@ def test_a_column_has_the_type_that_the_query_names(row: type, raw: Sequence[obj
     assert Query("", row).rows([raw]) == [value]
 
 
+def test_a_malformed_list_of_names_counts_as_empty() -> None:
+    assert Query("", tuple[tuple[str, ...], int]).rows([("{}", 1), ('["a"]', 2), ("5", 3)]) == [
+        ((), 1),
+        (("a",), 2),
+        ((), 3),
+    ]
+
+
 def test_a_query_can_leave_out_fields_of_a_struct() -> None:
     assert Query("", Row, fields=("names", "id")).rows([("[]", ID)]) == [Row(ID, ())]
 

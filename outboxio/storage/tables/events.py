@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from outboxio.model.notification import COPIED
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.statement import Port, Query, Statement
@@ -118,8 +120,10 @@ class StoredEvents:
         names = sorted(await self._subscriptions.names_of(namespace, handler_name))
         wanted = {"names": names, "types": list(types), "every_type": not types, "since": since}
         made, after = 0, -(2**63)
-        while piece := await self._port.fetch(HISTORY, **scope, **wanted, after=after, limit=PIECE):
-            owed = [{"event_id": str(event_id), "id": str(uuid7())} for event_id, _ in piece]
-            made += await self._port.execute(BACKFILL, **scope, owed=owed, now=now)
+        while True:  # an empty piece is written, too: a user without the right to write is told so
+            piece = await self._port.fetch(HISTORY, **scope, **wanted, after=after, limit=PIECE)
+            owed = msgspec.json.encode([{"event_id": str(event_id), "id": str(uuid7())} for event_id, _ in piece])
+            made += await self._port.execute(BACKFILL, **scope, owed=msgspec.Raw(owed), now=now)
+            if len(piece) < PIECE:
+                return made
             after = piece[-1][1]
-        return made

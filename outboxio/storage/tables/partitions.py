@@ -79,7 +79,7 @@ SELECT handler_name, {text aliases} FROM eventlog.subscriptions
 WHERE namespace = :namespace AND (older_seen_date > :since
   OR last_seen_date > :since AND (partitioned_seen_date IS NULL OR last_seen_date <> partitioned_seen_date))
 """,
-    tuple[str, list[str]],
+    tuple[str, tuple[str, ...]],
 )
 
 SEEN = Statement("""
