@@ -15,6 +15,7 @@ from outboxio.storage import tables
 from outboxio.storage.mysql.flavour import FLAVOURS
 from outboxio.storage.statement import Statement, with_placeholders
 from outboxio.storage.syntax import MysqlSyntax, PostgresSyntax, SqliteSyntax, Syntax
+from outboxio.support.codec import is_object
 
 SYNTAXES: dict[str, tuple[Syntax, Callable[[str], str]]] = {
     "postgres": (PostgresSyntax(), ":'{}'".format),
@@ -27,8 +28,8 @@ def statements() -> Iterator[tuple[str, str, Statement]]:
     """The module, the name and the value of each statement."""
     for module in iter_modules(tables.__path__):
         for name, value in vars(import_module(f"{tables.__name__}.{module.name}")).items():
-            named = {name: value}
-            if isinstance(value, dict):
+            named: dict[str, object] = {name: value}
+            if is_object(value):
                 named = {f"{name}[{key}]": each for key, each in value.items()}
             yield from ((module.name, name, each) for name, each in named.items() if isinstance(each, Statement))
 

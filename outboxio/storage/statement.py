@@ -27,7 +27,7 @@ import msgspec
 from msgspec.structs import asdict, astuple
 
 from outboxio.storage.syntax import Syntax
-from outboxio.support.codec import decode_names
+from outboxio.support.codec import decode_names, is_list, is_object
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Statement(Text):
         for writing."""
         super().__init__(text, **texts)
         self.needs = needs
-        self._parts: Parts = {}
+        self.parts: Parts = {}
         self.texts: dict[Syntax, str] = {}
         """The rendered texts."""
 
@@ -96,7 +96,7 @@ class Statement(Text):
         return text
 
     def _replacement(self, marker: re.Match[str], syntax: Syntax) -> str:
-        if marker[2] is not None or (part := self._parts.get(marker[1])) is None:
+        if marker[2] is not None or (part := self.parts.get(marker[1])) is None:
             return syntax.replacement(marker)
         return part if isinstance(part, str) else part.source(syntax)
 
@@ -116,7 +116,7 @@ S = TypeVar("S", bound=Statement)
 @lru_cache(maxsize=512)
 def _having(statement: S, parts: tuple[tuple[str, str | Text], ...]) -> S:
     filled = copy.copy(statement)
-    filled._parts, filled.texts = {**statement._parts, **dict(parts)}, {}
+    filled.parts, filled.texts = {**statement.parts, **dict(parts)}, {}
     return filled
 
 
@@ -178,8 +178,8 @@ class Query(Statement, Generic[R]):
     @cached_property
     def _documents(self) -> dict[int, Callable[[Any], Any]]:
         """How the columns with JSON text are read."""
-        kinds = [] if self._made_by else enumerate(self._types)
-        return {column: _decoder(kind) for column, kind in kinds if _is_document_type(kind)}
+        kinds = () if self._made_by else self._types
+        return {column: _decoder(kind) for column, kind in enumerate(kinds) if _is_document_type(kind)}
 
     @cached_property
     def _read(self) -> type[msgspec.Struct]:
@@ -194,8 +194,8 @@ class Query(Statement, Generic[R]):
     def _make(self) -> Callable[[Any], R]:
         row = self._row
         if self._fields is not None:
-            make = self._made_by or (lambda values: row(**values))
-            return lambda read: make(asdict(read))
+            make = self._made_by
+            return (lambda read: row(**asdict(read))) if make is None else (lambda read: make(asdict(read)))
         return astuple if get_origin(row) is tuple else (lambda read: astuple(read)[0])  # type: ignore[return-value]
 
 
@@ -292,8 +292,8 @@ def _is_document_type(kind: Any) -> bool:
 
 def as_document(value: Any) -> str:
     """A value as JSON text. A timestamp in a list of rows is the text that SQLite stores, and that all servers read."""
-    if isinstance(value, list):
-        value = [{n: _plain(v) for n, v in row.items()} if isinstance(row, dict) else row for row in value]
+    if is_list(value):
+        value = [{n: _plain(v) for n, v in row.items()} if is_object(row) else row for row in value]
     return msgspec.json.encode(value).decode()
 
 

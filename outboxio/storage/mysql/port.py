@@ -21,6 +21,7 @@ from outboxio.storage.statement import (
     with_placeholders,
 )
 from outboxio.storage.syntax import MysqlSyntax
+from outboxio.support.codec import is_list
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class MysqlPort(Port):
 
         def placeholder(name: str) -> str:
             value, name = values[name], prefix + name
-            if isinstance(value, list) and not is_document(value):
+            if is_list(value) and not is_document(value):
                 arguments.update((f"{name}{number}", as_argument(item)) for number, item in enumerate(value))
                 return ", ".join(f"%({name}{number})s" for number in range(len(value))) or "NULL"
             arguments[name] = as_argument(value)

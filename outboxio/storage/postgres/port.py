@@ -10,6 +10,7 @@ from uuid import UUID
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.statement import Port, Query, Runner, Statement, as_document, is_document, numbered
 from outboxio.storage.syntax import PostgresSyntax
+from outboxio.support.codec import is_list
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class PostgresPort(Port):
     def _argument(self, value: Any) -> Any:
         if is_document(value):
             return self._connection.encoding.escaped_in_json(as_document(value))
-        return [str(item) for item in value] if isinstance(value, list) else value
+        return [str(item) for item in value] if is_list(value) else value
 
 
 class _Transaction:

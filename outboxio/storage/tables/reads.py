@@ -111,8 +111,12 @@ def matching(search: Search) -> tuple[Parts, dict[str, Any]]:
 
 def _conditions(search: Search, conditions: dict[str, str]) -> tuple[list[str], dict[str, Any]]:
     values = {field: getattr(search, field) for field in given(search) if field in conditions}
-    listed = {field: list(map(str, value)) if isinstance(value, tuple) else value for field, value in values.items()}
+    listed = {field: _texts(value) if isinstance(value, tuple) else value for field, value in values.items()}
     return [conditions[field] for field in values], listed
+
+
+def _texts(values: Any) -> list[str]:
+    return [str(value) for value in values]
 
 
 # --- patterns of texts that appear in this order, with any text before, between and behind -------
