@@ -13,7 +13,7 @@ from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConne
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.payloads.fields import kept_by_double
-from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits, ServerCalls, keep_alive
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits, ServerCalls, configure
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.loop_connection import Troubles
 from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
@@ -327,7 +327,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         }
         async with asyncio.timeout(told["connect_timeout"]):  # the driver's own timeout does not cover the greeting
             connection = await heeding_cancellation(driver.connect(**told), hang_up)
-        keep_alive(driver.transport(connection))
+        configure(driver.transport(connection))
         limit(connection, self._limits.statement_timeout)
         return connection
 

@@ -17,7 +17,7 @@ from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.payloads.fields import kept_by_numeric
-from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, keep_alive
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, configure
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.loop_connection import OnlyReads, Troubles
 from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
@@ -366,7 +366,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         limit = self._limits.connect_timeout
         connection: Any = await asyncpg.connect(url, timeout=limit, **options)
         try:
-            keep_alive(connection._transport)
+            configure(connection._transport)
             if watch is not None:
                 watch.knows(connection, await session_of(connection, limit))
         except BaseException:
