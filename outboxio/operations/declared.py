@@ -32,6 +32,8 @@ class Preview(Struct, frozen=True):
     """Sentences, with counts."""
     nothing: str | None = None
     """Why the operation would change nothing."""
+    is_fulfilled: bool = False
+    """True if nothing changes because the wanted state is there already."""
 
 
 Look = Callable[["Admin", Values], Awaitable[Preview]]
@@ -121,7 +123,7 @@ async def _of_key(admin: Admin, values: Values) -> Preview:
 
 async def _of_pause(admin: Admin, values: Values) -> Preview:
     is_paused = values["handler"] in await admin.paused()
-    return Preview(nothing=f"{values['handler']} is paused already" if is_paused else None)
+    return Preview(nothing=f"{values['handler']} is paused already" if is_paused else None, is_fulfilled=is_paused)
 
 
 async def _of_unpause(admin: Admin, values: Values) -> Preview:

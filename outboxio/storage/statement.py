@@ -160,7 +160,7 @@ class Query(Statement, Generic[R]):
             for row in rows:
                 if row[column] is not None:
                     row[column] = decode(row[column])
-        return [self._make(row) for row in msgspec.convert(rows, list[self._read], strict=False)]  # type: ignore[name-defined]
+        return [self._make(row) for row in msgspec.convert(rows, list[self._read], strict=False)]  # type: ignore[name-defined]  # a type that is made here
 
     @property
     def columns(self) -> int:
@@ -196,7 +196,7 @@ class Query(Statement, Generic[R]):
         if self._fields is not None:
             make = self._made_by
             return (lambda read: row(**asdict(read))) if make is None else (lambda read: make(asdict(read)))
-        return astuple if get_origin(row) is tuple else (lambda read: astuple(read)[0])  # type: ignore[return-value]
+        return astuple if get_origin(row) is tuple else (lambda read: astuple(read)[0])  # type: ignore[return-value]  # R is that tuple or value
 
 
 class Jumps(Query[str]):

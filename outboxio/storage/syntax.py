@@ -31,7 +31,7 @@ class Syntax(ABC):
         name, arguments = marker[1], marker[2]
         if arguments is None:
             return self.words[name]
-        return getattr(self, name)(arguments)  # type: ignore[no-any-return]
+        return getattr(self, name)(arguments)  # type: ignore[no-any-return]  # by name
 
     def finished(self, text: str, columns: int) -> str:
         """The text after all markers were replaced. ``columns``: of a query, the number of its columns."""
@@ -60,13 +60,13 @@ SELECT value FROM jumps WHERE value <> ''"""
         """``{id o.event_id}``: an id in a column of ``{rows ...}``, for a comparison with a column of ids."""
         return column
 
-    @abstractmethod
     def text(self, column: str) -> str:
         """``{text payload}``: a column of JSON as text."""
+        return column
 
-    @abstractmethod
     def json(self, value: str) -> str:
         """``{json :payload}``: a parameter or column of text as a value of a JSON column."""
+        return value
 
     @abstractmethod
     def among(self, arguments: str) -> str:
@@ -203,12 +203,6 @@ class MysqlSyntax(Syntax):
     def id(self, column: str) -> str:
         return self.words["id_of"].format(column)
 
-    def text(self, column: str) -> str:
-        return column
-
-    def json(self, value: str) -> str:
-        return value
-
     def among(self, arguments: str) -> str:
         column, values = arguments.split()
         return f"{column} IN ({values})"
@@ -284,12 +278,6 @@ class SqliteSyntax(Syntax):
         if index == "events_sequence":  # the sequence is the rowid
             forced = "NOT INDEXED"
         return " ".join(filter(None, (f"eventlog_{name}", alias and f"AS {alias}", forced)))
-
-    def text(self, column: str) -> str:
-        return column
-
-    def json(self, value: str) -> str:
-        return value
 
     def among(self, arguments: str) -> str:
         column, values = arguments.split()

@@ -55,7 +55,7 @@ async def run(outbox: Outbox, kind: str, values: Values, manner: Manner) -> Exit
     if asks or manner.dry_run:
         preview = await declared.preview(admin, values)
         if preview.nothing is not None:
-            return manner.said(preview.nothing, Exit.FINE if kind == "pause" else Exit.NO)
+            return manner.said(preview.nothing, Exit.FINE if preview.is_fulfilled else Exit.NO)
         effect = " ".join(preview.effect)
         if manner.dry_run:
             return manner.said(f"would {does}. {effect}".rstrip())

@@ -85,7 +85,7 @@ def _result_of(work: Coroutine[Any, Any, T]) -> T:
     try:
         work.send(None)
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value  # type: ignore[no-any-return]  # of T
     finally:
         work.close()
     raise RuntimeError("the work of a transaction awaits something other than its statements")
