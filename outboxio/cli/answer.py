@@ -159,7 +159,9 @@ def _leaves(error: Exception) -> Iterator[Exception]:
         yield error
 
 
-# --- Values as people read them: states, ages, documents; and rows as machines read t -------------
+# --- values as people read them -------------------------------------------------------------------
+#
+# Values as people read them: states, ages, documents; and rows as machines read them, one JSON object on each line.
 
 
 COLOURS: Mapping[str, str] = {
@@ -233,7 +235,9 @@ def duration(given: timedelta) -> str:
     return span(given.total_seconds())
 
 
-# --- Questions before an order that changes much, and the progress of an order: on st -------------
+# --- questions before an order that changes much --------------------------------------------------
+#
+# Questions before an order that changes much, and the progress of an order: on stderr, apart from the answer.
 
 
 Report = Callable[[int, int], None]

@@ -46,7 +46,13 @@ def with_outbox(told: str) -> str:
     return " ".join([words[0], words[1], shlex.join(where), *words[2:]])
 
 
-# --- options that several commands share, each written once ---------------------------------------
+# --- options that several commands share ----------------------------------------------------------
+#
+# Options that several commands share, each written once.
+#
+# A command takes a group of options as a parameter: ``def pause(common: Common, target: Target) -> None``. The
+# decorator
+# :func:`command` gives typer the options of the group one by one.
 
 
 Target = Annotated[

@@ -95,7 +95,9 @@ async def someone_works(asked: Asked) -> bool:
     return all(shard.shard in fans_out for shard in overview.shards)
 
 
-# --- Orders of two steps: the first step shows the page that asks, the second step ca -------------
+# --- orders of two steps --------------------------------------------------------------------------
+#
+# Orders of two steps: the first step shows the page that asks, the second step carries the order out.
 
 
 _NEWEST = 20  # orders among which the order of this request is sought

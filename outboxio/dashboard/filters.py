@@ -54,7 +54,9 @@ class Fields(Mapping[str, str]):
         return [(name, value) for name, values in self._values.items() for value in values]
 
 
-# --- The filter of a page: its words in the URL, which are the words of the command l -------------
+# --- the filter of a page -------------------------------------------------------------------------
+#
+# The filter of a page: its words in the URL, which are the words of the command line, and its words in a sentence.
 
 
 Values = Callable[[str], Sequence[str]]

@@ -370,7 +370,9 @@ def moments_of(schedule: str) -> Callable[[datetime], datetime]:
     return next_after
 
 
-# --- Options for people: the fields of a struct that differ from the defaults, in the -------------
+# --- options for people ---------------------------------------------------------------------------
+#
+# Options for people: the fields of a struct that differ from the defaults, in the forms of JSON.
 
 
 DEFAULT_OPTIONS: HandlerOptions = checked_options("", "", {})

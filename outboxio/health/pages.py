@@ -96,7 +96,9 @@ async def _lifespan(receive: _Receive, send: _Send) -> None:
             return
 
 
-# --- The pages ``/live``, ``/ready``, ``/health`` and ``/metrics``: the same answers  -------------
+# --- the pages ``/live``, ``/ready``, ``/health`` and ``/metrics`` --------------------------------
+#
+# The pages ``/live``, ``/ready``, ``/health`` and ``/metrics``: the same answers over ASGI and over the listener.
 
 
 # pyright: reportPrivateUsage=false
@@ -184,7 +186,13 @@ def _text(status: int, text: str, *, allow: bool = False) -> Page:
     return Page(status, f"{text}\n".encode(), _TEXT, allow)
 
 
-# --- a small HTTP listener for the health pages, in the event loop that works ---------------------
+# --- A small HTTP listener for the health pages ---------------------------------------------------
+#
+# A small HTTP listener for the health pages, in the event loop that works.
+#
+# The listener needs no framework. An event loop that a handler blocks does not answer, which is what a liveness probe
+# must notice. Each connection is answered once and closed: probes and Prometheus open a connection for each question.
+# A client has 5 s to send its request, of at most 2 KB, and 5 s to read the answer.
 
 LARGEST_REQUEST = 2048  # bytes, up to the empty line
 PATIENCE = 5.0  # seconds for the request, and for the answer

@@ -41,7 +41,14 @@ class OverviewSource:
         )
 
 
-# --- ``outbox.health()``: reads the health in the event loop of the outbox, or notice -------------
+# --- ``outbox.health()`` --------------------------------------------------------------------------
+#
+# ``outbox.health()``: reads the health in the event loop of the outbox, or notices that this loop does not answer.
+#
+# Loops, locks and connections belong to the event loop that the outbox is bound to. A caller in this loop reads at
+# once.
+# A caller in a second event loop, such as an application with health pages in a thread of their own, lets the outbox's
+# loop read. A loop that does not answer for 5 s is dead: a handler blocks the loop, and nothing else goes on.
 
 
 _LOOK = 0.25  # seconds between two looks at an event loop that does not answer

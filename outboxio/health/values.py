@@ -86,7 +86,9 @@ class Health(Struct, frozen=True, kw_only=True):
     unroutable: int | None = None
 
 
-# --- What the database says: asked at most once in 5 s, within 1 s, however many call -------------
+# --- what the database says -----------------------------------------------------------------------
+#
+# What the database says: asked at most once in 5 s, within 1 s, however many callers wait for the answer.
 
 
 logger = log_of(__name__)

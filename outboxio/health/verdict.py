@@ -139,7 +139,9 @@ def _dead(loops: Sequence[Loop], now: float) -> list[str]:
     return died + late + [f"a round of the loop {loop.name!r} does not end" for loop in loops if is_long(loop)]
 
 
-# --- The verdict: from the memory of this process and the answers of the database to  -------------
+# --- the verdict ----------------------------------------------------------------------------------
+#
+# The verdict: from the memory of this process and the answers of the database to a :class:`Health`. Pure functions.
 
 
 REACHED_WITHIN = 30.0  # seconds for which an answer of a shard keeps the process ready

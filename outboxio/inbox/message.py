@@ -119,7 +119,9 @@ def _decoded(payload: object, subject: str) -> object:
     return decode_given(payload, f"payload of {subject}")
 
 
-# --- Many messages: all are checked first, then stored with one INSERT of inbox rows  -------------
+# --- many messages --------------------------------------------------------------------------------
+#
+# Many messages: all are checked first, then stored with one INSERT of inbox rows and one INSERT of events.
 
 
 MOST_MESSAGES = 10_000

@@ -81,7 +81,12 @@ def _log(error: Exception) -> None:
     logger.error("telemetry failed, and the run of a job goes on: %s", error, error_type=type_name(error))
 
 
-# --- Runs a job once: calls the function within its time, and writes the end of the r -------------
+# --- runs a job once ------------------------------------------------------------------------------
+#
+# Runs a job once: calls the function within its time, and writes the end of the run under the run's term.
+#
+# Whatever the function raises is contained, as for handlers, with the same code (``invocation/endings.py``). If writing
+# the result fails, the write is retried until the database takes it; the function does not run again for that.
 
 NO_ROW = 0
 """The term of a run without a row: the terms of rows begin with 1."""

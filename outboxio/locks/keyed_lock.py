@@ -198,7 +198,9 @@ class KeyedLock:
         return LockTimeout(self.key, self.shard, self._timeout or 0.0, why)
 
 
-# --- The keyed locks of a shard: the lines of this process, the lock sessions, and th -------------
+# --- the keyed locks of a shard -------------------------------------------------------------------
+#
+# The keyed locks of a shard: the lines of this process, the lock sessions, and the rows of the fencing terms.
 
 
 TERM_ROWS = 64  # rows in leases for the terms of all keys of a namespace, because keys are without number

@@ -190,7 +190,9 @@ class LockSession:
         return answer
 
 
-# --- The lock sessions of a shard: at most as many as the setting ``lock_sessions`` s -------------
+# --- the lock sessions of a shard -----------------------------------------------------------------
+#
+# The lock sessions of a shard: at most as many as the setting ``lock_sessions`` says, opened when needed.
 
 
 LOOK = 0.1  # seconds between two looks whether a session has ended

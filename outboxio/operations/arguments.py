@@ -137,7 +137,14 @@ def given_stored(value: object, what: str) -> str:
         raise ConfigurationError(str(error) if isinstance(error, InvalidEvent) else f"{what}: {error}") from None
 
 
-# --- The names that an operator may use: handlers and event types that a process has, -------------
+# --- the names that an operator may use -----------------------------------------------------------
+#
+# The names that an operator may use: handlers and event types that a process has, or that rows were made for.
+#
+# An order for an unknown name has no effect or a wrong effect, and the operator would not learn of a typing error. So
+# such an order is refused. The check costs a few short queries. It is made only for a name that is not registered in
+# this
+# process, after the order has found no row.
 
 
 class Known:

@@ -122,7 +122,9 @@ class BulkRun:
             await self.look()
 
 
-# --- The orders of an operator about notifications: single notifications, and everyth -------------
+# --- the orders of an operator about notifications ------------------------------------------------
+#
+# The orders of an operator about notifications: single notifications, and everything that matches a filter.
 
 
 logger = log_of(__name__)

@@ -111,7 +111,12 @@ async def naming_rights(database: Database, kind: str) -> AsyncGenerator[None]:
         raise lacking.get(kind) or RightsMissing.told_by(database.name, error) from error
 
 
-# --- The record of orders: each order of an operator is a row of ``operations``, on e -------------
+# --- the record of orders -------------------------------------------------------------------------
+#
+# The record of orders: each order of an operator is a row of ``operations``, on each shard that the order reaches.
+#
+# The row is written before the order, and gets the end of the order afterwards. So an order that dies with its process
+# leaves a trace: the process that fans out ends such a row as FAILED (``takeover.py``).
 
 
 logger = log_of(__name__)

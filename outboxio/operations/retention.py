@@ -105,7 +105,9 @@ class Retention:
         return PurgeResult(removed, position if removed >= PIECE else None)
 
 
-# --- Housekeeping of a shard: reports rows without a handler, and removes old rows an -------------
+# --- housekeeping of a shard ----------------------------------------------------------------------
+#
+# Housekeeping of a shard: reports rows without a handler, and removes old rows and partitions that are not needed.
 
 
 _STANDBY_DELAY = 1.0  # seconds between two questions if this process fans out now

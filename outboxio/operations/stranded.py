@@ -113,7 +113,11 @@ class StrandedWatch:
         self._warned = frozenset(stranded.handler_name for stranded in found)
 
 
-# --- Unroutable notifications: no instance has had a handler of their name for ``subs -------------
+# --- unroutable notifications ---------------------------------------------------------------------
+#
+# Unroutable notifications: no instance has had a handler of their name for ``subscription_ttl``.
+#
+# Resting rows are counted as well: no instance has had a class that can read them.
 
 _NO_BOUND = 2**31 - 1
 

@@ -82,7 +82,9 @@ def encode_any(value: object, subject: str, *, stores_nul: bool, check: Check | 
     return encoded
 
 
-# --- the id and the type of a mapped object of SQLAlchemy, for ``emit(event, model=order)`` -------
+# --- the id and the type of a mapped object of SQLAlchemy -----------------------------------------
+#
+# The id and the type of a mapped object of SQLAlchemy, for ``emit(event, model=order)``.
 
 
 def named_by(model: object, model_id: object, model_type: str | None) -> tuple[object, str | None]:
@@ -116,7 +118,12 @@ def _state_of(model: object) -> Any:
     return state
 
 
-# --- versions of events: which version a row has, and how a payload of an older version is read ---
+# --- versions of events ---------------------------------------------------------------------------
+#
+# Versions of events: which version a row has, and how a payload of an older version is read.
+#
+# The version of a row is a key of its ``headers``. A row without the key has version 1, so events of version 1 are
+# stored as before. The functions that lead from one version to the next (upcasters) get and return the JSON object.
 
 
 VERSION_HEADER = "outboxio-event-version"

@@ -72,7 +72,22 @@ def decoder_without_init_vars(cls: Any) -> Callable[[Any], Any]:
     return decode_and_copy
 
 
-# --- Numbers in JSON that a database would change: refused, or written in a spelling  -------------
+# --- numbers in JSON that a database would change -------------------------------------------------
+#
+# Numbers in JSON that a database would change: refused, or written in a spelling that the database keeps.
+#
+# MariaDB and SQLite store the text of a document. PostgreSQL and MySQL store values:
+#
+# ============  ==========================================================  ==========================================
+# Database      Number in JSON                                              Stored
+# ============  ==========================================================  ==========================================
+# PostgreSQL    float ``-0.0``                                              ``0.0``, so it is refused
+# PostgreSQL    float from 1e16 on                                          an integer, unless written as ``1...0.0``
+# MySQL         integer below -2^63 or above 2^64-1                         a double, so it is refused
+# MySQL         decimal number of more than 15 digits                       a double, so it is refused if that differs
+# ============  ==========================================================  ==========================================
+#
+# Each check is a scan of the JSON text that finds suspicious texts; only these are decoded.
 
 
 # A number begins behind a colon, a comma or a bracket: documents are written without spaces. The exponent of a float is
@@ -153,7 +168,11 @@ def _without_exponent(match: re.Match[bytes]) -> bytes:
     return plain if b"." in plain else plain + b".0"
 
 
-# --- Checking event classes at registration: a class with a field that JSON cannot ho -------------
+# --- checking event classes at registration -------------------------------------------------------
+#
+# Checking event classes at registration: a class with a field that JSON cannot hold is refused.
+#
+# msgspec encodes some values that msgspec cannot decode, an enum of mixed values for example.
 
 
 _NEVER_KEYS = (

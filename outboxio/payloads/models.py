@@ -180,7 +180,13 @@ def _named(part: object) -> Iterator[tuple[str, Any]]:
                 yield inner.get("name", ""), inner
 
 
-# --- the JSON of Ekbatan, for event classes with ``json_style="ekbatan"`` -------------------------
+# --- the JSON of Ekbatan --------------------------------------------------------------------------
+#
+# The JSON of Ekbatan, for event classes with ``json_style="ekbatan"``.
+#
+# Keys are camelCase, decimals are numbers with all of their digits, enums are written by name. msgspec writes and reads
+# enums by value. So a document of a class with enums is translated: the parts of the document at which the class has an
+# enum change from value to name, or back.
 
 
 STYLE = "ekbatan"

@@ -100,7 +100,9 @@ class Counters(Struct):
         setattr(self, name, getattr(self, name) + number)
 
 
-# --- Figures: the numbers of the tables that metrics show, as the holder of the fan-o -------------
+# --- figures --------------------------------------------------------------------------------------
+#
+# Figures: the numbers of the tables that metrics show, as the holder of the fan-out lock has last read them.
 
 
 MOST_COUNTED = 10_000  # rows of a handler; a larger number shows as this number

@@ -213,7 +213,9 @@ def _no_queue() -> None:
     return None
 
 
-# --- the statistics of jobs: how the runs in this process ended, and how long the runs took -------
+# --- the statistics of jobs -----------------------------------------------------------------------
+#
+# The statistics of jobs: how the runs in this process ended, and how long the runs took.
 
 
 JOB_OUTCOMES = ("succeeded", "failed", "timed_out", "interrupted")

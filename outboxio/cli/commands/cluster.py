@@ -88,7 +88,9 @@ async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
     return Exit.FINE
 
 
-# --- ``outboxio partitions``: who owns which partition of a handler, and how many par -------------
+# --- ``outboxio partitions`` ----------------------------------------------------------------------
+#
+# ``outboxio partitions``: who owns which partition of a handler, and how many partitions there are.
 
 
 _PATIENCE = 3.0  # seconds: a running process takes a new partition within a second or two

@@ -85,7 +85,9 @@ def _spec() -> ModuleSpec:
     return spec
 
 
-# --- ``outboxio dashboard``: serves the dashboard from a terminal, on this machine un -------------
+# --- ``outboxio dashboard`` -----------------------------------------------------------------------
+#
+# ``outboxio dashboard``: serves the dashboard from a terminal, on this machine unless a password is given.
 
 
 class Serving(Struct, frozen=True):

@@ -39,7 +39,11 @@ def _mark(is_fine: bool) -> tuple[str, str]:
     return ("ok", "green") if is_fine else ("..", "yellow")
 
 
-# --- The commands of declared operations: ``outboxio pause``, ``resume``, ``replay``, -------------
+# --- the commands of declared operations ----------------------------------------------------------
+#
+# The commands of declared operations: ``outboxio pause``, ``resume``, ``replay``, ``purge`` and so on.
+#
+# A dry run checks the same arguments as the operation and says what it would do; it changes and records nothing.
 
 
 _AMONG_ROWS = ("resume", "replay")  # operations on handlers of which only finished notifications are left

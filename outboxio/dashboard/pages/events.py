@@ -213,7 +213,9 @@ def _row(action: StoredAction) -> ActionRow:
     )
 
 
-# --- One event: what it says, which handlers have it, what caused it, what it has cau -------------
+# --- one event ------------------------------------------------------------------------------------
+#
+# One event: what it says, which handlers have it, what caused it, what it has caused, and what operators ordered.
 
 
 MOST_OPERATIONS = 500

@@ -73,7 +73,9 @@ def _indented(text: str) -> str:
         return text
 
 
-# --- a notification on the page of its event: the state in words, and all errors that are kept ----
+# --- A notification on the page of its event ------------------------------------------------------
+#
+# A notification on the page of its event: the state in words, and all errors that are kept.
 
 
 _LATE = timedelta(minutes=1)

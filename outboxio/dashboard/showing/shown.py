@@ -136,7 +136,9 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-# --- The words of the dashboard, each with one or two sentences: column heads and the -------------
+# --- the words of the dashboard -------------------------------------------------------------------
+#
+# The words of the dashboard, each with one or two sentences: column heads and the glossary show the sentences.
 
 
 STATES: Mapping[str, str] = {
@@ -238,7 +240,9 @@ def explained(term: str) -> str:
     return TERMS.get(term) or STATES.get(term, "")
 
 
-# --- facts as JSON: the same facts as on the page, with exact numbers, and with moments in UTC ----
+# --- facts as JSON --------------------------------------------------------------------------------
+#
+# Facts as JSON: the same facts as on the page, with exact numbers, and with moments in UTC.
 
 
 def as_json(facts: object) -> bytes:

@@ -179,7 +179,9 @@ class Groups(list[T]):
         return f"grouped over the newest {self.looked_at:,} of {self.of}"
 
 
-# --- The history of a handler: its runs minute by minute, as the processes have repor -------------
+# --- the history of a handler ---------------------------------------------------------------------
+#
+# The history of a handler: its runs minute by minute, as the processes have reported the runs.
 
 
 class HistoryPoint(Struct, frozen=True, kw_only=True):

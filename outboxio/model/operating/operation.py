@@ -57,7 +57,9 @@ class Operation(Struct, frozen=True, kw_only=True):
         return self.state is not OperationState.RUNNING
 
 
-# --- a row of ``jobs``: a function that runs at set moments, once in the cluster for each moment ---
+# --- A row of ``jobs`` ----------------------------------------------------------------------------
+#
+# A row of ``jobs``: a function that runs at set moments, once in the cluster for each moment.
 
 
 JobState = Literal["WAITING", "RUNNING", "RETRYING"]

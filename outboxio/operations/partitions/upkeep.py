@@ -117,7 +117,9 @@ def _small_concurrency(database: Database, handlers: list[Handler]) -> Iterator[
             )
 
 
-# --- upkeep of the tables of partitions: partitions and processes that are gone are forgotten -----
+# --- upkeep of the tables of partitions -----------------------------------------------------------
+#
+# Upkeep of the tables of partitions: partitions and processes that are gone are forgotten.
 
 
 FORGET_AFTER = timedelta(days=1)

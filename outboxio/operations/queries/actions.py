@@ -102,7 +102,9 @@ def _stored(row: FoundAction, states: Mapping[UUID, dict[str, int]], shard: str)
     )
 
 
-# --- The questions of an operator about orders: what was ordered, by whom, and how fa -------------
+# --- the questions of an operator about orders ----------------------------------------------------
+#
+# The questions of an operator about orders: what was ordered, by whom, and how far an order is.
 
 
 _ALL = Filter()

@@ -95,7 +95,9 @@ def merged(lists: Sequence[Sequence[NotificationRecord]], limit: int) -> list[No
     return chosen
 
 
-# --- The filter of an operator, checked before any database is asked, and as a databa -------------
+# --- the filter of an operator --------------------------------------------------------------------
+#
+# The filter of an operator, checked before any database is asked, and as a database understands the filter.
 
 
 LONGEST_ERROR = 1000  # characters
@@ -218,7 +220,11 @@ def _error(given: object) -> str:
     return given
 
 
-# --- the text with which a list goes on: the place that was reached on each shard -----------------
+# --- the text with which a list goes on -----------------------------------------------------------
+#
+# The text with which a list goes on: the place that was reached on each shard.
+#
+# The text is opaque, and is for the same filter only.
 
 
 P = TypeVar("P")

@@ -104,7 +104,12 @@ def _minute_of(moment: datetime) -> datetime:
 _numbers_of_nothing = _numbers(HandlerStatistics())
 
 
-# --- The reporter: writes the figures by minute, and the report by which operators se -------------
+# --- the reporter ---------------------------------------------------------------------------------
+#
+# The reporter: writes the figures by minute, and the report by which operators see this process.
+#
+# The rows are hints for people: no promise depends on the rows, so a round that fails delays no handler. The reporter
+# uses the connection of rare statements.
 
 
 logger = log_of(__name__)

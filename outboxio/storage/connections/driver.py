@@ -91,7 +91,9 @@ def configure(transport: asyncio.BaseTransport | None) -> None:
                 found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# --- A proof that the session with the cluster locks lives, with the time of the data -------------
+# --- A proof that the session with the cluster locks lives ----------------------------------------
+#
+# A proof that the session with the cluster locks lives, with the time of the database's clock.
 
 
 class Proof(Struct, frozen=True):

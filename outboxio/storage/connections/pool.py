@@ -205,7 +205,9 @@ class Pool:
         )  # fmt: skip
 
 
-# --- A given pool: a driver's pool that the application made. outboxio uses the pool  -------------
+# --- A given pool ---------------------------------------------------------------------------------
+#
+# A given pool: a driver's pool that the application made. outboxio uses the pool as it is, and never closes it.
 
 
 class Occupancy(Struct, frozen=True):

@@ -120,7 +120,12 @@ def _told(connection: Any, parameter: str) -> str | None:
     return value
 
 
-# --- The role of a connection of a given pool: restored before the connection goes ba -------------
+# --- the role of a connection of a given pool -----------------------------------------------------
+#
+# The role of a connection of a given pool: restored before the connection goes back to the pool.
+#
+# asyncpg resets a returned connection with ``RESET ALL``, which undoes neither ``SET ROLE`` nor ``SET SESSION
+# AUTHORIZATION``. After an action that has committed such a statement the next action would run as that role.
 
 
 # The statements that restore the present roles. The ``init`` of a pool may have chosen a role for all connections.

@@ -86,7 +86,12 @@ class Turn:
         self.pass_on()
 
 
-# --- a sqlite3 connection in a thread, because sqlite3 blocks the calling thread (decision 7) -----
+# --- A sqlite3 connection in a thread -------------------------------------------------------------
+#
+# A sqlite3 connection in a thread, because sqlite3 blocks the calling thread (decision 7).
+#
+# The thread runs jobs in the order of arrival, and each job to the end, even if the waiting task was cancelled. So a
+# ROLLBACK after a cancelled statement finds the connection as the statement has left it.
 
 
 T = TypeVar("T")
