@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import BoundedCount
@@ -75,7 +75,7 @@ class Declared(Struct, frozen=True, kw_only=True):
         """What the operation would do now."""
         found = Preview() if self.look is None else await self.look(admin, values)
         known = _facts(values, admin)
-        return Preview([*found.effect, *(sentence.format_map(known) for sentence in self.effect)], found.nothing)
+        return replace(found, effect=[*found.effect, *(sentence.format_map(known) for sentence in self.effect)])
 
     async def run(self, admin: Admin, values: Values, reason: str | None) -> Any:
         """Run the operation, and record it with a reason; the result of the method."""
