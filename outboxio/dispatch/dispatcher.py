@@ -3,22 +3,20 @@
 Three things go on at the same time:
 
 * ``find_once`` reads due rows into the queues of handlers (``finder.py``, ``intake.py``). Fan-out of the same
-  process gives fresh rows directly to the dispatcher (``handing.py``).
+  process gives fresh rows directly to the dispatcher.
 * Workers take runs from the queues, of each handler in turn, and call the handler (``scheduler.py``, ``workers.py``,
-  ``hooks.py``, ``watchdog.py``).
+  ``watchdog.py``).
 * ``settle_once`` writes the outcomes, equal outcomes with one UPDATE (``settler.py``).
 
-The three meet in the rows in flight (``in_flight.py``) and in a few counts (``state.py``). The parts are made in this
-order, and each part knows only earlier parts::
+The three meet in the core (``state.py``, ``core.py``): counts, queues, rows in flight, scheduler and settler. Each part
+gets the core, knows only earlier parts, and calls no later part::
 
-    state, in_flight, settler, scheduler, watchdog, hooks, rests, workers, limits, intake, rehoming, finder, handing,
-    dispatcher
+    state, scheduler, settler, core, watchdog, rests, limits, intake, workers, finder, handoffs, dispatcher
 
 A slot that moves to another process is halted first: none of its rows starts any more, and what runs is settled
-(:meth:`Dispatcher.halt`). ``slots/limits.py`` divides a limit of the whole cluster among slots, ``slots/rehoming.py``
-moves a backlog after the number of partitions was changed, ``slots/shares.py`` divides a read among slots, and
-``faults/sickness.py`` finds out if this process runs nothing, and ``faults/rests.py`` lets a handler rest
-while a service that the handler needs is away.
+(:meth:`Dispatcher.halt`). ``limits.py`` divides a limit of the whole cluster among slots, ``slots.py`` divides a read
+among slots and moves a backlog after the number of partitions was changed, and ``rests.py`` lets a handler rest while a
+service that the handler needs is away.
 
 The rules by which a due row waits are in ``runs/``: ``ordering.py`` for order, priority and schedule, ``poison.py`` for
 rows that may end the process. The calls of handlers, and the verdicts on runs, are in ``invocation/``.
@@ -31,35 +29,24 @@ from collections.abc import Coroutine, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from outboxio.dispatch.faults.rests import Rests
-from outboxio.dispatch.faults.sickness import Sickness
-from outboxio.dispatch.finder import Finder
-from outboxio.dispatch.handing import Handoffs
-from outboxio.dispatch.hooks import HookCaller
-from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.core import Core
+from outboxio.dispatch.finder import Finder, Handoffs
 from outboxio.dispatch.intake import Intake
-from outboxio.dispatch.jobs import JobTransactions
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.slots.limits import TotalLimits
-from outboxio.dispatch.slots.rehoming import Rehoming
-from outboxio.dispatch.state import DispatchState
-from outboxio.dispatch.watchdog import StuckRun, Watchdog
+from outboxio.dispatch.limits import TotalLimits
+from outboxio.dispatch.rests import Rests
+from outboxio.dispatch.scheduler import JobTransactions
+from outboxio.dispatch.state import shared_of
+from outboxio.dispatch.watchdog import Sickness, StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.resting import NewerRows
-from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.loops.loop import RoundResult
 from outboxio.loops.signals import Signals
 from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import Slot
 from outboxio.model.outcome import Lease
-from outboxio.runs.cursor import Cursors, HandlerCursor
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import LONGEST_GRACE, HandlerSpec
-from outboxio.runs.key_queues import KeyQueues, KeyRows
+from outboxio.runs.cursor import HandlerCursor
+from outboxio.runs.handler_spec import LONGEST_GRACE
+from outboxio.runs.key_queues import KeyRows
 from outboxio.runs.ordering import AdmissionGate
-from outboxio.runs.partitions import Partitions
-from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
@@ -76,53 +63,26 @@ class Dispatcher:
         self, setup: HandlingSetup, *, signals: Signals, locks: LockTrust, wakeups: WakeUps, stuck: StuckRows
     ) -> None:
         """``stuck``: the rows of stuck runs, of earlier shard runs as well."""
-        database, settings = setup.database, setup.settings
-        self._handlers, self._wakeups = setup.handlers, wakeups
+        shared = shared_of(setup, signals=signals, locks=locks, wakeups=wakeups, stuck=stuck)
+        self._core = core = Core.of(shared)
+        self.caller = core.invoker
+        self.for_jobs = JobTransactions(core.scheduler)
+        self._handlers = setup.handlers
+        self._queues = {id(queue.handler): queue for queue in core.queues}
+        self._cursors = core.in_flight.cursors
+        self._state, self._settler = core.state, core.settler
         self._pauses: dict[str, Pause] | None = None
-        self._cursors = Cursors()
-        self._state = state = DispatchState(signals, locks, setup.context.telemetry)
-        keys, self._partitions = KeyQueues(), Partitions(setup.clock)
-        self._in_flight = in_flight = InFlight(self._cursors, keys, state.finding, has_halted=signals.locks.set)
-        self._queues = _queues_of(setup)
-        queues = list(self._queues.values())
-        self._guard = PoisonGuard(
-            setup.namespace, database.starts, setup.clock, settings.max_crashes, in_flight=in_flight.rows,
-            left_behind=stuck.ids, signals=signals,
-        )  # fmt: skip
-        self.caller = handler_invoker(setup.context)(
-            database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
-            crashes=self._guard,
-        )  # fmt: skip
-        self._settler = settler = Settler(setup, state, in_flight, self.caller, self._guard, wakeups)
-        scheduler = Scheduler(
-            queues, state, concurrency=settings.concurrency, transactions=database.handler_transactions
-        )
-        self._watchdog = Watchdog(queues, state, scheduler, settler, self.caller, stuck, replace=self._replace_task)
-        self._hooks = HookCaller(state, scheduler, settler, self.caller, self._watchdog, ended=self._task_ended)
-        self._rests = Rests(state, in_flight, scheduler, settler, setup, wake=self._call_workers)
-        self._workers = WorkerPool(
-            setup, state, scheduler, settler, self.caller, self._watchdog, self._hooks, self._rests,
-            unproven=self._drop_all,
-        )  # fmt: skip
-        self.for_jobs = JobTransactions(scheduler, self._workers)
-        self._limits = TotalLimits(setup, queues, self._cursors, self._partitions, scheduler, rose=self._workers.call)
-        self._intake = intake = Intake(
-            queues, state, in_flight, settler, scheduler, self._workers, self.caller.judge, stuck,
-            NewerRows(setup.handlers, setup.clock),
-        )  # fmt: skip
+        self._watchdog, self._rests, self._limits = Watchdog(core), Rests(core), TotalLimits(core)
+        self._intake = intake = Intake(core)
+        self._workers = WorkerPool(core, intake, self._watchdog, self._rests)
         self._gate = AdmissionGate(
-            keys, KeyRows(setup.namespace, database.ordering, setup.clock, self._unblocked), self._partitions,
-            start=intake.start, release=in_flight.release, skip=intake.skip,
+            core.in_flight.keys,
+            KeyRows(setup.namespace, setup.database.ordering, setup.clock, core.unblocked),
+            core.partitions, start=intake.start, release=core.in_flight.release, skip=intake.skip,
         )  # fmt: skip
-        rehoming = Rehoming(setup, self._partitions, in_flight, stuck, moved=wakeups.moved)
-        self._finder = Finder(
-            setup, state, in_flight, settler, self._gate, self._guard, intake, self._workers, rehoming,
-            self._partitions,
-        )  # fmt: skip
-        self._handoffs = Handoffs(
-            setup, state, in_flight, settler, self._guard, self._workers, intake, self._finder, self._partitions,
-        )  # fmt: skip
-        self._sickness = Sickness(queues, state, in_flight, settler, setup.clock)
+        self._finder = Finder(core, intake, self._gate)
+        self._handoffs = Handoffs(core, intake, self._finder)
+        self._sickness = Sickness(core)
 
     @property
     def counters(self) -> Counters:
@@ -150,9 +110,10 @@ class Dispatcher:
         self._cursors.takes += 1
         handler = self._handlers.find(slot.handler_name)
         if handler is not None:
+            self._workers.start()
             cursor = self._cursors.take(slot, self._queues[id(handler)], lease)
-            cursor.in_flight = self._in_flight.count(slot)
-            self._guard.taken(cursor)
+            cursor.in_flight = self._core.in_flight.count(slot)
+            self._core.guard.taken(cursor)
             self._gate.stranded.sweep_soon()
             self._opened(cursor)
 
@@ -160,7 +121,7 @@ class Dispatcher:
         """The lock of a slot is lost: start none of its rows. The fence judges the runs under way."""
         cursor = self._cursors.lose(slot)
         if cursor is not None:
-            self._guard.lost(slot)
+            self._core.guard.lost(slot)
             self._closed(cursor)
 
     def halt(self, slot: Slot) -> None:
@@ -188,7 +149,7 @@ class Dispatcher:
         """
         cursor = self._cursors.find(slot)
         if cursor is None:
-            return self._in_flight.count(slot)
+            return self._core.in_flight.count(slot)
         return cursor.in_flight or self._limits.excess(cursor)
 
     def _opened(self, cursor: HandlerCursor) -> None:
@@ -206,7 +167,7 @@ class Dispatcher:
 
     def heed_partitions(self, counts: Mapping[str, PartitionCount]) -> None:
         """Take in the numbers of partitions by stored handler name. A name that is missing has a single partition."""
-        changed = self._partitions.heed(counts)
+        changed = self._core.partitions.heed(counts)
         if not changed:
             return
         self._limits.heed_partitions()
@@ -281,7 +242,7 @@ class Dispatcher:
 
     def sweep_moved(self) -> None:
         """Another process has unblocked or moved rows after a change of the number of partitions."""
-        self._finder.sweep_names(self._partitions.unsettled())
+        self._finder.sweep_names(self._core.partitions.unsettled())
         self._state.signals.find.set()
 
     @property
@@ -321,28 +282,9 @@ class Dispatcher:
     def is_idle(self) -> bool:
         return not (self._state.is_busy or self._settler.waiting or self._settler.writing)
 
-    # --- tasks ---------------------------------------------------------------------------------
-
     @property
     def _tasks(self) -> list[asyncio.Task[None]]:
-        return [*self._workers.tasks, *self._hooks.tasks]
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._workers.ended(task)
-
-    def _call_workers(self) -> None:
-        self._workers.call()
-
-    def _replace_task(self, task: asyncio.Task[None]) -> None:
-        self._workers.replace(task)
-
-    def _unblocked(self) -> None:
-        """Rows were unblocked: rows of another process too, if the number of partitions was changed not long ago."""
-        wake = self._wakeups.moved if self._partitions.unsettled() else self._wakeups.unblocked
-        wake()
-
-    def _drop_all(self) -> None:
-        self._intake.drop_all()
+        return [*self._state.workers, *self._state.hook_tasks]
 
     # --- stopping ------------------------------------------------------------------------------
 
@@ -354,9 +296,9 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
         self._state.is_stopping = True
-        self._guard.leave()
-        self._drop_all()
-        self._workers.send_home()
+        self._core.guard.leave()
+        self._intake.drop_all()
+        self._workers.stop()
         if tasks := self._tasks:
             await asyncio.wait(tasks, timeout=grace)
         interrupted = self._watchdog.interrupt()
@@ -370,15 +312,3 @@ class Dispatcher:
         for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits, self._rests):
             part.stop_timer()
         self._state.find_alarm.cancel()
-
-
-def _queues_of(setup: HandlingSetup) -> dict[int, HandlerQueue]:
-    """The queue of each handler of a shard, by the id of the handler."""
-    handlers = setup.handlers
-    strict, number = handlers.strict_types(), len(handlers)
-    queues: dict[int, HandlerQueue] = {}
-    for handler in handlers:
-        spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
-        queue = queues[id(handler)] = HandlerQueue(spec, setup.statistics.of(handler.name))
-        queue.statistics.follow(queue)
-    return queues

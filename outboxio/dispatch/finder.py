@@ -1,9 +1,11 @@
-"""The finder: reads due rows for every slot that has room, ahead of need but bounded.
+"""The finder: reads due rows for every slot that has room, ahead of need but bounded. Fan-out hands over fresh rows.
 
 The database knows no claim: this process holds the lock of each slot that it reads, and remembers the rows in
 flight (decision 2). The cursor of each slot decides where the next read starts (``runs/cursor.py``): a row that commits
 late or that an operator puts back is found, and a drain reads nearly every row once. Sweeps that take long, as while a
 transaction holds a snapshot, are made less often (``support/scan_position.py``).
+
+Fan-out of the same process may give fresh rows directly to a handler that keeps up (:class:`Handoffs`, decision 16).
 """
 
 from __future__ import annotations
@@ -13,24 +15,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 
-from outboxio.dispatch.in_flight import InFlight
+from outboxio.dispatch.core import Core
 from outboxio.dispatch.intake import Intake
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.slots.rehoming import Rehoming
-from outboxio.dispatch.slots.shares import Counts, SlotShares
-from outboxio.dispatch.slots.waking import Waking
-from outboxio.dispatch.state import DispatchState
-from outboxio.dispatch.workers import WorkerPool
+from outboxio.dispatch.slots import Counts, Rehoming, SlotShares, Waking
 from outboxio.loops.loop import RoundResult
+from outboxio.model.handoff import Handoff
 from outboxio.model.notification import BEGINNING, DueQuery, Notification, flaw_in, slot_of
 from outboxio.runs.cursor import SWEEP_IN_FLIGHT, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ordering import AdmissionGate
-from outboxio.runs.partitions import Partitions
-from outboxio.runs.poison import PoisonGuard
-from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import Run
-from outboxio.support.scan_position import Pace
+from outboxio.support.scan_position import SWEEP_IN_BACKLOG, Pace
 
 Asked = list[tuple[HandlerCursor, DueQuery]]
 
@@ -38,34 +33,22 @@ Asked = list[tuple[HandlerCursor, DueQuery]]
 class Finder:
     """Finds the due rows of a shard."""
 
-    def __init__(
-        self,
-        setup: HandlingSetup,
-        state: DispatchState,
-        in_flight: InFlight,
-        settler: Settler,
-        gate: AdmissionGate,
-        guard: PoisonGuard,
-        intake: Intake,
-        workers: WorkerPool,
-        rehoming: Rehoming,
-        partitions: Partitions,
-    ) -> None:
+    def __init__(self, core: Core, intake: Intake, gate: AdmissionGate) -> None:
         self.pace = Pace()
-        self.rehoming = rehoming
-        self.waking = Waking(setup, in_flight)
-        self._partitions = partitions
+        self.rehoming = Rehoming(core)
+        self.waking = Waking(core)
+        self._partitions = core.partitions
         self.needs_admission = intake.needs_admission
         self._gate = gate
-        self._setup = setup
-        self._state = state
-        self._in_flight = in_flight
-        self._cursors = in_flight.cursors
-        self._settler = settler
-        self._guard = guard
+        self._setup = core.setup
+        self._state = core.state
+        self._in_flight = core.in_flight
+        self._cursors = core.in_flight.cursors
+        self._scheduler = core.scheduler
+        self._settler = core.settler
+        self._guard = core.guard
         self._intake = intake
-        self._workers = workers
-        self._shares = SlotShares(setup.settings.handling_batch_size)
+        self._shares = SlotShares(core.setup.settings.handling_batch_size)
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     async def find_once(self) -> RoundResult:
@@ -81,7 +64,7 @@ class Finder:
             asked = self._next_reads(now)
             if not asked:
                 self._set_alarm(now)
-                self._workers.call_hooks()
+                self._scheduler.call()
                 return RoundResult(moved, rehomes)
             self._in_flight.settled_meanwhile.clear()
             due_by = self._setup.clock()
@@ -94,7 +77,7 @@ class Finder:
                 return RoundResult(moved)  # the outbox began to stop during the read
             started, undecided = self._intake.take_in(may_start, self._in_flight.settled_meanwhile)
             more = self._learn(asked, rows, now, due_by)
-            self._workers.call()
+            self._scheduler.call()
             try:
                 if undecided:
                     started += await self._admit(undecided)
@@ -257,3 +240,74 @@ class Finder:
     def stop_timer(self) -> None:
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
+
+
+class Handoffs:
+    """Offers a handoff to each fan-out round of this process, and takes the rows that are handed over."""
+
+    def __init__(self, core: Core, intake: Intake, finder: Finder) -> None:
+        self._notifications = core.setup.database.notifications
+        self._state = core.state
+        self._in_flight = core.in_flight
+        self._cursors = core.in_flight.cursors
+        self._scheduler = core.scheduler
+        self._settler = core.settler
+        self._guard = core.guard
+        self._intake = intake
+        self._finder = finder
+        self._partitions = core.partitions
+
+    def offer(self) -> Handoff | None:
+        """A handoff for the handlers that keep up and need no admission; ``None`` if there are none."""
+        now = asyncio.get_running_loop().time()
+        if not self._state.may_start(now) or self._settler.is_choked or self._guard.is_active:
+            return None
+        if not self._notifications.can_settle:
+            return None
+        names = self._open_names(cursor.slot.handler_name for cursor in self._cursors if not cursor.slot.partition)
+        if not names:
+            return None
+        queues = {id(queue): queue for queue in names.values()}.values()
+        for queue in queues:
+            queue.ahead.adapt(now)
+            queue.ahead.was_full = False
+        handoff = Handoff(list(names), min(queue.room for queue in queues), self._take, self._close)
+        self._in_flight.handoff = handoff
+        return handoff
+
+    def _take(self, handoff: Handoff, rows: Sequence[Notification]) -> int:
+        """Make rows ready that are handed over; how many. 0 if runs may not start any more."""
+        if not self._state.may_start(asyncio.get_running_loop().time()) or self._guard.is_active:
+            return 0
+        open_names = self._open_names(handoff.names)
+        readable = [row for row in rows if row.handler_name in open_names and row.flaw is None]  # the rest are found
+        taken, _ = self._intake.take_in(readable, handoff.settled)
+        for queue in open_names.values():
+            queue.ahead.was_full = len(rows) >= handoff.most
+        self._scheduler.call()
+        return taken
+
+    def _open_names(self, names: Iterable[str]) -> dict[str, HandlerQueue]:
+        """The names of which all partitions may be handed rows of, each with the queue of its handler.
+
+        A fresh row may belong to any partition, and a row that is handed over need not be read.
+        """
+        cursors, found = self._cursors.by_slot, dict[str, HandlerQueue]()
+        for name in names:
+            first = cursors.get((name, 0))
+            if first is None or not first.may_be_handed or self._finder.rehoming.owes(name):
+                continue
+            rest = [cursors.get((name, partition)) for partition in range(1, self._partitions.active(name))]
+            if all(cursor is not None and cursor.may_be_handed for cursor in rest):
+                found[name] = first.queue
+        return found
+
+    def _close(self, handoff: Handoff) -> None:
+        """The fan-out round is over.
+
+        Handing rows over does not move the scan position, because rows of an earlier round may lie behind the rows that
+        were handed over. So a find round follows within 0.5 s.
+        """
+        self._in_flight.handoff = None
+        if handoff.taken:
+            self._finder.sweep_in(SWEEP_IN_BACKLOG)

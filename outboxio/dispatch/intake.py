@@ -15,24 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import groupby, repeat
 from uuid import UUID
 
-from outboxio.dispatch.in_flight import InFlight
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.state import DispatchState
-from outboxio.dispatch.workers import WorkerPool
+from outboxio.dispatch.core import Core
 from outboxio.errors import UnreadableRow
-from outboxio.invocation.judge import Judge
 from outboxio.invocation.resting import NewerRows
 from outboxio.loops.flood import Flood
 from outboxio.model.notification import DYING, Notification, State, are_ordinary, id_of, slot_of
 from outboxio.model.outcome import Outcome
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.ports import StuckRows
 from outboxio.runs.refused import RefusedOutcome
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.support.log import log_of
@@ -45,30 +39,18 @@ SHORTEST_GATHERING = 0.05  # seconds that a batch waits to become full, at least
 class Intake:
     """Makes rows ready, and gives ready rows back."""
 
-    def __init__(
-        self,
-        queues: Iterable[HandlerQueue],
-        state: DispatchState,
-        in_flight: InFlight,
-        settler: Settler,
-        scheduler: Scheduler,
-        workers: WorkerPool,
-        judge: Judge,
-        stuck: StuckRows,
-        newer: NewerRows,
-    ) -> None:
-        self._queues = list(queues)
+    def __init__(self, core: Core) -> None:
+        self._queues = core.queues
         self.needs_admission = any(queue.spec.needs_admission for queue in self._queues)
         """True if due rows of a handler may have to wait for other rows."""
-        self._state = state
-        self._in_flight = in_flight
-        self._cursors = in_flight.cursors
-        self._settler = settler
-        self._scheduler = scheduler
-        self._workers = workers
-        self._judge = judge
-        self._stuck_ids = stuck.ids
-        self._newer = newer
+        self._state = core.state
+        self._in_flight = core.in_flight
+        self._cursors = core.in_flight.cursors
+        self._settler = core.settler
+        self._scheduler = core.scheduler
+        self._judge = core.invoker.judge
+        self._stuck_ids = core.stuck.ids
+        self._newer = NewerRows(core.setup.handlers, core.setup.clock)
         self._flood = Flood(logger)
 
     # --- taking rows in ------------------------------------------------------------------------
@@ -174,7 +156,7 @@ class Intake:
     def start(self, run: Run) -> None:
         """Make an admitted row ready, and call a worker."""
         if self._make_ready(run):
-            self._workers.call()
+            self._scheduler.call()
 
     def _make_ready(self, run: Run) -> int:
         """Make a row ready, unless the lock was lost, or the slot was halted, meanwhile; how many runs that makes."""
@@ -220,7 +202,7 @@ class Intake:
             calls.append(self._take_batch(queue))
         if calls:
             self._add_ready(queue, calls)
-            self._workers.call()
+            self._scheduler.call()
         if queue.gather_timer is not None and (calls or not queue.batch_buffer):
             queue.gather_timer.cancel()
             queue.gather_timer = None

@@ -1,12 +1,15 @@
 """The scheduler: which ready run starts next.
 
-The scheduler never waits; workers and hooks ask the scheduler. A run starts if its handler is below the limit, and
+The scheduler never waits; workers take runs and hook runs from it. A run starts if its handler is below the limit, and
 
 * a transaction is free for the handler, if the handler works in transactions (``runs/transaction_shares.py``);
 * the handler has not used up its share of the workers, or more workers are free than are reserved for handlers.
 
 So a handler can start a run at once, however many runs of slow handlers there are. Handlers take turns; handlers of a
 lower priority number come before handlers of a higher priority number.
+
+Whoever makes rows ready calls :meth:`Scheduler.call`, which wakes idle workers. There is always an idle worker, or all
+workers are busy (``workers.py``).
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.state import Shared
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.handler_spec import HOOKS_AHEAD
 from outboxio.runs.run import STUCK, HookRun, Run
 from outboxio.runs.transaction_shares import Claim, Shares
 
 LONGEST_TURN = 0.2  # seconds that a queue waits for a worker before the queue goes ahead of queues of higher priority
+MOST_CALLED = 8  # workers that are on the way to a run at the same time
 
 
 class Turns:
@@ -55,15 +59,17 @@ class Turns:
 class Scheduler:
     """Chooses the next run and the next hook run of a shard, and accounts for workers and transactions."""
 
-    def __init__(
-        self, queues: Sequence[HandlerQueue], state: DispatchState, *, concurrency: int, transactions: int
-    ) -> None:
-        """``transactions``: how many handlers and hooks of the shard may work in transactions at the same time."""
+    def __init__(self, shared: Shared) -> None:
+        queues = shared.queues
         self.hooks_came = False
-        """True if verdicts came whose hooks were not called yet."""
-        self._state = state
-        self._concurrency = concurrency
-        self.transactions = _divide(transactions, queues)
+        """True if hook runs may start that could not start when hooks were called last."""
+        self.idle: list[asyncio.Future[bool]] = []
+        """One future for each worker that waits; True wakes the worker, False ends it."""
+        self.called = 0
+        """Workers that were woken and have not begun yet."""
+        self._state = shared.state
+        self._concurrency = shared.setup.settings.concurrency
+        self.transactions = _divide(shared.setup.database.handler_transactions, queues)
         """The transactions of handlers, hooks and jobs."""
         self._reserved = sum(queue.spec.share for queue in queues)
         """The workers that are reserved for handlers with fewer runs than their share."""
@@ -77,6 +83,30 @@ class Scheduler:
         self._lanes: deque[HandlerQueue] = deque()
         """The queues whose hook lanes have ready hook runs."""
 
+    # --- calling workers -----------------------------------------------------------------------
+
+    def call(self) -> None:
+        """Wake idle workers for the runs that are ready."""
+        running = self._state.running
+        if self.hooks_came or (self.runnable and running < self._concurrency):
+            self.wake(min(max(1, running), MOST_CALLED) - self.called)
+
+    def wake(self, number: int) -> int:
+        """Wake so many idle workers, at most; how many are lacking."""
+        while number > 0 and self.idle:
+            waiter = self.idle.pop()
+            if not waiter.done():
+                waiter.set_result(True)
+                self.called += 1
+                number -= 1
+        return number
+
+    def end_idle(self) -> None:
+        """End the workers that wait. The busy workers end after the present run."""
+        for waiter in self.idle:
+            if not waiter.done():
+                waiter.set_result(False)
+
     # --- runs of handlers ----------------------------------------------------------------------
 
     def enlist(self, queue: HandlerQueue) -> None:
@@ -88,7 +118,7 @@ class Scheduler:
     def next_run(self) -> Run | None:
         """Take the next run, which counts as running from now on. ``None`` if no run may start."""
         runnable, state = self.runnable, self._state
-        while runnable:
+        while runnable and state.running < self._concurrency:
             queue = runnable.popleft()
             queue.is_listed = False
             ready, running, spec = queue.ready, queue.running, queue.spec
@@ -167,17 +197,13 @@ class Scheduler:
     def give_back_of(self, claim: Claim) -> None:
         """Give back a transaction of a claim."""
         self.transactions.give_back(claim)
+        self.hooks_came |= bool(self._lanes)
         short, self._short = self._short, {}
         for queue, since in short.items():
             self.enlist(queue)
             queue.listed_at = since
 
     # --- runs of hooks -------------------------------------------------------------------------
-
-    @property
-    def has_hooks(self) -> bool:
-        """True if hook runs are ready."""
-        return bool(self._lanes)
 
     def add_hook(self, run: HookRun) -> None:
         """Make a hook run ready. Hook runs need no worker: each needs a transaction, and transactions are few."""
@@ -222,9 +248,31 @@ class Scheduler:
         del run.queue.hook_lane.running[run]
         self._state.hooks -= 1
         self._state.ended += run.phase is not STUCK
+        self.hooks_came |= bool(self._lanes)
         if not run.abandoned:
             self.give_back(run)
         self._state.set_if_quiet()
+
+
+class JobTransactions:
+    """The transactions of jobs, which come from the same shares as those of the handlers of the shard."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._claim: Claim | None = None
+        """The claim of all jobs; ``None`` before the first job."""
+
+    def take(self) -> bool:
+        """Take a transaction for a job; False if none is free for jobs."""
+        if self._claim is None:
+            self._claim = self._scheduler.transactions.of_jobs()
+        return self._scheduler.transactions.take(self._claim)
+
+    def give_back(self) -> None:
+        """Give back the transaction of a job, which a handler may have waited for."""
+        assert self._claim is not None
+        self._scheduler.give_back_of(self._claim)
+        self._scheduler.call()
 
 
 def _divide(transactions: int, queues: Sequence[HandlerQueue]) -> Shares:

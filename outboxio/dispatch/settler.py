@@ -19,16 +19,12 @@ import asyncio
 from datetime import datetime
 from heapq import heappop, heappush
 
-from outboxio.dispatch.in_flight import InFlight
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.state import Shared
 from outboxio.errors import InvalidEvent, ShutdownError
-from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.loop import RoundResult
 from outboxio.model.emitter import tell_written
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, Place, in_buckets
-from outboxio.runs.poison import PoisonGuard
-from outboxio.runs.ports import HandlingSetup, WakeUps
 from outboxio.runs.refused import RefusedOutcomes
 from outboxio.runs.run import Run
 from outboxio.support import machine
@@ -43,28 +39,20 @@ FIND_AGAIN = 1.0  # seconds until a row is read again after a run without an out
 class Settler:
     """Collects and writes the outcomes of a shard."""
 
-    def __init__(
-        self,
-        setup: HandlingSetup,
-        state: DispatchState,
-        in_flight: InFlight,
-        invoker: HandlerInvoker,
-        guard: PoisonGuard,
-        wakeups: WakeUps,
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
         self.refused = RefusedOutcomes()
         self.waiting: list[Outcome] = []
         """Outcomes that are to be written."""
         self.writing: list[Bucket] = []
         """The buckets of the round under way that are not written yet."""
-        self._setup = setup
-        self._batch = setup.settings.outcome_batch
-        self._state = state
-        self._in_flight = in_flight
-        self._cursors = in_flight.cursors
-        self._invoker = invoker
-        self._guard = guard
-        self._wakeups = wakeups
+        self._setup = shared.setup
+        self._batch = shared.setup.settings.outcome_batch
+        self._state = shared.state
+        self._in_flight = shared.in_flight
+        self._cursors = shared.in_flight.cursors
+        self._invoker = shared.invoker
+        self._guard = shared.guard
+        self._wakeups = shared.wakeups
         self._timer: asyncio.TimerHandle | None = None
         self._retries: list[float] = []
         """A heap of the times at which retries are due before the next poll, by the event loop's clock."""

@@ -1,13 +1,25 @@
-"""The state that all parts of a dispatcher share: how much goes on, and if runs may start."""
+"""The state of a dispatcher: counts, queues, rows in flight, and the values of the shard that handling needs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Sequence
 
+from msgspec import Struct
+
+from outboxio.dispatch.in_flight import InFlight
+from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import begin_inside
-from outboxio.runs.ports import LockTrust
+from outboxio.runs.cursor import Cursors
+from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.key_queues import KeyQueues
+from outboxio.runs.partitions import Partitions
+from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
 from outboxio.statistics.figures import Counters
 from outboxio.support.aio import Alarm
 from outboxio.telemetry.protocol import HandlingTelemetry
@@ -31,6 +43,9 @@ class DispatchState:
         """Hook runs that go on."""
         self.ended = 0
         """How many runs and hook runs have ended. A run that was given up as stuck has not ended."""
+        self.workers: dict[asyncio.Task[None], None] = {}
+        """The tasks of the workers, without those of stuck runs."""
+        self.hook_tasks: dict[asyncio.Task[None], None] = {}
         self.finding = asyncio.Lock()
         """Held by the find round under way."""
         self.quiet = asyncio.Event()
@@ -69,3 +84,54 @@ class DispatchState:
     def set_if_quiet(self) -> None:
         if not self.is_busy:
             self.quiet.set()
+
+
+class Shared(Struct, frozen=True):
+    """The values that exist before any part of a dispatcher is made."""
+
+    setup: HandlingSetup
+    state: DispatchState
+    queues: Sequence[HandlerQueue]
+    in_flight: InFlight
+    partitions: Partitions
+    guard: PoisonGuard
+    invoker: HandlerInvoker
+    wakeups: WakeUps
+    stuck: StuckRows
+
+    def unblocked(self) -> None:
+        """Rows were unblocked: rows of another process too, if the number of partitions was changed not long ago."""
+        wake = self.wakeups.moved if self.partitions.unsettled() else self.wakeups.unblocked
+        wake()
+
+
+def shared_of(
+    setup: HandlingSetup, *, signals: Signals, locks: LockTrust, wakeups: WakeUps, stuck: StuckRows
+) -> Shared:
+    """The values of a new dispatcher. ``stuck``: the rows of stuck runs, of earlier shard runs as well."""
+    state = DispatchState(signals, locks, setup.context.telemetry)
+    in_flight = InFlight(Cursors(), KeyQueues(), state.finding, has_halted=signals.locks.set)
+    guard = PoisonGuard(
+        setup.namespace, setup.database.starts, setup.clock, setup.settings.max_crashes,
+        in_flight=in_flight.rows, left_behind=stuck.ids, signals=signals,
+    )  # fmt: skip
+    invoker = handler_invoker(setup.context)(
+        setup.database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
+        crashes=guard,
+    )  # fmt: skip
+    return Shared(
+        setup, state, _queues_of(setup), in_flight, Partitions(setup.clock), guard, invoker, wakeups, stuck
+    )
+
+
+def _queues_of(setup: HandlingSetup) -> list[HandlerQueue]:
+    """The queue of each handler of a shard."""
+    handlers = setup.handlers
+    strict, number = handlers.strict_types(), len(handlers)
+    queues = list[HandlerQueue]()
+    for handler in handlers:
+        spec = HandlerSpec.of(handler, setup.settings, number, setup.on_dead, strict)
+        queue = HandlerQueue(spec, setup.statistics.of(handler.name))
+        queue.statistics.follow(queue)
+        queues.append(queue)
+    return queues

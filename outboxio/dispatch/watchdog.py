@@ -1,9 +1,13 @@
-"""The watchdog: deadlines of handlers, stuck runs, and tasks that end before the run does.
+"""The watchdog: deadlines of handlers, stuck runs, tasks that end before the run does, and a process that is sick.
 
 A handler that runs longer than the timeout is cancelled. A handler that ignores the cancellation for longer than the
 grace period is stuck: the run has failed, a new worker takes the place of the worker, and no second run of the rows
 starts in this process until the handler ends. A TaskGroup would wait for a stuck handler for ever: that is why workers
 are tasks that this package accounts for by itself (decision 5).
+
+A process is sick if it holds locks and none of its runs comes to an end. A sick process proves the locks all the same,
+so no other process takes over. The process finds out by itself, and gives its slots away. The question costs nothing
+while runs end.
 """
 
 from __future__ import annotations
@@ -11,27 +15,26 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from uuid import UUID
 
 from msgspec import Struct
 
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.core import Core
 from outboxio.invocation.endings import thread_stack
-from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.loops.pulse import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.ports import StuckRows
 from outboxio.runs.run import BatchRun, HookRun, Run
+from outboxio.support.clock import as_micros
 from outboxio.support.log import log_of, stack_line
 
 logger = log_of(__name__)
 
 SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
 LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
+NO_END = 30.0  # seconds without the end of a run
+LONG_DUE = 60_000_000  # microseconds for which a row has been due
 
 
 class StuckRun(Struct, frozen=True):
@@ -48,25 +51,13 @@ class StuckRun(Struct, frozen=True):
 class Watchdog:
     """Accounts for the runs of a shard that do not end in time."""
 
-    def __init__(
-        self,
-        queues: Sequence[HandlerQueue],
-        state: DispatchState,
-        scheduler: Scheduler,
-        settler: Settler,
-        invoker: HandlerInvoker,
-        stuck: StuckRows,
-        *,
-        replace: Callable[[asyncio.Task[None]], None],
-    ) -> None:
-        """``replace`` is called with the task of a stuck run: a new task takes over."""
-        self._queues = queues
-        self._state = state
-        self._scheduler = scheduler
-        self._settler = settler
-        self._invoker = invoker
-        self._stuck_rows = stuck
-        self._replace = replace
+    def __init__(self, core: Core) -> None:
+        self._queues = core.queues
+        self._state = core.state
+        self._scheduler = core.scheduler
+        self._settler = core.settler
+        self._invoker = core.invoker
+        self._stuck_rows = core.stuck
         self._stuck: dict[asyncio.Task[None], tuple[Run, list[UUID]]] = {}
         self.timer: asyncio.TimerHandle | None = None
         """Set while deadlines are checked."""
@@ -146,7 +137,9 @@ class Watchdog:
             self._end(run, row, self._invoker.judge(row, error, described) if has_failed else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
-        self._replace(run.task)
+        self._state.workers.pop(run.task, None)  # an idle worker takes over
+        self._state.hook_tasks.pop(run.task, None)
+        self._scheduler.call()
 
     def stuck_runs(self) -> list[StuckRun]:
         """The stuck runs that still go on, of this shard run."""
@@ -242,6 +235,48 @@ class Watchdog:
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+
+
+class Sickness:
+    """Finds out if this process is alive, and runs nothing.
+
+    A handler may take long, and rows of the handler wait for good reason while a run has time left. So a row counts
+    only if no run of the handler has time left, or if a run was given up as stuck since the last end of a run.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._queues = core.queues
+        self._state = core.state
+        self._in_flight = core.in_flight
+        self._settler = core.settler
+        self._clock = core.setup.clock
+        self._ended, self._stuck = -1, 0
+        self._since = float("-inf")
+        """The moment of the last question at which a run had ended since the question before."""
+
+    def is_sick(self, now: float) -> bool:
+        """True if no run has ended for 30 s although rows have been due for over 60 s. ``now``: the loop's clock."""
+        state = self._state
+        if state.ended != self._ended or not self._in_flight.rows:
+            self._ended, self._stuck, self._since = state.ended, state.counters.stuck, now
+            return False
+        if now - self._since < NO_END or self._settler.waiting or self._settler.writing:
+            return False  # runs have ended, and the database takes no outcome
+        had_stuck = state.counters.stuck > self._stuck
+        busy = set[HandlerQueue]() if had_stuck else {queue for queue in self._queues if _has_time_left(queue, now)}
+        due_by = as_micros(self._clock()) - LONG_DUE
+        rows = self._in_flight.rows.values()
+        return any(
+            run.notification.next_retry_us < due_by and run.queue not in busy and run.queue.quota.rest is None
+            for run in rows
+        )
+
+
+def _has_time_left(queue: HandlerQueue, now: float) -> bool:
+    """True if a run of a handler, or of the hooks, is not past the deadline."""
+    longest = queue.spec.timeout + queue.spec.grace
+    runs = (*queue.running, *queue.hook_lane.running)
+    return any(not run.started or now - run.started < longest for run in runs)
 
 
 def _stack_of(task: asyncio.Task[None]) -> list[traceback.FrameSummary]:

@@ -1,7 +1,11 @@
 """Workers: long-lived tasks that take ready runs and call handlers (decision 5).
 
 Workers are woken a few at a time: each worker that finds a run wakes further workers before calling the handler. So
-handlers that never wait are run by a single worker, and handlers that wait soon occupy all workers.
+handlers that never wait are run by a single worker, and handlers that wait soon occupy all workers. One worker more
+than may run at the same time is kept idle: the scheduler wakes that worker for the rows that become ready.
+
+Hook runs call the hooks of a verdict, each in a separate task. They take no worker, so a slow hook delays no handler.
+Each hook run needs a transaction, so only a few go on at the same time (``runs/transaction_shares.py``).
 
 All workers together have 1 ms of each turn of the event loop. After that the event loop serves connections and
 timers, and then the workers go on. A handler that does not wait is called for up to 16 rows in a row.
@@ -10,19 +14,15 @@ timers, and then the workers go on. A handler that does not wait is called for u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from outboxio.dispatch.faults.rests import Rests
-from outboxio.dispatch.hooks import HookCaller
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.core import Core
+from outboxio.dispatch.intake import Intake
+from outboxio.dispatch.rests import Rests
+from outboxio.dispatch.scheduler import MOST_CALLED
 from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
-from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.envelope import current_envelope
 from outboxio.model.outcome import Outcome
-from outboxio.runs.ports import HandlingSetup
-from outboxio.runs.run import OVERDUE, STUCK, BatchRun, Run
+from outboxio.runs.run import OVERDUE, STUCK, BatchRun, HookRun, Run
 from outboxio.support.aio import Alarm
 from outboxio.support.clock import as_micros
 
@@ -30,43 +30,23 @@ SLICE = 0.001  # seconds that workers may run on without giving the event loop a
 LONGEST_PAUSE = 0.1  # seconds after a long turn in which no run starts, so that statements come to an end
 SHARE_OF_TURN = 10  # such a pause is at most this part of the long turn
 MOST_IN_A_ROW = 16  # rows of a handler that does not wait, before other handlers have their turn
-MOST_CALLED = 8  # workers that are on the way to a run at the same time
 
 
 class WorkerPool:
     """The workers of a shard."""
 
-    def __init__(
-        self,
-        setup: HandlingSetup,
-        state: DispatchState,
-        scheduler: Scheduler,
-        settler: Settler,
-        invoker: HandlerInvoker,
-        watchdog: Watchdog,
-        hooks: HookCaller,
-        rests: Rests,
-        *,
-        unproven: Callable[[], None],
-    ) -> None:
-        """``unproven`` is called when a run was to start although the locks are not proven."""
-        self.tasks: dict[asyncio.Task[None], None] = {}
-        self._concurrency = setup.settings.concurrency
-        self._clock = setup.clock
-        self._state = state
-        self._scheduler = scheduler
-        self._settler = settler
-        self._invoker = invoker
+    def __init__(self, core: Core, intake: Intake, watchdog: Watchdog, rests: Rests) -> None:
+        self._concurrency = core.setup.settings.concurrency
+        self._clock = core.setup.clock
+        self._state = core.state
+        self._scheduler = core.scheduler
+        self._settler = core.settler
+        self._invoker = core.invoker
+        self._intake = intake
         self._watchdog = watchdog
-        self._hooks = hooks
         self._rests = rests
-        self._unproven = unproven
         self._hired: set[asyncio.Task[None]] = set()
         """Workers that have not begun yet."""
-        self._idle: list[asyncio.Future[bool]] = []
-        """One future for each worker that rests; True wakes the worker, False sends it home."""
-        self._called = 0
-        """Workers that were woken and have not begun yet."""
         self._turn_began = 0.0
         self._turn_ends: float | None = None
         """When the slice of this turn of the event loop is over; ``None`` until a worker begins in this turn."""
@@ -75,51 +55,40 @@ class WorkerPool:
         self._settled_now = 0
         """The time by the database's clock in this turn, in us since 1970."""
 
-    # --- calling workers -----------------------------------------------------------------------
+    # --- workers -------------------------------------------------------------------------------
 
-    def call(self) -> None:
-        """Wake resting workers for the runs that are ready, and make the workers that are lacking."""
-        if self._scheduler.hooks_came:
-            self._hooks.call()
-        number = min(max(1, self._state.running), MOST_CALLED) - self._called - len(self._hired)
-        while number > 0 and self._idle:
-            waiter = self._idle.pop()
-            if not waiter.done():
-                waiter.set_result(True)
-                self._called += 1
-                number -= 1
-        for _ in range(min(number, self._concurrency - len(self.tasks))):
+    def start(self) -> None:
+        """Make the first worker, unless there is one."""
+        if not self._state.workers:
+            self._hire(1)
+
+    def _call(self, number: int) -> None:
+        """Wake so many workers for the runs that are ready, and make the workers that are lacking."""
+        lacking = self._scheduler.wake(number - self._scheduler.called - len(self._hired))
+        if not (self._scheduler.idle or self._hired):
+            lacking = max(lacking, 1)
+        self._hire(min(lacking, self._concurrency + 1 - len(self._state.workers)))
+
+    def _hire(self, number: int) -> None:
+        for _ in range(number):
             worker = asyncio.create_task(self._work(), context=self._state.handlers_context.copy())
-            self.tasks[worker] = None
+            self._state.workers[worker] = None
             self._hired.add(worker)
-            worker.add_done_callback(self.ended)
+            worker.add_done_callback(self._ended)
 
-    def call_hooks(self) -> None:
-        """Start the hook runs that came since hooks were called."""
-        if self._scheduler.hooks_came:
-            self._hooks.call()
-
-    def ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         """The task of a worker, or of a hook run, has ended: account for the run, and start the next runs."""
-        self.tasks.pop(task, None)
-        self._hooks.tasks.pop(task, None)
+        self._state.workers.pop(task, None)
+        self._state.hook_tasks.pop(task, None)
         self._hired.discard(task)
         self._watchdog.task_ended(task)
-        self.start_next()
+        if not self._state.is_stopping:
+            self._call(0)
+            self._scheduler.call()
 
-    def replace(self, task: asyncio.Task[None]) -> None:
-        """The run of this task is stuck: a new task takes over."""
-        self.tasks.pop(task, None)
-        self._hooks.tasks.pop(task, None)
-        if self._scheduler.has_hooks:
-            self._hooks.call()
-        self.call()
-
-    def send_home(self) -> None:
-        """End the workers that rest. The busy workers end after the present run."""
-        for waiter in self._idle:
-            if not waiter.done():
-                waiter.set_result(False)
+    def stop(self) -> None:
+        """End the idle workers. The busy workers end after the present run."""
+        self._scheduler.end_idle()
         self._pause.cancel()
 
     # --- a worker ------------------------------------------------------------------------------
@@ -131,14 +100,16 @@ class WorkerPool:
         scheduler = self._scheduler
         self._hired.discard(task)
         while True:
+            if scheduler.hooks_came:
+                self._call_hooks()
             now = loop.time()
             run = scheduler.next_run() if self._has_time(now, loop) else None
             if run is None:
-                if not await self._rest():
+                if not await self._wait():
                     return
                 continue
-            if scheduler.runnable and not self._called:
-                self.call()
+            if not scheduler.called and (scheduler.runnable or not scheduler.idle):
+                self._call(min(self._state.running, MOST_CALLED) if scheduler.runnable else 0)
             run.task = task
             if isinstance(run, BatchRun):
                 await self._run_batch(run, task)
@@ -161,7 +132,7 @@ class WorkerPool:
         for left in range(MOST_IN_A_ROW, 0, -1):
             due = run.notification
             if settled_now > due.retention_us + spec.retention_us:  # HandlerSpec.is_too_old, without a call
-                self._leave(run)
+                self._scheduler.leave(run)
                 settler.add(self._expire(run))
                 return run
             # A transactional run waits for a connection first, and that wait is not the handler's time.
@@ -179,7 +150,7 @@ class WorkerPool:
                 break
             run = self._scheduler.next_in_place(run)
             run.task = task
-        self._leave(run)
+        self._scheduler.leave(run)
         settler.wake_if_gathered()
         return run
 
@@ -188,7 +159,7 @@ class WorkerPool:
         if run.phase is STUCK:
             self._watchdog.came_back(run)
             return
-        self._leave(run)
+        self._scheduler.leave(run)
         statistics = run.queue.statistics
         if outcome is not None:
             if run.started:
@@ -210,11 +181,12 @@ class WorkerPool:
             self._settled_now = as_micros(self._clock.settled())
             if now > self._state.proven_until:
                 if not self._state.is_proven(now):
-                    self._unproven()
+                    self._intake.drop_all()
                 self._turn_ends = float("-inf")  # first the blocked loop takes in the messages that came meanwhile
         return now <= self._turn_ends
 
     def _end_turn(self) -> None:
+        """The next turn of the event loop has come."""
         loop = asyncio.get_running_loop()
         if (took := loop.time() - self._turn_began) > LONG_TURN and not self._state.is_stopping:
             # Outcomes and heartbeats take several turns, and each turn may run a handler that blocks.
@@ -223,20 +195,20 @@ class WorkerPool:
             return
         self._turn_ends = None
         if self._scheduler.runnable and not self._state.is_stopping:
-            self.call()
+            self._scheduler.call()
 
-    async def _rest(self) -> bool:
-        """Wait to be called; False if the worker is sent home."""
+    async def _wait(self) -> bool:
+        """Wait to be woken; False if the worker ends."""
         current_envelope.set(None)
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._idle.append(waiter)
+        self._scheduler.idle.append(waiter)
         if self._state.is_stopping:
             return False
         try:
             return await waiter
         finally:
             if waiter.done() and not waiter.cancelled() and waiter.result():
-                self._called -= 1
+                self._scheduler.called -= 1
 
     # --- a run ---------------------------------------------------------------------------------
 
@@ -251,7 +223,7 @@ class WorkerPool:
         await self._invoker.call_batch(batch, task, lambda row, outcome: self._row_done(batch, row, outcome))
         if batch.phase is STUCK:
             return self._watchdog.came_back(batch)
-        self._leave(batch)
+        self._scheduler.leave(batch)
         if batch.unavailable is not None:
             left = list(batch.undone)
             self._rests.begin(batch, left, progressed=len(left) < number)
@@ -287,15 +259,26 @@ class WorkerPool:
                 row.queue.statistics.succeeded += 1
             self._settler.end(row, outcome)
 
-    def _leave(self, run: Run) -> None:
-        self._scheduler.leave(run)
-        if run.queue.claim is not None and self._scheduler.has_hooks:
-            self._hooks.call()
+    # --- hooks ---------------------------------------------------------------------------------
 
-    def start_next(self) -> None:
-        """Start the next runs: a worker or a transaction is free."""
-        scheduler = self._scheduler
-        if scheduler.has_hooks:
-            self._hooks.call()
-        if (scheduler.runnable or scheduler.hooks_came) and not self._state.is_stopping:
-            self.call()
+    def _call_hooks(self) -> None:
+        """Start hook runs while transactions are free, a run of each handler in turn."""
+        if not self._state.may_start(asyncio.get_running_loop().time()):
+            return
+        self._scheduler.hooks_came = False
+        while (run := self._scheduler.next_hook()) is not None:
+            run.task = asyncio.create_task(self._run_hooks(run), context=self._state.handlers_context.copy())
+            self._state.hook_tasks[run.task] = None
+            run.task.add_done_callback(self._ended)
+
+    async def _run_hooks(self, run: HookRun) -> None:
+        assert run.task is not None
+        if self._watchdog.timer is None:
+            self._watchdog.watch()
+        outcome = await self._invoker.call(run, run.task)
+        if run.phase is STUCK:
+            return self._watchdog.came_back(run)
+        self._scheduler.leave_hook(run)
+        if self._scheduler.hooks_came:
+            self._call_hooks()
+        self._settler.end(run, outcome)

@@ -46,7 +46,7 @@ class ShardMemory(Struct, frozen=True, kw_only=True):
     failing: Sequence[str] = ()
     """The loops whose rounds fail, in sentences."""
     is_sick: bool = False
-    """True if due rows wait and no run ends (``dispatch/faults/sickness.py``)."""
+    """True if due rows wait and no run ends (``dispatch/watchdog.py``)."""
     resting: Mapping[str, str] = {}
     """The handlers that rest because a service is unavailable, each with the reason."""
     dead: Sequence[str] = ()

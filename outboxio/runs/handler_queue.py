@@ -88,9 +88,9 @@ class Quota:
         self.allowed = allowed
         """Fewer than the spec says if this process has few of the cluster's runs."""
         self.gives_back_at = -1
-        """With so many runs a halted slot can be given back (``dispatch/slots/limits.py``)."""
+        """With so many runs a halted slot can be given back (``dispatch/limits.py``)."""
         self.rest: Rest | None = None
-        """Set while the handler rests (``dispatch/faults/rests.py``)."""
+        """Set while the handler rests (``dispatch/rests.py``)."""
 
 
 class HandlerQueue:

@@ -10,20 +10,16 @@ from uuid import UUID
 
 import msgspec
 
+from outboxio.dispatch.core import Core
 from outboxio.dispatch.dispatcher import Dispatcher
-from outboxio.dispatch.faults.rests import Rests
-from outboxio.dispatch.hooks import HookCaller
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.intake import Intake
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.slots.limits import TotalLimits
-from outboxio.dispatch.slots.rehoming import Rehoming
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.limits import TotalLimits
+from outboxio.dispatch.rests import Rests
+from outboxio.dispatch.state import DispatchState, Shared
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.invocation.resting import NewerRows
 from outboxio.loops.signals import Signals
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import Event, EventTypes
@@ -218,9 +214,10 @@ def row_of(
 class Parts:
     """Every part of a dispatcher below the finder, wired as the dispatcher does it."""
 
-    def __init__(self, *queues: HandlerQueue, settings: Settings | None = None) -> None:
+    def __init__(self, *queues: HandlerQueue, settings: Settings | None = None, transactions: int = 4) -> None:
         self.settings = settings or Settings()
         self.database, self.locks, self.signals = Database(), Locks(), Signals()
+        self.database.handler_transactions = transactions
         self.table = self.database.notifications
         context: Any = type("Context", (), {"namespace": "app", "redact": str})()
         self.now = NOON
@@ -238,35 +235,17 @@ class Parts:
         )  # fmt: skip
         invoker: Any = Invoker()
         invoker.judge = Judge(Invoker())
-        self.settler = Settler(self.setup, self.state, self.in_flight, invoker, self.guard, WakeUps())
-        self.scheduler = Scheduler(
-            queues, self.state, concurrency=self.settings.concurrency,
-            transactions=self.database.handler_transactions,
+        self.partitions, self.wakeups = Partitions(lambda: self.now), WakeUps()
+        self.core = Core.of(
+            Shared(
+                self.setup, self.state, queues, self.in_flight, self.partitions, self.guard, invoker, self.wakeups,
+                self.stuck,
+            )
         )  # fmt: skip
-        self.watchdog = Watchdog(
-            queues, self.state, self.scheduler, self.settler, invoker, self.stuck, replace=self._replace
-        )
-        self.hooks = HookCaller(self.state, self.scheduler, self.settler, invoker, self.watchdog, ended=self._ended)
-        self.unproven = 0
-        self.rests = Rests(
-            self.state, self.in_flight, self.scheduler, self.settler, self.setup, wake=lambda: self.workers.call()
-        )
-        self.workers = WorkerPool(
-            self.setup, self.state, self.scheduler, self.settler, invoker, self.watchdog, self.hooks, self.rests,
-            unproven=self._unproven,
-        )  # fmt: skip
-        self.intake = Intake(
-            queues, self.state, self.in_flight, self.settler, self.scheduler, self.workers, invoker.judge, self.stuck,
-            NewerRows(self.setup.handlers, self.setup.clock),
-        )  # fmt: skip
-        self.partitions = Partitions(lambda: self.now)
-        self.limits = TotalLimits(
-            self.setup, queues, self.cursors, self.partitions, self.scheduler, rose=self.workers.call
-        )
-        self.moved = list[bool]()
-        self.rehoming = Rehoming(
-            self.setup, self.partitions, self.in_flight, self.stuck, moved=lambda: self.moved.append(True)
-        )
+        self.scheduler, self.settler = self.core.scheduler, self.core.settler
+        self.watchdog, self.rests, self.limits = Watchdog(self.core), Rests(self.core), TotalLimits(self.core)
+        self.intake = Intake(self.core)
+        self.workers = WorkerPool(self.core, self.intake, self.watchdog, self.rests)
         self.leases = {queue.handler.name: self.hold(queue) for queue in queues}
 
     def hold(self, queue: HandlerQueue, partition: int = 0) -> Lease:
@@ -294,7 +273,8 @@ class Parts:
     def take(self, *rows: Notification) -> int:
         """Let rows be found, and call workers."""
         taken, _ = self.intake.take_in(rows, set())
-        self.workers.call()
+        self.workers.start()
+        self.scheduler.call()
         return taken
 
     async def quiet(self) -> list[tuple[str, list[int]]]:
@@ -306,8 +286,8 @@ class Parts:
 
     async def close(self) -> None:
         self.state.is_stopping = True
-        self.workers.send_home()
-        tasks = self.workers.tasks.keys() | self.hooks.tasks.keys()
+        self.workers.stop()
+        tasks = self.state.workers.keys() | self.state.hook_tasks.keys()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -315,16 +295,6 @@ class Parts:
         for part in (self.settler, self.watchdog, self.intake):
             part.stop_timer()
         self.state.find_alarm.cancel()
-
-    def _replace(self, task: asyncio.Task[None]) -> None:
-        self.workers.replace(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.workers.ended(task)
-
-    def _unproven(self) -> None:
-        self.unproven += 1
-        self.intake.drop_all()
 
 
 class Whole:

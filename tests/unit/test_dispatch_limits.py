@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from outboxio.dispatch.slots.limits import share_of
+from outboxio.dispatch.limits import share_of
 from outboxio.handlers.options import Batch
 from outboxio.model.lock_name import Slot
 from outboxio.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from outboxio.dispatch.faults.sickness import NO_END
+from outboxio.dispatch.watchdog import NO_END
 from outboxio.model.lock_name import Slot
 from tests.kit.dispatching import Gate, Whole, row_of
 

@@ -15,6 +15,7 @@ from outboxio.runs.key_queues import KeyRows
 from outboxio.runs.ordering import AdmissionGate
 from outboxio.settings import Settings
 from outboxio.storage.protocols import PartitionCount
+from tests.kit.app import eventually
 from tests.kit.dispatching import LONG_AGO, NOON, Parts, queue_of, row_of
 
 pytestmark = pytest.mark.virtual_time
@@ -29,10 +30,8 @@ class Found:
             parts.keys, KeyRows("app", cast(Any, None), lambda: NOON, lambda: None), parts.partitions,
             start=parts.intake.start, release=parts.in_flight.release, skip=parts.settler.add,
         )  # fmt: skip
-        self.finder = Finder(
-            parts.setup, parts.state, parts.in_flight, parts.settler, gate, parts.guard, parts.intake, parts.workers,
-            parts.rehoming, parts.partitions,
-        )  # fmt: skip
+        self.finder = Finder(parts.core, parts.intake, gate)
+        parts.workers.start()
 
     async def __aenter__(self) -> Found:
         return self
@@ -140,7 +139,7 @@ async def test_the_verdicts_that_came_are_told_even_if_nothing_is_to_be_read() -
         found.parts.cursor().is_paused = True
         found.parts.scheduler.hooks_came = True
         await found.finder.find_once()
-        assert not found.parts.scheduler.hooks_came
+        await eventually(lambda: not found.parts.scheduler.hooks_came)
 
 
 # --- slots -------------------------------------------------------------------------------------

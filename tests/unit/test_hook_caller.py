@@ -40,9 +40,9 @@ async def test_no_hook_starts_without_a_proof_of_the_locks() -> None:
     parts = Parts(queue_of(on_dead=hook))
     parts.state.proven_until = float("-inf")
     parts.take(row_of(1, state=DYING))
-    assert (parts.hooks.tasks, parts.scheduler.hooks_came) == ({}, True)
+    assert (parts.state.hook_tasks, parts.scheduler.hooks_came) == ({}, True)
     parts.state.proven_until = float("inf")
-    parts.workers.call_hooks()
+    parts.scheduler.call()
     await parts.quiet()
     assert not parts.scheduler.hooks_came
     await parts.close()

@@ -10,13 +10,12 @@ from outboxio.dispatch import scheduler as module
 from outboxio.dispatch.scheduler import Scheduler, Turns
 from outboxio.dispatch.state import DispatchState
 from outboxio.handlers.options import DeadHook
-from outboxio.loops.signals import Signals
 from outboxio.model.notification import DYING
 from outboxio.model.outcome import Lease
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import HookRun, Run
 from outboxio.settings import Settings
-from tests.kit.dispatching import Locks, queue_of, row_of
+from tests.kit.dispatching import Parts, queue_of, row_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -28,8 +27,8 @@ def ready(state: DispatchState, queue: HandlerQueue, number: int) -> None:
 
 
 def scheduled(*queues: HandlerQueue, concurrency: int = 8, transactions: int = 4) -> tuple[Scheduler, DispatchState]:
-    state = DispatchState(Signals(), Locks())
-    return Scheduler(queues, state, concurrency=concurrency, transactions=transactions), state
+    parts = Parts(*queues, settings=Settings(concurrency=concurrency), transactions=transactions)
+    return parts.scheduler, parts.state
 
 
 def started(scheduler: Scheduler) -> list[str]:

@@ -96,6 +96,8 @@ async def test_at_shutdown_all_runs_are_interrupted_and_are_found_again() -> Non
     parts.take(row_of(1))
     await began.wait()
     (run,) = parts.watchdog.interrupt()
-    await eventually(lambda: not parts.workers.tasks)
+    assert run.task is not None
+    await asyncio.wait([run.task])
+    await eventually(lambda: run.task not in parts.state.workers)
     assert (run.interrupted, parts.settler.waiting, parts.in_flight.rows) == (True, [], {})
     await parts.close()

@@ -13,15 +13,13 @@ new partition does, counts only after two heartbeats: until then another process
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
-from outboxio.dispatch.scheduler import Scheduler
+from outboxio.dispatch.core import Core
 from outboxio.model.lock_name import Slot
-from outboxio.runs.cursor import Cursors, HandlerCursor
+from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.partitions import Partitions
-from outboxio.runs.ports import HandlingSetup
 
 HEARTBEATS = 2  # until every process knows a number of partitions, or has lost its locks
 
@@ -29,24 +27,13 @@ HEARTBEATS = 2  # until every process knows a number of partitions, or has lost 
 class TotalLimits:
     """The limits of the handlers with ``total_concurrency``, in this process."""
 
-    def __init__(
-        self,
-        setup: HandlingSetup,
-        queues: Sequence[HandlerQueue],
-        cursors: Cursors,
-        partitions: Partitions,
-        scheduler: Scheduler,
-        *,
-        rose: Callable[[], None],
-    ) -> None:
-        """``rose`` is called when more runs may start than before."""
-        self._queues = [queue for queue in queues if queue.spec.total is not None]
-        self._clock = setup.clock
-        self._patience: timedelta = HEARTBEATS * setup.settings.lock_heartbeat
-        self._cursors = cursors
-        self._partitions = partitions
-        self._scheduler = scheduler
-        self._rose = rose
+    def __init__(self, core: Core) -> None:
+        self._queues = [queue for queue in core.queues if queue.spec.total is not None]
+        self._clock = core.setup.clock
+        self._patience: timedelta = HEARTBEATS * core.setup.settings.lock_heartbeat
+        self._cursors = core.in_flight.cursors
+        self._partitions = core.partitions
+        self._scheduler = core.scheduler
         self._former: dict[HandlerQueue, list[tuple[Mapping[str, int], float]]] = {}
         """Numbers of partitions by which another process may still go, each with the moment at which that is over."""
         self._known: dict[HandlerQueue, Mapping[str, int]] = {}
@@ -77,20 +64,18 @@ class TotalLimits:
         """A slot was taken, lost, halted or resumed, or numbers were changed: compute the limits anew."""
         if not self._queues:
             return
-        now, rose, next_change = asyncio.get_running_loop().time(), False, float("inf")
+        now, next_change = asyncio.get_running_loop().time(), float("inf")
         for queue in self._queues:
             former = self._former[queue] = [one for one in self._former.get(queue, ()) if one[1] > now]
             next_change = min([next_change, *(over_at for _, over_at in former)])
             before = queue.quota.allowed
             queue.allow(min(queue.spec.limit, self._sum(queue, self._open(queue))))
             if queue.quota.allowed > before:
-                rose = True
                 self._scheduler.enlist(queue)
         self.stop_timer()
         if next_change < float("inf"):
             self._timer = asyncio.get_running_loop().call_at(next_change, self.apply)
-        if rose:
-            self._rose()
+        self._scheduler.call()
 
     def stop_timer(self) -> None:
         if self._timer is not None:

@@ -9,16 +9,12 @@ With any other end of the probe, all runs go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from outboxio.dispatch.in_flight import InFlight
-from outboxio.dispatch.scheduler import Scheduler
-from outboxio.dispatch.settler import Settler
-from outboxio.dispatch.state import DispatchState
+from outboxio.dispatch.core import Core
 from outboxio.errors import Unavailable
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue, Rest
-from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import log_of, log_text
@@ -31,24 +27,12 @@ SHORTEST, LONGEST = 0.1, 30.0  # seconds of a rest, if the error names no time
 class Rests:
     """Begins and ends the rests of the handlers of a shard."""
 
-    def __init__(
-        self,
-        state: DispatchState,
-        in_flight: InFlight,
-        scheduler: Scheduler,
-        settler: Settler,
-        setup: HandlingSetup,
-        *,
-        wake: Callable[[], None],
-    ) -> None:
-        """``wake`` is called when runs may start again."""
-        self._state = state
-        self._in_flight = in_flight
-        self._cursors = in_flight.cursors
-        self._scheduler = scheduler
-        self._settler = settler
-        self._redact = setup.context.redact
-        self._wake = wake
+    def __init__(self, core: Core) -> None:
+        self._state = core.state
+        self._cursors = core.in_flight.cursors
+        self._scheduler = core.scheduler
+        self._settler = core.settler
+        self._redact = core.setup.context.redact
         self._timers: dict[HandlerQueue, asyncio.TimerHandle] = {}
 
     # --- a run has ended -----------------------------------------------------------------------
@@ -162,7 +146,7 @@ class Rests:
     def _go_on(self, queue: HandlerQueue) -> None:
         self._scheduler.enlist(queue)
         self._state.signals.find.set()
-        self._wake()
+        self._scheduler.call()
 
     def stop_timer_of(self, queue: HandlerQueue) -> None:
         """Let the rest of a handler end no more by itself."""

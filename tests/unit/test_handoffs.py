@@ -6,22 +6,16 @@ from typing import Any, cast
 
 import pytest
 
-from outboxio.dispatch.finder import Finder
-from outboxio.dispatch.handing import Handoffs
+from outboxio.dispatch.finder import Finder, Handoffs
 from outboxio.model.notification import BEGINNING
 from outboxio.storage.protocols import PartitionCount
 from tests.kit.dispatching import NOON, Parts, queue_of, row_of
 
 
 def offered(parts: Parts) -> Handoffs:
-    finder = Finder(
-        parts.setup, parts.state, parts.in_flight, parts.settler, cast(Any, None), parts.guard, parts.intake,
-        parts.workers, parts.rehoming, parts.partitions,
-    )  # fmt: skip
-    return Handoffs(
-        parts.setup, parts.state, parts.in_flight, parts.settler, parts.guard, parts.workers, parts.intake, finder,
-        parts.partitions,
-    )  # fmt: skip
+    parts.workers.start()
+    finder = Finder(parts.core, parts.intake, cast(Any, None))
+    return Handoffs(parts.core, parts.intake, finder)
 
 
 def keeps_up(parts: Parts, *names: str) -> None:
@@ -117,7 +111,7 @@ async def test_rows_of_a_handler_with_partitions_are_read_if_a_partition_may_not
     elif obstacle == "halted":
         parts.cursors.halt(second.slot)
     elif obstacle == "re-homing":
-        parts.rehoming._owing[second.slot] = BEGINNING
+        handoffs._finder.rehoming._owing[second.slot] = BEGINNING
     else:
         spread(parts, 2, active=3)
     handoff.hand([row_of(1)])
