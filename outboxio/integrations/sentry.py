@@ -14,7 +14,6 @@ from uuid import UUID
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
-from outboxio.handlers.handler import Handler
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import Outcome
@@ -25,7 +24,7 @@ from outboxio.support.log import type_name
 from outboxio.support.text import briefly
 from outboxio.telemetry.choice import use_in_process
 from outboxio.telemetry.headers import headers_in, with_trace
-from outboxio.telemetry.protocol import SENDING, Call, HandlingTelemetry, Sending, Telemetry
+from outboxio.telemetry.protocol import SENDING, Call, CalledHandler, HandlingTelemetry, Sending, Telemetry
 
 try:
     import sentry_sdk
@@ -168,7 +167,7 @@ class _Handling(HandlingTelemetry):
         self._clock = clock
         self._has_spans = options.spans and _makes_spans()
 
-    def call(self, handler: Handler, row: Notification) -> Call | None:
+    def call(self, handler: CalledHandler, row: Notification) -> Call | None:
         if not (self._has_spans and handler.options.trace and row.has_context):
             return None
         headers = {name: value for name, value in headers_in(row.context.headers).items() if name in _OWN_HEADERS}
@@ -182,7 +181,7 @@ class _Handling(HandlingTelemetry):
         }
         return _Process(_name_of(handler, row), headers, data)
 
-    def batch_call(self, handler: Handler, rows: Sequence[Notification]) -> Call | None:
+    def batch_call(self, handler: CalledHandler, rows: Sequence[Notification]) -> Call | None:
         if not (self._has_spans and handler.options.trace):
             return None
         types = {row.event_type for row in rows}
@@ -191,7 +190,7 @@ class _Handling(HandlingTelemetry):
         return _Process(handler.name, {}, data)
 
     def failed(
-        self, handler: Handler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
+        self, handler: CalledHandler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
     ) -> None:
         if not self._is_issue(row, outcome):
             return
@@ -281,7 +280,7 @@ def _makes_spans() -> bool:
     return "stream" not in (options.get("trace_lifecycle"), experiments.get("trace_lifecycle"))
 
 
-def _name_of(handler: Handler, row: Notification) -> str:
+def _name_of(handler: CalledHandler, row: Notification) -> str:
     return f"on_dead {handler.name}" if row.state == DYING else handler.name
 
 

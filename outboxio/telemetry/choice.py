@@ -17,6 +17,7 @@ from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import (
     NO_TELEMETRY,
     Call,
+    CalledHandler,
     Execution,
     HandlingTelemetry,
     JobCall,
@@ -30,13 +31,11 @@ from outboxio.telemetry.protocol import (
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from outboxio.handlers.handler import Handler
     from outboxio.model.event import ActionRecord, EventRecord
     from outboxio.model.notification import Notification
     from outboxio.model.operating.operation import JobResult
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
-    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 AnyTelemetry = Telemetry | Sequence[Telemetry]
@@ -153,7 +152,7 @@ class Several(Telemetry):
     def __init__(self, parts: Sequence[Telemetry]) -> None:
         self._parts = parts
 
-    def attached(self, outbox: Outbox) -> None:
+    def attached(self, outbox: Any) -> None:
         for part in self._parts:
             part.attached(outbox)
 
@@ -188,14 +187,14 @@ class _Handling(HandlingTelemetry):
         for part in self._parts:
             part.begin()
 
-    def call(self, handler: Handler, row: Notification) -> Call | None:
+    def call(self, handler: CalledHandler, row: Notification) -> Call | None:
         return _together([part.call(handler, row) for part in self._parts])
 
-    def batch_call(self, handler: Handler, rows: Sequence[Notification]) -> Call | None:
+    def batch_call(self, handler: CalledHandler, rows: Sequence[Notification]) -> Call | None:
         return _together([part.batch_call(handler, rows) for part in self._parts])
 
     def failed(
-        self, handler: Handler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
+        self, handler: CalledHandler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
     ) -> None:
         for part in self._parts:
             part.failed(handler, row, error, outcome, redact)

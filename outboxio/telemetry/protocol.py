@@ -2,30 +2,49 @@
 
 Every class here is complete, and does nothing: an outbox without telemetry uses :data:`NO_TELEMETRY`, and telemetry
 overrides some of the methods. Values are given as they are: no text is made and no JSON is decoded for telemetry that
-does not ask.
+does not ask. Telemetry stands below the outbox and its handlers, so it sees of a handler
+what :class:`CalledHandler` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from outboxio.handlers.handler import Handler
     from outboxio.loops.loop import RoundResult
     from outboxio.model.event import ActionRecord, EventRecord
     from outboxio.model.notification import Notification
     from outboxio.model.operating.operation import JobResult
     from outboxio.model.outcome import Outcome
     from outboxio.model.redaction import Redact
-    from outboxio.outbox import Outbox
     from outboxio.support.clock import Clock
 
 Round = Callable[[], Awaitable["RoundResult"]]
 RoundKind = Literal["fanout", "settle", "purge"]
+
+
+class CalledOptions(Protocol):
+    """The options of a handler that concern its spans."""
+
+    @property
+    def trace(self) -> bool: ...
+
+    @property
+    def delivery(self) -> str: ...
+
+
+class CalledHandler(Protocol):
+    """A handler, as telemetry sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> CalledOptions: ...
 
 
 class Watched:
@@ -98,16 +117,16 @@ class HandlingTelemetry:
     def begin(self) -> None:
         """The context begins from which all tasks that call handlers are made."""
 
-    def call(self, handler: Handler, row: Notification) -> Call | None:
+    def call(self, handler: CalledHandler, row: Notification) -> Call | None:
         """The call of a handler for an event, or of the hooks if the row is DYING; ``None`` to leave it alone."""
         return None
 
-    def batch_call(self, handler: Handler, rows: Sequence[Notification]) -> Call | None:
+    def batch_call(self, handler: CalledHandler, rows: Sequence[Notification]) -> Call | None:
         """The call of a batch handler; ``None`` to leave it alone."""
         return None
 
     def failed(
-        self, handler: Handler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
+        self, handler: CalledHandler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
     ) -> None:
         """A run has failed, and was judged. Called inside of the surrounding call, if there is one."""
 
@@ -115,8 +134,8 @@ class HandlingTelemetry:
 class Telemetry:
     """What an outbox tells telemetry: give an object of a subclass as ``Outbox(telemetry=...)``."""
 
-    def attached(self, outbox: Outbox) -> None:
-        """An outbox was made with this telemetry. Metrics may read ``outbox.statistics`` from now on, in any thread."""
+    def attached(self, outbox: Any) -> None:
+        """An ``Outbox`` was made with this telemetry. Metrics may read ``outbox.statistics`` now, in any thread."""
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False

@@ -12,14 +12,13 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanKind
 
-from outboxio.handlers.handler import Handler
 from outboxio.integrations.opentelemetry import names
 from outboxio.integrations.opentelemetry.context import PARENT, Carrying, has_span, span_context_in
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedCall
 from outboxio.model.notification import DYING, PENDING, Notification
 from outboxio.support.clock import Clock
 from outboxio.telemetry.headers import headers_in
-from outboxio.telemetry.protocol import Call, HandlingTelemetry
+from outboxio.telemetry.protocol import Call, CalledHandler, HandlingTelemetry
 
 Propagation = Literal["auto", "link", "parent", "none"]
 
@@ -61,7 +60,7 @@ class SpannedHandling(HandlingTelemetry):
         """Forget the span around ``running()``, which would become the parent of all actions of handlers."""
         contexts.attach(Context())
 
-    def call(self, handler: Handler, row: Notification) -> Call | None:
+    def call(self, handler: CalledHandler, row: Notification) -> Call | None:
         if not handler.options.trace or (self.only_sampled and not row.may_be_sampled) or not row.has_context:
             return None
         remote = self._remote_of(row)
@@ -77,7 +76,7 @@ class SpannedHandling(HandlingTelemetry):
         )  # fmt: skip
         return SpannedCall(span, parent)
 
-    def batch_call(self, handler: Handler, rows: Sequence[Notification]) -> Call | None:
+    def batch_call(self, handler: CalledHandler, rows: Sequence[Notification]) -> Call | None:
         if not handler.options.trace:
             return None
         links = list(self._links(rows))
@@ -90,7 +89,7 @@ class SpannedHandling(HandlingTelemetry):
         )
         return SpannedCall(span, Context())
 
-    def _hook_call(self, handler: Handler, row: Notification, remote: Context) -> Call:
+    def _hook_call(self, handler: CalledHandler, row: Notification, remote: Context) -> Call:
         attributes = self._place | {names.HANDLER: handler.name, names.MESSAGE_ID: str(row.event_id)}
         span = self._tracer.start_span(
             names.on_dead(handler.name), context=Context(), links=_link_to(remote), attributes=attributes
@@ -134,7 +133,7 @@ class SpannedHandling(HandlingTelemetry):
         headers = headers_in(row.context.headers)
         return self._carrying.read(headers) if PARENT in headers else Context()
 
-    def _attributes_of(self, handler: Handler, row: Notification) -> Attributes:
+    def _attributes_of(self, handler: CalledHandler, row: Notification) -> Attributes:
         attributes = self._attributes(handler, row.event_type)
         attributes[names.MESSAGE_ID] = str(row.event_id)
         attributes[names.ATTEMPT] = row.attempts + 1
@@ -142,7 +141,7 @@ class SpannedHandling(HandlingTelemetry):
             attributes[names.CONVERSATION_ID] = correlation
         return attributes
 
-    def _attributes(self, handler: Handler, destination: str) -> Attributes:
+    def _attributes(self, handler: CalledHandler, destination: str) -> Attributes:
         return self._place | {
             names.MESSAGING_SYSTEM: names.SYSTEM,
             names.OPERATION_NAME: "process",
