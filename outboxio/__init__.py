@@ -63,8 +63,7 @@ from outboxio.errors import (
 )
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Batch, Delivery, OnDeadKey
-from outboxio.handlers.registration import Handlers
-from outboxio.handlers.wiring import Around
+from outboxio.handlers.registration import Around, Handlers
 from outboxio.jobs.job import Job
 from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.action import Action, Retry
@@ -89,8 +88,17 @@ if TYPE_CHECKING:
     from outboxio.inbox.inbox import Inbox
     from outboxio.inbox.inline import Consumption, Received
     from outboxio.model.operating.groups import Group, Groups, HandlerHistory, HistoryPoint
-    from outboxio.model.operating.operation import BoundedCount, Operation, OperationState, Page
-    from outboxio.model.operating.stored import EmittedEvent, EventTree, StoredAction, StoredEvent, TreeNode
+    from outboxio.model.operating.operation import (
+        BoundedCount,
+        EmittedEvent,
+        EventTree,
+        Operation,
+        OperationState,
+        Page,
+        StoredAction,
+        StoredEvent,
+        TreeNode,
+    )
     from outboxio.operations.admin import Admin
     from outboxio.operations.overview.values import (
         Finding,
@@ -117,8 +125,17 @@ _LATER = {
         "outboxio.inbox.inbox": ("Inbox",),
         "outboxio.inbox.inline": ("Consumption", "Received"),
         "outboxio.model.operating.groups": ("Group", "Groups", "HandlerHistory", "HistoryPoint"),
-        "outboxio.model.operating.operation": ("BoundedCount", "Operation", "OperationState", "Page"),
-        "outboxio.model.operating.stored": ("EmittedEvent", "EventTree", "StoredAction", "StoredEvent", "TreeNode"),
+        "outboxio.model.operating.operation": (
+            "BoundedCount",
+            "EmittedEvent",
+            "EventTree",
+            "Operation",
+            "OperationState",
+            "Page",
+            "StoredAction",
+            "StoredEvent",
+            "TreeNode",
+        ),
         "outboxio.operations.admin": ("Admin",),
         "outboxio.operations.overview.values": (
             "Finding",

@@ -9,26 +9,21 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from outboxio.actions.executor import ActionExecutor
-from outboxio.actions.nesting import refuse_in_transaction
+from outboxio.actions.executor import ActionExecutor, refuse_in_transaction
 from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
-from outboxio.handlers.registration import Registration
-from outboxio.handlers.wiring import Around, Wiring
+from outboxio.handlers.registration import Around, Registration, Wiring
 from outboxio.jobs.registration import JobRegistration
 from outboxio.locks.keyed_lock import Locking, ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import EventTypes, checked_name
 from outboxio.model.redaction import Redact, checked_redact
-from outboxio.runtime.environment import Drained, Environment, Roles
-from outboxio.runtime.lifecycle import Lifecycle
-from outboxio.runtime.lifespan import Lifespan
-from outboxio.runtime.own_connection import OwnConnections
-from outboxio.runtime.recording.recording import Recording
+from outboxio.runtime.environment import Drained, Environment, OwnConnections, Roles, refuse_same_database
+from outboxio.runtime.lifecycle import Lifecycle, Lifespan
+from outboxio.runtime.recording import Recording
 from outboxio.runtime.running import Leave, RunHandle
-from outboxio.runtime.same_database import refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics
@@ -41,7 +36,7 @@ from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.ids import ProcessName
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
-from outboxio.telemetry.choice import AnyTelemetry, TelemetryChoice
+from outboxio.telemetry.protocol import AnyTelemetry, TelemetryChoice
 from outboxio.transaction import Transaction
 
 if TYPE_CHECKING:

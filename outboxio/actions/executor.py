@@ -1,11 +1,16 @@
-"""Executing: an action runs in a transaction, and the action's events are written just before COMMIT."""
+"""Executing: an action runs in a transaction, and the action's events are written just before COMMIT.
+
+A call that would wait for itself is refused: the handler or transaction of the same outbox around the call has to end
+first. A task inherits the context variables that show both. A call in such a task is refused until the handler or the
+transaction has ended, because the handler may be waiting for the task, as in ``asyncio.wait_for``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Any, Protocol, TypeVar
@@ -19,6 +24,7 @@ from outboxio.errors import (
     NestedExecute,
     RightsMissing,
     StaleRecord,
+    WaitsForItself,
 )
 from outboxio.loops.flood import Flood
 from outboxio.model.action import (
@@ -32,7 +38,7 @@ from outboxio.model.action import (
     name_and_retries,
 )
 from outboxio.model.emitter import Cause, Emitter
-from outboxio.model.envelope import current_envelope
+from outboxio.model.envelope import current_envelope, handler_around, leave_handlers
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.statistics.shard import ShardStatistics
@@ -42,9 +48,9 @@ from outboxio.support.aio import to_the_end
 from outboxio.support.clock import Clock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of, log_text, type_name
+from outboxio.support.machine import in_forked_children
 from outboxio.support.text import briefly
-from outboxio.telemetry.choice import TelemetryChoice
-from outboxio.telemetry.protocol import Execution
+from outboxio.telemetry.protocol import Execution, TelemetryChoice
 from outboxio.transaction import Transaction, roll_back, transactions_around, work_in, work_outside
 
 T = TypeVar("T")
@@ -395,3 +401,50 @@ def current_cause() -> Cause | None:
 def _is_stale_data(error: BaseException) -> bool:
     """True for SQLAlchemy's error for a stale record. SQLAlchemy is not imported."""
     return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)
+
+
+def refuse_in_handler(outbox: object, call: str, remedy: str) -> None:
+    """Raise :class:`WaitsForItself` inside a handler of this outbox that has not ended."""
+    envelope = handler_around(outbox)
+    if envelope is not None:
+        raise WaitsForItself(call, f"handler {envelope.handler_name!r}", remedy)
+
+
+def refuse_in_transaction(outbox: object, call: str, remedy: str, shards: Collection[str] | None = None) -> None:
+    """Raise :class:`WaitsForItself` inside an open transaction of this outbox, on ``shards`` or on any shard."""
+    for tx in transactions_around():
+        if tx.owner is outbox and (shards is None or tx.shard in shards):
+            raise WaitsForItself(call, f"the transaction of {tx.action_name}", remedy)
+
+
+def refuse_claimed(call: str, ids: Collection[UUID]) -> None:
+    """Raise :class:`WaitsForItself` for rows that a transaction around this call has locked, of any outbox."""
+    for tx in transactions_around():
+        for claimed in tx.claimed.intersection(ids):
+            raise WaitsForItself(
+                f"{call} of notification {claimed}",
+                f"the transaction of handler {tx.action_name!r}, which has locked its row,",
+                "raise an error to have it run again (RetryAfter says when, Unprocessable that it never is), or return "
+                "to have done with it",
+            )
+
+
+def refuse_in_claiming_transaction(call: str) -> None:
+    """Raise :class:`WaitsForItself` if a transaction around this call has locked rows, which ``call`` may wait for."""
+    for tx in transactions_around():
+        if tx.claimed:
+            raise WaitsForItself(
+                call,
+                f"the transaction of handler {tx.action_name!r}, which has locked its row,",
+                "give the order with background=True, or after the transaction has ended",
+            )
+
+
+def _begin_child() -> None:
+    """The handler and the transactions around a fork go on in the parent. In the child they are over."""
+    for tx in transactions_around():
+        tx.abandon()
+    leave_handlers()
+
+
+in_forked_children(_begin_child)

@@ -11,7 +11,7 @@ from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
-from outboxio.model.operating.stored import StoredEvent
+from outboxio.model.operating.operation import StoredEvent
 from outboxio.operations.admin import Admin
 from outboxio.operations.arguments import GivenTypes, given_handler
 from outboxio.operations.queries.events import stored

@@ -38,20 +38,19 @@ from outboxio.dispatch.scheduler import JobTransactions
 from outboxio.dispatch.state import shared_of
 from outboxio.dispatch.watchdog import Sickness, StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.loops.loop import RoundResult
-from outboxio.loops.signals import Signals
-from outboxio.model.handoff import Handoff
+from outboxio.loops.loop import RoundResult, Signals
 from outboxio.model.lock_name import Slot
+from outboxio.model.notification import Handoff
 from outboxio.model.outcome import Lease
 from outboxio.runs.cursor import HandlerCursor
-from outboxio.runs.handler_spec import LONGEST_GRACE
+from outboxio.runs.handler_queue import LONGEST_GRACE
 from outboxio.runs.key_queues import KeyRows
 from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
-from outboxio.support.backoff import pause_after
 from outboxio.support.clock import as_micros
+from outboxio.support.duration import pause_after
 
 TRIES_TO_SETTLE = 5  # of a drain, within about three seconds
 

@@ -19,8 +19,7 @@ from outboxio.dispatch.core import Core
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.slots import Counts, Rehoming, SlotShares, Waking
 from outboxio.loops.loop import RoundResult
-from outboxio.model.handoff import Handoff
-from outboxio.model.notification import BEGINNING, DueQuery, Notification, flaw_in, slot_of
+from outboxio.model.notification import BEGINNING, DueQuery, Handoff, Notification, flaw_in, slot_of
 from outboxio.runs.cursor import SWEEP_IN_FLIGHT, HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.ordering import AdmissionGate

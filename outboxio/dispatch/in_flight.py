@@ -13,8 +13,8 @@ from itertools import compress, repeat
 from operator import attrgetter, is_
 from uuid import UUID
 
-from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import Slot
+from outboxio.model.notification import Handoff
 from outboxio.runs.cursor import Cursors, HandlerCursor
 from outboxio.runs.key_queues import KeyQueues
 from outboxio.runs.run import Run

@@ -27,8 +27,7 @@ from outboxio.model.notification import DYING, Notification, State, are_ordinary
 from outboxio.model.outcome import Outcome
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.refused import RefusedOutcome
-from outboxio.runs.run import BatchRun, HookRun, Run
+from outboxio.runs.run import BatchRun, HookRun, RefusedOutcome, Run
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)

@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from outboxio.dispatch.state import Shared
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HOOKS_AHEAD
+from outboxio.runs.handler_queue import HOOKS_AHEAD, HandlerQueue
 from outboxio.runs.run import STUCK, HookRun, Run
 from outboxio.runs.transaction_shares import Claim, Shares
 

@@ -25,8 +25,7 @@ from outboxio.loops.loop import RoundResult
 from outboxio.model.emitter import tell_written
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, Place, in_buckets
-from outboxio.runs.refused import RefusedOutcomes
-from outboxio.runs.run import Run
+from outboxio.runs.run import RefusedOutcomes, Run
 from outboxio.support import machine
 from outboxio.support.aio import Alarm
 from outboxio.support.log import Fields, log_of, log_text, type_name

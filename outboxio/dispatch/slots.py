@@ -31,8 +31,8 @@ from outboxio.invocation.resting import readable_version, rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import BEGINNING, DeferredQuery, Position
 from outboxio.runs.cursor import HandlerCursor
-from outboxio.support.fair_share import FairShare
 from outboxio.support.log import log_of
+from outboxio.support.scan_position import FairShare
 
 logger = log_of(__name__)
 
@@ -45,7 +45,7 @@ Counts = dict[tuple[str, int], int]
 
 
 class SlotShares:
-    """A batch divided among slots, by the rows that each slot had in the last round (``support/fair_share.py``)."""
+    """A batch divided among slots, by the rows that each slot had in the last round (``support/scan_position.py``)."""
 
     def __init__(self, batch_size: int) -> None:
         self._names: FairShare[str] = FairShare(batch_size)

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from outboxio.dispatch.in_flight import InFlight
-from outboxio.invocation.invoker import HandlerInvoker
-from outboxio.invocation.traced_invoker import handler_invoker
-from outboxio.loops.signals import Signals
+from outboxio.invocation.invoker import HandlerInvoker, handler_invoker
+from outboxio.loops.loop import Signals
 from outboxio.model.envelope import begin_inside
-from outboxio.runs.cursor import Cursors
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.cursor import Cursors, Partitions
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.key_queues import KeyQueues
-from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
 from outboxio.statistics.figures import Counters
@@ -119,9 +116,7 @@ def shared_of(
         setup.database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
         crashes=guard,
     )  # fmt: skip
-    return Shared(
-        setup, state, _queues_of(setup), in_flight, Partitions(setup.clock), guard, invoker, wakeups, stuck
-    )
+    return Shared(setup, state, _queues_of(setup), in_flight, Partitions(setup.clock), guard, invoker, wakeups, stuck)
 
 
 def _queues_of(setup: HandlingSetup) -> list[HandlerQueue]:

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from outboxio.dispatch.core import Core
 from outboxio.invocation.endings import thread_stack
-from outboxio.loops.pulse import awaited_frames
+from outboxio.loops.standstill import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import BatchRun, HookRun, Run

@@ -18,7 +18,6 @@ from typing import (
 from msgspec import Struct
 
 from outboxio.errors import InvalidEvent, RegistrationError
-from outboxio.handlers.annotations import CallCheck
 from outboxio.handlers.in_thread import InThread, flaw_of
 from outboxio.handlers.options import (
     ALERT_AGE,
@@ -31,7 +30,8 @@ from outboxio.handlers.options import (
     Since,
     checked_options,
 )
-from outboxio.handlers.subscription import Subscription
+from outboxio.handlers.registration import Subscription
+from outboxio.handlers.resources import CallCheck
 from outboxio.model.event import (
     Event,
     EventTypes,

@@ -21,20 +21,17 @@ from msgspec import Struct
 from outboxio.errors import CommitUnknown, Unavailable
 from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.handlers.options import DeadHook, Delivery
-from outboxio.invocation.claim import Claim, Envelope, TakenByAnother, WorkResult
-from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.invocation.invoker import HandlerInvoker, handler_invoker
 from outboxio.invocation.judge import Judge
-from outboxio.invocation.opening import EnvelopeOpener
+from outboxio.invocation.opening import Claim, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
 from outboxio.invocation.resting import is_newer
-from outboxio.invocation.traced_invoker import handler_invoker
 from outboxio.model.emitter import tell_written
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Context, Notification, State
 from outboxio.model.outcome import NO_LEASE, Emitted, Outcome
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings

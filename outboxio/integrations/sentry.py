@@ -22,9 +22,17 @@ from outboxio.support.clock import Clock
 from outboxio.support.codec import decode_object
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly
-from outboxio.telemetry.choice import use_in_process
-from outboxio.telemetry.headers import headers_in, with_trace
-from outboxio.telemetry.protocol import SENDING, Call, CalledHandler, HandlingTelemetry, Sending, Telemetry
+from outboxio.telemetry.protocol import (
+    SENDING,
+    Call,
+    CalledHandler,
+    HandlingTelemetry,
+    Sending,
+    Telemetry,
+    headers_in,
+    use_in_process,
+    with_trace,
+)
 
 try:
     import sentry_sdk

@@ -8,7 +8,7 @@ import traceback
 from typing import Any, cast
 
 from outboxio.errors import Unavailable
-from outboxio.invocation.claim import Claim, Envelope, TakenByAnother
+from outboxio.invocation.opening import Claim, Envelope, TakenByAnother
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import SUCCEEDED

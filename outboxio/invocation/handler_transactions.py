@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from outboxio.errors import CommitUnknown, NotBegun
-from outboxio.invocation.claim import Claim, Envelope, WorkResult
 from outboxio.invocation.endings import EndUnknown, action_of, timeout_error
+from outboxio.invocation.opening import Claim, Envelope, WorkResult
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import State

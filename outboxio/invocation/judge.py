@@ -3,6 +3,8 @@
 An exception is code of the application: reading the class, the text, the notes or the cause may raise, and so may a
 backoff. A row without an outcome would run again at once and for ever, and no counter would show that. So each
 end of a run gets an outcome. If judging itself fails, the last resort is an ordinary failure with the default backoff.
+
+The exceptions of failed runs, for a test that waits for the runs: ``outboxio.testing.drain`` raises them.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from outboxio.errors import CrashedProcess, NotBegun, Undescribable, UnreadableRow
 from outboxio.handlers.options import Delivery
-from outboxio.invocation.failures import tell_failure
 from outboxio.loops.flood import Flood
 from outboxio.model.error_description import Description
-from outboxio.model.notification import DYING, State
+from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import FailureRules, Outcome, dead_without_hook, expired, failure, hook_failure
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
@@ -180,3 +182,47 @@ def _level(run: Run, outcome: Outcome) -> int:
         return logging.ERROR
     is_first = run.notification.attempts == 0 and outcome.attempts > 0
     return logging.WARNING if is_first else logging.INFO
+
+
+Failures = dict[int, BaseException]
+"""Exceptions of handlers, without repeats, in the order of judging."""
+
+_listening: list[tuple[object, Failures]] = []
+
+
+@contextmanager
+def listening(outbox: object) -> Generator[Failures]:
+    """Gather the exceptions of an outbox's handlers until the block ends."""
+    failures: Failures = {}
+    entry = (outbox, failures)
+    _listening.append(entry)
+    try:
+        yield failures
+    finally:
+        _listening[:] = [other for other in _listening if other is not entry]
+
+
+def tell_failure(outbox: object, handler_name: str, notification: Notification, error: BaseException) -> None:
+    """Add a failure to the gathered exceptions of the outbox, if a test gathers exceptions."""
+    for owner, failures in _listening:
+        if owner is outbox and id(error) not in failures:
+            error.add_note(
+                f"raised by handler {handler_name!r} for event {notification.event_id} "
+                f"({notification.event_type}, attempt {notification.attempts + 1})"
+            )
+            failures[id(error)] = error
+
+
+def joined(failures: Failures) -> BaseException | None:
+    """The exception to raise: a single exception unchanged, several as a group; ``None`` without failures.
+
+    A single exception that is no ``Exception``, such as ``SystemExit``, is put into a group: raised alone, it would end
+    the test run.
+    """
+    errors = list(failures.values())
+    if not errors:
+        return None
+    if len(errors) == 1 and isinstance(errors[0], Exception):
+        return errors[0]
+    told = "1 run of a handler" if len(errors) == 1 else f"{len(errors)} runs of handlers"
+    return BaseExceptionGroup(f"{told} failed", errors)

@@ -10,8 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outboxio.errors import ConfigurationError, RegistrationError
-from outboxio.handlers.annotations import UNKNOWN, members, plain, resolved
-from outboxio.handlers.resources import Resources, is_factory
+from outboxio.handlers.resources import UNKNOWN, Resources, is_factory, members, plain, resolved
 from outboxio.jobs.job import Job, JobSpec, cron_moments, every_period, zone_of
 from outboxio.model.event import checked_name
 from outboxio.model.retry import RetryPolicy

@@ -25,12 +25,11 @@ from outboxio.statistics.handlers import Jobs, JobStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.storage.tables.jobs import END
 from outboxio.support.aio import to_the_end
-from outboxio.support.backoff import pause_after
 from outboxio.support.clock import ShardClock
+from outboxio.support.duration import pause_after
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of, log_text, type_name
-from outboxio.telemetry.choice import TelemetryChoice
-from outboxio.telemetry.protocol import JobCall
+from outboxio.telemetry.protocol import JobCall, TelemetryChoice
 from outboxio.transaction import Transaction, roll_back, work_in, work_outside
 
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-from outboxio.actions.nesting import refuse_in_transaction
+from outboxio.actions.executor import refuse_in_transaction
 from outboxio.errors import (
     ConfigurationError,
     DatabaseUnavailable,

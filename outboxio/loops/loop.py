@@ -7,6 +7,8 @@ or for the pause that a :class:`PollSchedule` decides.
 A round that fails is counted, and tried again with backoff. The log has the first failure of an outage with a stack,
 the first failure of each kind, and then the number of failures once a minute. If the event loop stood still before the
 failure, the log says only that: a server ends a session that is silent, and the error of the driver would mislead.
+
+The signals of a shard run: services set a signal, and a loop waits for the signal.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from msgspec import Struct
 from outboxio.loops.standstill import stood_still_since
 from outboxio.support import machine
 from outboxio.support.aio import Signal
-from outboxio.support.backoff import jittered, pause_after
+from outboxio.support.duration import jittered, pause_after
 from outboxio.support.log import log_of, type_name
 
 logger = log_of(__name__)
@@ -234,3 +236,28 @@ class Loop:
             )  # fmt: skip
             self._told[kind], self._untold = now, 0
         return pause
+
+
+class Signals:
+    """A signal for each loop that a service can wake. The signals are made first, and handed to every part.
+
+    Example::
+
+        signals = Signals()
+        settler = Settler(..., signals)                               # calls signals.settle.set()
+        loop = Loop("outcomes", settler.settle_once, schedule, signal=signals.settle)
+    """
+
+    def __init__(self) -> None:
+        self.fan_out = Signal()
+        """There may be undelivered events."""
+        self.find = Signal()
+        """There may be due notifications."""
+        self.settle = Signal()
+        """Outcomes are ready to be written."""
+        self.locks = Signal()
+        """A cluster lock may be free, has to be proven, or can be given back."""
+        self.jobs = Signal()
+        """A job may be due, or has ended."""
+        self.share = Signal()
+        """Another process has given locks back, or has come or gone."""

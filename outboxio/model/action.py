@@ -10,8 +10,7 @@ from msgspec.structs import force_setattr
 
 from outboxio.errors import ConfigurationError, InvalidEvent, SettingsError
 from outboxio.model.event import NamedStructMeta
-from outboxio.support.backoff import jittered
-from outboxio.support.duration import Duration, default_duration, parse_duration
+from outboxio.support.duration import Duration, default_duration, jittered, parse_duration
 from outboxio.support.text import briefly
 
 if TYPE_CHECKING:

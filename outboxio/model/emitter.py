@@ -38,7 +38,7 @@ from outboxio.support.clock import naive_utc
 from outboxio.support.codec import Check, encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
-from outboxio.telemetry.choice import TelemetryChoice
+from outboxio.telemetry.protocol import TelemetryChoice
 
 
 class Cause(Struct, frozen=True):

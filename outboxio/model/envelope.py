@@ -20,8 +20,7 @@ from outboxio.model.redaction import Redact, keep_all
 from outboxio.payloads.classes import VERSION_HEADER, AnyEvent, named_by, version_in
 from outboxio.support.codec import decode_exactly, decode_object
 from outboxio.support.log import Fields
-from outboxio.telemetry.headers import carried, headers_in, with_trace
-from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry
+from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry, carried, headers_in, with_trace
 
 if TYPE_CHECKING:
     from outboxio.model.action import Performs, Result_co

@@ -12,8 +12,14 @@ from msgspec import Struct
 from msgspec.structs import fields, force_setattr
 
 from outboxio.errors import SettingsError
-from outboxio.support.backoff import LARGEST_EXPONENT, jittered
-from outboxio.support.duration import Duration, OptionalDuration, default_duration, parse_duration
+from outboxio.support.duration import (
+    LARGEST_EXPONENT,
+    Duration,
+    OptionalDuration,
+    default_duration,
+    jittered,
+    parse_duration,
+)
 
 Backoff = Callable[[int, BaseException], timedelta]
 """Returns the wait after the given number of failed attempts, of which the last raised the exception."""

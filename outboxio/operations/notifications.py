@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.actions.nesting import refuse_claimed, refuse_in_claiming_transaction
+from outboxio.actions.executor import refuse_claimed, refuse_in_claiming_transaction
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter, Search
 from outboxio.model.operating.operation import Operation, OperationState
@@ -28,7 +28,7 @@ from outboxio.operations.recorder import AdminShard, Numbers, Order, added_up, a
 from outboxio.storage.protocols import BulkOrder, Database, Taken
 from outboxio.storage.tables.operations import NOBODY
 from outboxio.support.aio import to_the_end
-from outboxio.support.backoff import pause_after
+from outboxio.support.duration import pause_after
 from outboxio.support.log import log_of
 
 PIECE = 1000  # notifications

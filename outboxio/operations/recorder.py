@@ -10,7 +10,7 @@ from uuid import UUID
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.actions.nesting import refuse_in_transaction
+from outboxio.actions.executor import refuse_in_transaction
 from outboxio.errors import ConfigurationError, RightsMissing
 from outboxio.model.error_description import storable
 from outboxio.model.operating.operation import Operation, OperationState

@@ -12,7 +12,7 @@ The database is the truth. A row starts only after the database was asked for th
 queues in memory know a head. After the number of partitions was changed, the head may be a row of another process.
 A row that has to wait becomes BLOCKED in the database, which keeps the row out of the due index, so that the row costs
 no further read. In memory are the next rows of each key that moves, up to 50, so that
-a key without failures is worked off without a BLOCKED row. ``runs/stranded_keys.py`` finds BLOCKED rows that no
+a key without failures is worked off without a BLOCKED row. ``runs/key_queues.py`` finds BLOCKED rows that no
 process would unblock.
 """
 
@@ -24,12 +24,19 @@ from uuid import UUID
 
 from outboxio.model.event import RECEIVED_ACTION
 from outboxio.model.notification import State
-from outboxio.runs.cursor import HandlerCursor
+from outboxio.runs.cursor import HandlerCursor, Partitions
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.key_queues import MOST_WAITING, KeyQueue, KeyQueues, KeyRows, ids_of, no_heads, sequence_of
-from outboxio.runs.partitions import Partitions
+from outboxio.runs.key_queues import (
+    MOST_WAITING,
+    KeyQueue,
+    KeyQueues,
+    KeyRows,
+    StrandedKeys,
+    ids_of,
+    no_heads,
+    sequence_of,
+)
 from outboxio.runs.run import Run
-from outboxio.runs.stranded_keys import StrandedKeys
 
 
 class AdmissionGate:

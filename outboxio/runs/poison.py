@@ -30,7 +30,7 @@ from uuid import UUID
 
 from outboxio.errors import CrashedProcess, NotBegun
 from outboxio.handlers.options import Delivery
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Signals
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import DueQuery, Notification, State
 from outboxio.runs.cursor import HandlerCursor

@@ -1,23 +1,35 @@
-"""The parts of an outbox that all shards share, and the roles of a process."""
+"""The parts of an outbox that all shards share, and the roles of a process.
+
+A session over a connection that the application has open, for ``Outbox.record`` and the inbox.
+
+Finds two shards that are the same database: each shard tries the same lock, which has a random name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
 from msgspec import Struct
 
+from outboxio.actions.executor import WritableShard
+from outboxio.errors import ConfigurationError, NoTransaction, SameDatabase
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import DeadHook
 from outboxio.jobs.job import JobSpec
+from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import Execute, Join
 from outboxio.model.lock_name import LockName, channel_name
 from outboxio.model.redaction import Redact
+from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
+from outboxio.storage.protocols import ClusterLock, Session
+from outboxio.support import machine
+from outboxio.support.aio import to_the_end
 from outboxio.support.ids import ProcessName
-from outboxio.telemetry.choice import TelemetryChoice
+from outboxio.telemetry.protocol import TelemetryChoice
 
 
 class Roles(Struct, frozen=True):
@@ -92,3 +104,66 @@ class Environment(Struct, frozen=True, kw_only=True):
         timeouts = [handler.options.timeout or self.settings.handler_timeout for handler in self.handlers]
         longest: timedelta = max(timeouts, default=self.settings.handler_timeout)
         return max(longest, self.settings.lock_heartbeat).total_seconds()
+
+
+class OwnConnections:
+    """Makes sessions of connections that the application has opened, and closes no connection."""
+
+    def __init__(self, guard: EventLoopGuard) -> None:
+        self._guard = guard
+
+    async def session_on(self, target: WritableShard, connection: Any) -> Session:
+        """A session in the transaction that is open on the connection. See ``Outbox.record`` for the errors."""
+        self._guard.enter()
+        driver = await _unwrap_sqlalchemy(connection)
+        session = target.database.wrap(driver)
+        if session is None:
+            given = f"{type(connection).__module__}.{type(connection).__qualname__}"
+            if driver is not connection:
+                given += f" over {type(driver).__module__.partition('.')[0]}"
+            raise ConfigurationError(
+                f"record() was given {given}, but shard {target.database.name!r} is a {target.database.dialect} "
+                "database; give a connection of its driver (asyncpg, aiomysql, aiosqlite or sqlite3)"
+            )
+        if not session.in_transaction():
+            raise NoTransaction(connection)
+        await target.database.require_own(driver)
+        return session
+
+
+async def _unwrap_sqlalchemy(connection: Any) -> Any:
+    """The driver's connection inside a SQLAlchemy session or connection; any other object unchanged."""
+    if is_of_sqlalchemy(connection):
+        from outboxio.integrations.sqlalchemy import driver_connection
+
+        return await driver_connection(connection)
+    return connection
+
+
+def is_of_sqlalchemy(given: Any) -> bool:
+    """True for an object of SQLAlchemy, which need not be installed."""
+    return type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "sync_session")
+
+
+_HEARTBEAT = 10.0  # seconds, far longer than the probe takes
+
+
+async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
+    """Raise :class:`SameDatabase` if a shard cannot take the lock, because a shard before has taken the lock."""
+    if len(shards) < 2:
+        return
+    probe = LockName(machine.token(16), "probe")
+    locks = [(s, s.database.cluster_lock(s.environment.owner, None, _HEARTBEAT)) for s in shards]
+    try:
+        held: list[str] = []
+        for shard, lock in locks:
+            if not await lock.try_probe(probe):
+                raise SameDatabase(held[-1], shard.name)
+            held.append(shard.name)
+    finally:
+        await to_the_end(_close_all(lock for _, lock in locks))
+
+
+async def _close_all(locks: Iterable[ClusterLock]) -> None:
+    for lock in locks:
+        await lock.close()

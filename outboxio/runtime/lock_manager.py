@@ -34,8 +34,8 @@ from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock
 from outboxio.support import machine
 from outboxio.support.aio import Signal
-from outboxio.support.backoff import jittered
 from outboxio.support.clock import ShardClock
+from outboxio.support.duration import jittered
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)

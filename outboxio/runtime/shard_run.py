@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING
 
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
-from outboxio.fanout.announcer import Announcer
-from outboxio.fanout.fanout import Fanout
+from outboxio.fanout.fanout import Announcer, Fanout
 from outboxio.loops.flood import end_floods
-from outboxio.loops.loop import Loop, RoundResult
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Loop, RoundResult, Signals
 from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.runtime.reporting.run_reporting import RunReporting
-from outboxio.runtime.run_loops import RunLoops, Services, every
-from outboxio.sharing.declarations import Declarations
+from outboxio.runtime.reporting import RunReporting
+from outboxio.runtime.running import RunLoops, Services, every
+from outboxio.sharing.lock_plan import Declarations
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.figures import Counters

@@ -26,10 +26,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing import balance
-from outboxio.sharing.balance import SlotGroup
-from outboxio.sharing.giving import Giving
-from outboxio.sharing.seen_cluster import SeenCluster
+from outboxio.sharing import lock_plan
+from outboxio.sharing.lock_plan import Giving, SlotGroup
+from outboxio.sharing.membership import SeenCluster
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease, active_partitions, slots_of
 
 #: The seconds in which a process that took more than its quota gives nothing away, while the members are the same.
@@ -219,7 +218,7 @@ class PartitionShare:
 
     def _current_groups(self) -> list[SlotGroup]:
         if self._groups is None:
-            self._groups = balance.groups_of(
+            self._groups = lock_plan.groups_of(
                 self._active, self._members_of, numbers=self._numbers, spreads_all=self._spreads_all
             )
         return self._groups
@@ -233,7 +232,7 @@ class PartitionShare:
         counts = Counter(holder for holder in holders if holder is not None)
         if not group.is_shared or len(group.members) == 1:
             return counts, {self._me: len(group.slots)}
-        return counts, balance.quotas(group.members, counts, len(group.slots), group.key)
+        return counts, lock_plan.quotas(group.members, counts, len(group.slots), group.key)
 
     def _quota(self, group: SlotGroup) -> int:
         return self._quotas(group)[1][self._me]
@@ -288,7 +287,7 @@ class PartitionShare:
         if self._cluster.at == float("-inf") and not self._takes_all:
             return
         lost = dict[str, list[Slot]]()
-        for slot in balance.in_preferred_order(group.slots, self._me):
+        for slot in lock_plan.in_preferred_order(group.slots, self._me):
             if slot in self._held or not self._may_try(slot):
                 continue
             holder = self._cluster.holder_of(slot)

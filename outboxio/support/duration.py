@@ -1,4 +1,7 @@
-"""Durations in human spelling: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``. Pure functions."""
+"""Durations in human spelling: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``. Pure functions.
+
+Pauses between retries: exponential, with jitter.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
 
 from outboxio.errors import SettingsError
+from outboxio.support import machine
 
 DurationLike: TypeAlias = timedelta | float | str
 """A duration for :func:`parse_duration`, in signatures; a number is seconds."""
@@ -136,3 +140,16 @@ def _from_text(text: str) -> timedelta | None:
         return None
     parts = {unit: float(number.replace(",", ".")) for unit, number in match.groupdict().items() if number}
     return timedelta(**parts) if parts else None
+
+
+LARGEST_EXPONENT = 30  # 2 ** 30 s is longer than every limit
+
+
+def jittered(seconds: float, jitter: float = 0.1) -> float:
+    """``seconds``, varied at random between ``1 - jitter`` and ``1 + jitter`` times."""
+    return seconds * machine.uniform(1 - jitter, 1 + jitter)
+
+
+def pause_after(failures: int, *, first: float = 0.1, longest: float = 5.0) -> float:
+    """The seconds that a loop waits after ``failures`` failures in a row, with a jitter of 0.25."""
+    return jittered(min(first * 2 ** min(failures - 1, LARGEST_EXPONENT), longest), 0.25)

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace
 
 from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
-from outboxio.handlers.wiring import Around
-from outboxio.invocation.failures import joined, listening
+from outboxio.handlers.registration import Around
+from outboxio.invocation.judge import joined, listening
 from outboxio.model.event import type_names
 from outboxio.operations.arguments import given_moment
 from outboxio.outbox import Drained, Outbox

@@ -25,9 +25,9 @@ from outboxio import EventEnvelope, HandlerFailed, Outbox, RetryAfter, Settings,
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.claim import RowClaim
 from outboxio.invocation.endings import EndUnknown
 from outboxio.invocation.handler_transactions import HandlerTransactions
+from outboxio.invocation.opening import RowClaim
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Bucket, Lease
 from outboxio.runs.run import Run

@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.storage.protocols import FanoutRequest
-from outboxio.support.fair_share import FairShare
+from outboxio.support.scan_position import FairShare
 from tests.kit.app import Look
 from tests.kit.storage import LONG_AGO, NOW, Store
 

@@ -12,10 +12,10 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, Outbox, Settings
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Signals
 from outboxio.model.notification import DueQuery
 from outboxio.runs.cursor import SWEEP_IN_FLIGHT
-from outboxio.runs.handler_spec import FIRST_WINDOW
+from outboxio.runs.handler_queue import FIRST_WINDOW
 from outboxio.runtime import shard_run
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.storage.protocols import FanoutRequest

@@ -13,7 +13,7 @@ import pytest
 from outboxio import Batch, Outbox, Settings
 from outboxio.fanout.fanout import FEW
 from outboxio.model.notification import Notification
-from outboxio.runs.handler_spec import FIRST_WINDOW
+from outboxio.runs.handler_queue import FIRST_WINDOW
 from outboxio.storage.mysql import fanout as mysql_fanout
 from outboxio.storage.mysql import fast_path, handoff
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually

@@ -18,8 +18,7 @@ import pytest
 
 from outboxio import Event, Settings
 from outboxio.model.event import EventRecord
-from outboxio.model.handoff import Handoff
-from outboxio.model.notification import DueQuery, Notification
+from outboxio.model.notification import DueQuery, Handoff, Notification
 from outboxio.storage.mysql import connection as mysql_connection
 from outboxio.storage.mysql import fast_path, handoff
 from outboxio.storage.protocols import FanoutResult

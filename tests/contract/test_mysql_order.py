@@ -14,12 +14,12 @@ import aiomysql
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.handlers.subscription import Subscription
+from outboxio.handlers.registration import Subscription
 from outboxio.storage.mysql import fanout as mysql_fanout
 from outboxio.storage.mysql.claim_plan import MOST_AT_ONCE
 from outboxio.storage.mysql.database import MysqlDatabase
 from outboxio.storage.protocols import FanoutRequest, FanoutResult, NewNotification, TransactionLost
-from outboxio.support.fair_share import FairShare
+from outboxio.support.scan_position import FairShare
 from tests.kit import inside, mysql
 from tests.kit.app import WALLETS, Look, eventually, opened
 from tests.kit.probes import open_transaction

@@ -18,11 +18,10 @@ from uuid import UUID
 import pytest
 
 from outboxio.fanout.fanout import FEW
-from outboxio.handlers.subscription import Subscription
+from outboxio.handlers.registration import Subscription
 from outboxio.model.event import EventRecord
-from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import BEGINNING, DueQuery, State
+from outboxio.model.notification import BEGINNING, DueQuery, Handoff, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.database import MysqlDatabase

@@ -16,9 +16,8 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox
-from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import BEGINNING, DueQuery, Notification, NotificationRecord, State
+from outboxio.model.notification import BEGINNING, DueQuery, Handoff, Notification, NotificationRecord, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.protocols import (
     ClusterView,

@@ -20,7 +20,7 @@ from sentry_sdk.transport import Transport
 
 from outboxio import Batch, ConfigurationError, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
 from outboxio.integrations.sentry import OutboxIntegration
-from outboxio.telemetry.choice import use_no_more
+from outboxio.telemetry.protocol import use_no_more
 from outboxio.testing import MovableClock
 from tests.kit.app import Look
 from tests.kit.inside import telemetry_of_process

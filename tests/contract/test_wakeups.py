@@ -16,7 +16,7 @@ import pytest
 
 from outboxio import Event, EventEnvelope, HandlerFailed, Outbox, RetryPolicy, Settings, Unprocessable
 from outboxio.errors import CommitUnknown
-from outboxio.runs import stranded_keys
+from outboxio.runs import key_queues
 from outboxio.testing import MovableClock
 from outboxio.transaction import Transaction
 from tests.kit.app import Journal, Look, MoneyDeposited, eventually
@@ -386,7 +386,7 @@ async def test_a_new_holder_looks_along_all_lines_however_many_there_are(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor has blocked the rows, and died before it unblocked them."""
-    monkeypatch.setattr(stranded_keys, "PIECE", 2)
+    monkeypatch.setattr(key_queues, "PIECE", 2)
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal := Journal())
     for key in range(7):

@@ -30,11 +30,11 @@ import asyncio, os, time
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, Settings
 from outboxio.health import verdict
-from outboxio.loops import pulse
+from outboxio.loops import standstill
 
 verdict.REACHED_WITHIN = 3.0
-pulse.LONGEST_ROUND = 1.0
-pulse.SHORTEST = 1.5
+standstill.LONGEST_ROUND = 1.0
+standstill.SHORTEST = 1.5
 
 class Ordered(Event):
     number: int

@@ -20,17 +20,15 @@ from outboxio.dispatch.state import DispatchState, Shared
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Signals
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import Event, EventTypes
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import DYING, DeferredQuery, DueQuery, Notification, State
 from outboxio.model.outcome import Bucket, Lease, Outcome, expired, success
-from outboxio.runs.cursor import Cursors, HandlerCursor
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.cursor import Cursors, HandlerCursor, Partitions
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.key_queues import KeyQueues
-from outboxio.runs.partitions import Partitions
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, StuckRows
 from outboxio.runs.run import Run

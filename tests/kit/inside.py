@@ -15,7 +15,7 @@ from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease, Outcome
 from outboxio.runtime.shard_run import ShardRun
-from outboxio.telemetry import Telemetry, choice
+from outboxio.telemetry import Telemetry, protocol
 
 
 def shard_of(outbox: Outbox, shard: str = "default") -> Any:
@@ -45,7 +45,7 @@ def owner_of(outbox: Outbox, shard: str = "default") -> str:
 
 def telemetry_of_process() -> list[Telemetry]:
     """The telemetry of all outboxes of the process, such as Sentry's."""
-    return list(choice._of_process)
+    return list(protocol._of_process)
 
 
 def session_of(tx: Transaction) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from outboxio.telemetry.choice import use_no_more
+from outboxio.telemetry.protocol import use_no_more
 from tests.kit.inside import telemetry_of_process
 
 

@@ -9,10 +9,9 @@ from decimal import Decimal
 from uuid import uuid4
 
 from outboxio import Outbox
-from outboxio.handlers.subscription import Subscription
+from outboxio.handlers.registration import Subscription
 from outboxio.model.event import EventRecord
-from outboxio.model.handoff import Handoff
-from outboxio.model.notification import NotificationRecord
+from outboxio.model.notification import Handoff, NotificationRecord
 from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from tests.kit.app import Look, MoneyDeposited
 from tests.kit.inside import database_of

@@ -22,8 +22,7 @@ from outboxio.model.envelope import EventEnvelope, HandlerContext
 from outboxio.model.event import EventTypes
 from outboxio.model.notification import Context, Notification
 from outboxio.model.outcome import Lease, Outcome
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock, as_micros

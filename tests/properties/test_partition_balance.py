@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outboxio.sharing import balance, partition_share
+from outboxio.sharing import lock_plan, partition_share
 from outboxio.sharing.partition_share import PartitionShare
 from tests.kit.partitions import Conditions, World, anything, crashes, deploy, joins
 
@@ -53,12 +53,12 @@ def test_without_evidence_the_simulation_finds_a_problem(monkeypatch: pytest.Mon
 
 
 def test_with_the_remainder_by_hash_alone_the_simulation_finds_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_quotas = balance.quotas
+    true_quotas = lock_plan.quotas
 
     def by_hash(members: Collection[str], counts: Mapping[str, int], slots: int, key: str) -> dict[str, int]:
         return true_quotas(members, Counter(), slots, key)
 
-    monkeypatch.setattr(balance, "quotas", by_hash)
+    monkeypatch.setattr(lock_plan, "quotas", by_hash)
 
     assert quiet_problems(joins, wakes=True, partitions=7) != []
 

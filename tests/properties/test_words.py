@@ -15,8 +15,7 @@ from outboxio import InvalidEvent, RegistrationError, RetryPolicy, Settings, Set
 from outboxio.handlers.handler import make_handler
 from outboxio.model.event import Event, checked_name, checked_text
 from outboxio.model.lock_name import LockName, channel_name
-from outboxio.support.backoff import pause_after
-from outboxio.support.duration import format_duration, parse_duration
+from outboxio.support.duration import format_duration, parse_duration, pause_after
 from tests.kit.properties import any_text, json_values, names, text
 
 ZERO = timedelta(0)

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from outboxio.fanout.announcer import LONGEST_UNSEEN, Announcer
+from outboxio.fanout.fanout import LONGEST_UNSEEN, Announcer
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.handlers.subscription import Subscription
+from outboxio.handlers.registration import Subscription
 from outboxio.model.event import Event, EventTypes
 from outboxio.storage.protocols import Waiting
 from outboxio.support.clock import ShardClock

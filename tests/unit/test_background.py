@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outboxio.loops.background import Background
+from outboxio.loops.owner import Background
 from tests.kit.app import eventually, hang
 
 

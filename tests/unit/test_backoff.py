@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outboxio import RetryPolicy, SettingsError
-from outboxio.support.backoff import jittered, pause_after
+from outboxio.support.duration import jittered, pause_after
 
 CAP = timedelta(minutes=5)
 ERROR = ValueError()

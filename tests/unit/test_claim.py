@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from outboxio import State
-from outboxio.invocation.claim import STARTABLE, RowClaim, TakenByAnother, WorkResult
+from outboxio.invocation.opening import STARTABLE, RowClaim, TakenByAnother, WorkResult
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import NO_LEASE
 from outboxio.runs.run import Run

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outboxio.support.fair_share import FairShare
+from outboxio.support.scan_position import FairShare
 
 
 def test_keys_share_a_batch_until_more_is_known_of_them() -> None:

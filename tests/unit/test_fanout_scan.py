@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outboxio.fanout.scan import Bounds, Closed, FanoutScan
+from outboxio.fanout.fanout import Bounds, Closed, FanoutScan
 from outboxio.storage.protocols import FanoutResult
 from outboxio.support.scan_position import FEW, FEW_LATE, SHARE_OF_TIME, SWEEP_IN_BACKLOG, SWEEP_NEARBY
 

@@ -11,8 +11,7 @@ from outboxio.model.lock_name import Slot
 from outboxio.model.notification import BEGINNING, Notification, Position
 from outboxio.model.outcome import Lease
 from outboxio.runs.cursor import FEW_IN_FLIGHT, HandlerCursor
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.settings import Settings
 from outboxio.support.clock import as_micros, from_micros
 from outboxio.support.scan_position import FEW, LATE, SWEEP_NEARBY

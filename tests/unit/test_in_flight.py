@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import Slot
+from outboxio.model.notification import Handoff
 from tests.kit.dispatching import Parts, queue_of
 
 

@@ -20,8 +20,7 @@ from outboxio.model.event import EventTypes
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import Lease, Outcome, Verdict, verdict_of
 from outboxio.model.redaction import checked_redact
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock, as_micros
 from tests.kit.hostile import BACKOFFS, HOSTILE, NoName, OddText, backoff_that, name_of

@@ -14,8 +14,8 @@ from uuid import UUID
 import pytest
 
 from outboxio.support import machine
-from outboxio.support.backoff import jittered
 from outboxio.support.clock import EPOCH, steady_now, utc_now
+from outboxio.support.duration import jittered
 from outboxio.support.ids import ProcessName, uuid7
 from tests.kit.sources import PACKAGE, modules, tree_of
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Signals
 from outboxio.model.lock_name import Slot
 from outboxio.sharing.membership import Member, Membership
 from outboxio.sharing.partition_share import PartitionShare

@@ -15,12 +15,10 @@ from outboxio.model.event import Event, EventTypes
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import Lease
-from outboxio.runs.cursor import HandlerCursor
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.cursor import HandlerCursor, Partitions
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.key_queues import KeyQueues, KeyRows
 from outboxio.runs.ordering import AdmissionGate
-from outboxio.runs.partitions import Partitions
 from outboxio.runs.run import Run
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Head, PartitionCount

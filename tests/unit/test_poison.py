@@ -15,14 +15,13 @@ import pytest
 from outboxio.errors import CrashedProcess, NotBegun
 from outboxio.handlers.handler import make_handler
 from outboxio.handlers.options import Batch
-from outboxio.loops.signals import Signals
+from outboxio.loops.loop import Signals
 from outboxio.model.event import Event
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import DueQuery, Notification
 from outboxio.model.outcome import Lease
 from outboxio.runs.cursor import HandlerCursor
-from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.handler_spec import HandlerSpec
+from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager

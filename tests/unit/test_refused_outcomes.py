@@ -11,8 +11,7 @@ import msgspec
 from outboxio.model.event import EventRecord
 from outboxio.model.notification import SUCCEEDED, Notification
 from outboxio.model.outcome import Lease, Outcome, success
-from outboxio.runs.refused import BYTES_EACH, RefusedOutcomes
-from outboxio.runs.run import Run
+from outboxio.runs.run import BYTES_EACH, RefusedOutcomes, Run
 from outboxio.support.clock import as_micros
 
 NOON = as_micros(datetime(2026, 1, 1, 12))

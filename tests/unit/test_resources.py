@@ -13,9 +13,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from outboxio import Batch, EventEnvelope, EventHandler, Outbox, RegistrationError, RetryPolicy
-from outboxio.handlers.registration import Registration
+from outboxio.handlers.registration import Registration, Wiring
 from outboxio.handlers.resources import is_factory
-from outboxio.handlers.wiring import Wiring
 from outboxio.testing import drain, memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, hang
 

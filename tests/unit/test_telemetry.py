@@ -12,9 +12,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.notification import Notification
 from outboxio.telemetry import Execution, Telemetry
-from outboxio.telemetry.choice import TelemetryChoice, use_in_process, use_no_more
-from outboxio.telemetry.headers import carried, with_trace
-from outboxio.telemetry.protocol import NO_TELEMETRY
+from outboxio.telemetry.protocol import NO_TELEMETRY, TelemetryChoice, carried, use_in_process, use_no_more, with_trace
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 

@@ -37,8 +37,7 @@ from outboxio.cli.options import pasted
 from outboxio.cli.target import TargetError
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.groups import Filter, Group
-from outboxio.model.operating.operation import Page
-from outboxio.model.operating.stored import StoredEvent
+from outboxio.model.operating.operation import Page, StoredEvent
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 

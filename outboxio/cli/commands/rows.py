@@ -19,7 +19,7 @@ from rich.tree import Tree
 from outboxio.cli.answer import Exit, ago, json_of, line, moment, say, say_error, say_json, state_of
 from outboxio.cli.inside import admin_of, event_of
 from outboxio.model.notification import NotificationRecord
-from outboxio.model.operating.stored import EventTree, StoredEvent, TreeNode
+from outboxio.model.operating.operation import EventTree, StoredEvent, TreeNode
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 

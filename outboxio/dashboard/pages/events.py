@@ -19,8 +19,15 @@ from outboxio.dashboard.showing.documents import Delivery, Document, delivery_of
 from outboxio.dashboard.view import Download, Refused, View
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import Operation, Page
-from outboxio.model.operating.stored import EmittedEvent, EventTree, StoredAction, StoredEvent, worst_of
+from outboxio.model.operating.operation import (
+    EmittedEvent,
+    EventTree,
+    Operation,
+    Page,
+    StoredAction,
+    StoredEvent,
+    worst_of,
+)
 from outboxio.support.codec import is_list, is_object
 from outboxio.support.log import trace_id_in
 

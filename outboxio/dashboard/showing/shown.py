@@ -12,8 +12,8 @@ import msgspec
 from markupsafe import Markup, escape
 from msgspec import Raw, Struct
 
+from outboxio.model.operating.operation import WORST_FIRST as worst_first
 from outboxio.model.operating.operation import BoundedCount
-from outboxio.model.operating.stored import WORST_FIRST as worst_first
 from outboxio.operations.overview.values import MOST
 from outboxio.operations.overview.wording import counted, spoken
 from outboxio.support.clock import utc_now

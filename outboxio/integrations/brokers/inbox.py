@@ -21,7 +21,7 @@ from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.options import LARGEST_BATCH
 from outboxio.integrations.brokers.message import VERSION
 from outboxio.support.aio import over, to_the_end
-from outboxio.support.backoff import pause_after
+from outboxio.support.duration import pause_after
 from outboxio.support.log import log_of, type_name
 from outboxio.support.text import briefly
 

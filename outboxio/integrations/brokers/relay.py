@@ -19,8 +19,7 @@ from outboxio.handlers.options import Batch
 from outboxio.integrations.brokers.message import Escape, Message, Wire, message_of, wire_format
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.retry import Backoff, RetryPolicy
-from outboxio.support.backoff import pause_after
-from outboxio.support.duration import parse_duration
+from outboxio.support.duration import parse_duration, pause_after
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly, instead_of
 

@@ -17,8 +17,7 @@ from outboxio.integrations.opentelemetry.context import PARENT, Carrying, has_sp
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedCall
 from outboxio.model.notification import DYING, PENDING, Notification
 from outboxio.support.clock import Clock
-from outboxio.telemetry.headers import headers_in
-from outboxio.telemetry.protocol import Call, CalledHandler, HandlingTelemetry
+from outboxio.telemetry.protocol import Call, CalledHandler, HandlingTelemetry, headers_in
 
 Propagation = Literal["auto", "link", "parent", "none"]
 

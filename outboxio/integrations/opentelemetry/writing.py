@@ -17,8 +17,7 @@ from outboxio.model.emitter import current_origin
 from outboxio.model.envelope import current_envelope
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.support.codec import decode_object
-from outboxio.telemetry.headers import with_trace
-from outboxio.telemetry.protocol import SENDING, Sending
+from outboxio.telemetry.protocol import SENDING, Sending, with_trace
 
 
 def trace_headers(*, baggage: bool = False) -> dict[str, str]:

@@ -9,8 +9,7 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import Operation, Page
-from outboxio.model.operating.stored import EmittedEvent, StoredAction
+from outboxio.model.operating.operation import EmittedEvent, Operation, Page, StoredAction
 from outboxio.model.redaction import redacted_error
 from outboxio.operations.arguments import given_id, given_limit
 from outboxio.operations.base import AdminBase

@@ -10,8 +10,7 @@ import msgspec
 
 from outboxio.model.notification import DOCUMENTS, shown_document
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import Page
-from outboxio.model.operating.stored import EventTree, StoredEvent, TreeNode
+from outboxio.model.operating.operation import EventTree, Page, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact, redacted_document, redacted_text
 from outboxio.operations.arguments import given_id, given_ids, given_limit
 from outboxio.operations.base import AdminBase

@@ -1,6 +1,6 @@
 """A cluster lock whose session lives in a thread, so that a blocked event loop does not lose the lock.
 
-The session, LISTEN and the heartbeat run on the event loop of a thread (``loops/background.py``). The application's
+The session, LISTEN and the heartbeat run on the event loop of a thread (``loops/owner.py``). The application's
 event loop sends the lock's work to the thread, and can read the last proof at any time, also right after a block. The
 thread sends heartbeats only while the application's event loop runs, or has stood still for at most the longest run of
 a handler, because a process that never continues must not keep its locks. After that time the server ends the silent
@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from outboxio.loops.background import Background, call_soon
-from outboxio.loops.owner import EventLoopGuard
+from outboxio.loops.owner import Background, EventLoopGuard, call_soon
 from outboxio.loops.standstill import LoopWatch
 from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.driver import Proof

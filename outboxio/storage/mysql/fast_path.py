@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from outboxio.model.handoff import Handoff
+from outboxio.model.notification import Handoff
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import LoopConnection, id_list
 from outboxio.storage.mysql.flavour import Server

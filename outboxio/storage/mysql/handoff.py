@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from outboxio.model.handoff import Handoff
+from outboxio.model.notification import Handoff
 from outboxio.storage.mysql import driver
 from outboxio.storage.mysql.columns import BY_EVENT
 from outboxio.storage.mysql.connection import Arguments, limit_of

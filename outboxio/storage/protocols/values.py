@@ -9,9 +9,8 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.model.event import EventRecord
-from outboxio.model.handoff import Handoff
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import Position
+from outboxio.model.notification import Handoff, Position
 
 #: The silence of the session with the cluster locks, in heartbeat intervals, after which the server ends the session
 #: and its process stops trusting the locks. A standby has the rest of two intervals to take over.

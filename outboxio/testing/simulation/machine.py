@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import Any, Protocol, TypeVar, cast
 
-from outboxio.loops.background import Background
+from outboxio.loops.owner import Background
 from outboxio.model.lock_name import LockName
 from outboxio.storage.sqlite.connection import Work
 from outboxio.testing.simulation.loop import SimulatedLoop, resolve

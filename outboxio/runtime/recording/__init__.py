@@ -1,1 +1,0 @@
-"""Events in transactions that the application opens and commits."""

@@ -1,1 +1,0 @@
-"""What a process says of itself."""
