@@ -72,10 +72,10 @@ from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Filter
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
 from outboxio.outbox import Drained, Outbox
-from outboxio.payloads.classes import AnyEvent
 from outboxio.settings import Settings
 from outboxio.storage import Shard
 from outboxio.support.clock import Clock

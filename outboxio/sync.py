@@ -12,7 +12,7 @@ from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.integrations.django import connection_of, is_of_django
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import EventRecord, EventTypes, checked_name, refusal_of
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.settings import Settings
 from outboxio.storage.synchronous import DIALECTS, SyncConnection, SyncDialect, synchronous
 from outboxio.support.clock import Clock, naive_utc, utc_now

@@ -23,7 +23,7 @@ from outboxio.errors import (
 )
 from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
-from outboxio.payloads.classes import AnyEvent, named_by
+from outboxio.model.payloads.classes import AnyEvent, named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
 from outboxio.support.aio import over, to_the_end
 from outboxio.support.log import log_of

@@ -5,7 +5,7 @@ Each row that was read, or handed over, takes one way:
 * A row that this process has in flight already, or that was settled while the read was under way, is passed over.
 * A row that cannot be read has failed; a row of an event from before the handler's beginning is skipped.
 * A row with a refused outcome is settled with that outcome (decision 21).
-* A row of a newer version than the code here is put to rest (``invocation/resting.py``).
+* A row of a newer version than the code here is put to rest (``runs/resting.py``).
 * A row that may have to wait goes to the admission gate (``runs/ordering.py``).
 * A verdict goes to the hook lane, a row of a batch handler to the batch buffer, and any further row to the ready queue.
 """
@@ -21,12 +21,12 @@ from uuid import UUID
 
 from outboxio.dispatch.core import Core
 from outboxio.errors import UnreadableRow
-from outboxio.invocation.resting import NewerRows
 from outboxio.loops.flood import Flood
 from outboxio.model.notification import DYING, Notification, State, are_ordinary, id_of, slot_of
 from outboxio.model.outcome import Outcome
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.resting import NewerRows
 from outboxio.runs.run import BatchRun, HookRun, RefusedOutcome, Run
 from outboxio.support.log import log_of
 

@@ -17,7 +17,7 @@ key is asked for over all partitions.
 
 Waking: the holder of a slot makes due the resting rows that it can read, or that are past the retention.
 
-Rows rest if only newer code can read them (``invocation/resting.py``). Newer code comes with a new process, so the rows
+Rows rest if only newer code can read them (``runs/resting.py``). Newer code comes with a new process, so the rows
 are looked for when a slot is taken. Rows whose retention ends are looked for now and then; read once more, they expire.
 """
 
@@ -27,10 +27,10 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 from outboxio.dispatch.core import Core
-from outboxio.invocation.resting import readable_version, rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import BEGINNING, DeferredQuery, Position
 from outboxio.runs.cursor import HandlerCursor
+from outboxio.runs.resting import readable_version, rest_of
 from outboxio.support.log import log_of
 from outboxio.support.scan_position import FairShare
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from outboxio.dispatch.in_flight import InFlight
-from outboxio.invocation.invoker import HandlerInvoker, handler_invoker
 from outboxio.loops.loop import Signals
 from outboxio.model.envelope import begin_inside
 from outboxio.runs.cursor import Cursors, Partitions
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
+from outboxio.runs.invoker import HandlerInvoker, handler_invoker
 from outboxio.runs.key_queues import KeyQueues
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps

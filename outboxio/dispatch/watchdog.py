@@ -21,9 +21,9 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.dispatch.core import Core
-from outboxio.invocation.endings import thread_stack
 from outboxio.loops.standstill import awaited_frames
 from outboxio.model.outcome import Outcome
+from outboxio.runs.endings import thread_stack
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.support.clock import as_micros

@@ -44,9 +44,9 @@ from outboxio.model.event import (
     version_of,
     with_subclasses,
 )
+from outboxio.model.payloads.classes import AnyEvent, missing_step
+from outboxio.model.payloads.fields import unfit_field
 from outboxio.model.retry import Backoff, RetryPolicy
-from outboxio.payloads.classes import AnyEvent, missing_step
-from outboxio.payloads.fields import unfit_field
 from outboxio.support.signature import is_async
 
 if TYPE_CHECKING:

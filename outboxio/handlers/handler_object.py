@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from outboxio.errors import RegistrationError
 from outboxio.handlers.handler import EventHandler, Handler, each_of, make_handler
 from outboxio.handlers.options import MISPLACED, NEVER_A_USERS_OWN, HandlerKeywords
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.support.text import is_respelt, meant_by
 
 

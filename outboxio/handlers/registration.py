@@ -33,7 +33,7 @@ from outboxio.handlers.options import Batch, HandlerKeywords, SingleKeywords
 from outboxio.handlers.resources import Plan, Resources
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import EventTypes
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.support.signature import is_async, missing_for, where_defined
 from outboxio.support.text import briefly
 

@@ -32,7 +32,7 @@ from msgspec import Struct
 from outboxio.errors import RegistrationError
 from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import is_event_class
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.support.signature import POSITIONAL, missing_for, signature_of, where_defined
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

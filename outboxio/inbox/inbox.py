@@ -18,10 +18,10 @@ from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, OtherPayload, Received
 from outboxio.inbox.message import Given, MessageParts, Messages, OnInvalid, checked_all, hash_of, parts_of
-from outboxio.invocation.opening import TakenByAnother
 from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.lock_name import LockName
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
+from outboxio.runs.opening import TakenByAnother
 from outboxio.storage.protocols import ConsumeResult, Session
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of

@@ -21,10 +21,6 @@ from msgspec import Struct
 from outboxio.errors import CommitUnknown, Unavailable
 from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.handlers.options import DeadHook, Delivery
-from outboxio.invocation.invoker import HandlerInvoker, handler_invoker
-from outboxio.invocation.judge import Judge
-from outboxio.invocation.opening import Claim, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
-from outboxio.invocation.resting import is_newer
 from outboxio.model.emitter import tell_written
 from outboxio.model.envelope import HandlerContext, begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
@@ -32,6 +28,10 @@ from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Context, Notification, State
 from outboxio.model.outcome import NO_LEASE, Emitted, Outcome
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
+from outboxio.runs.invoker import HandlerInvoker, handler_invoker
+from outboxio.runs.judge import Judge
+from outboxio.runs.opening import Claim, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
+from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.settings import Settings

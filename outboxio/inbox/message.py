@@ -16,7 +16,7 @@ from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.inbox.inline import Received
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import RECEIVED_ACTION, EventRecord, ReceivedEvent, checked_name
-from outboxio.payloads.classes import AnyEvent, checked_version, header_of
+from outboxio.model.payloads.classes import AnyEvent, checked_version, header_of
 from outboxio.storage.protocols import ConsumeResult
 from outboxio.support.codec import decode_given, encode_object
 from outboxio.support.ids import uuid7

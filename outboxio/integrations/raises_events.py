@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.integrations.sessions import listen, raise_event
-from outboxio.payloads.classes import AnyEvent
+from outboxio.model.payloads.classes import AnyEvent
 
 listen()
 

@@ -46,7 +46,7 @@ ORIGIN = "auto.queue.outboxio"
 TRACE, BAGGAGE = "sentry-trace", "baggage"
 _OWN_HEADERS = (TRACE, BAGGAGE)
 _SENTRYS_BAGGAGE = "sentry-"
-_LOGS_FAILURES = "outboxio.invocation.judge"  # every failure that is logged here is an issue, or will be retried
+_LOGS_FAILURES = "outboxio.runs.judge"  # every failure that is logged here is an issue, or will be retried
 _MOST_TOLD = 1000  # notifications with a failed hook that a process remembers
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.util import await_only
 from sqlalchemy.util.concurrency import in_greenlet
 
 from outboxio.errors import ConfigurationError, NoTransaction, TransactionError
-from outboxio.payloads.classes import AnyEvent, named_by
+from outboxio.model.payloads.classes import AnyEvent, named_by
 from outboxio.storage.sqlite.connection import commits_each_statement
 
 _KEY = "outboxio"  # in Session.info: the events of a session

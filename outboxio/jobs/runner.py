@@ -13,13 +13,13 @@ from typing import Any, ParamSpec, Self
 from msgspec import Struct
 
 from outboxio.errors import CommitUnknown, RetryAfter, Unprocessable
-from outboxio.invocation.endings import is_thrown_away, is_torn_down
 from outboxio.jobs.job import Job, JobSpec
 from outboxio.model.emitter import Emitter
 from outboxio.model.error_description import Description
 from outboxio.model.operating.operation import JobResult
 from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
 from outboxio.model.redaction import Redact
+from outboxio.runs.endings import is_thrown_away, is_torn_down
 from outboxio.settings import Settings
 from outboxio.statistics.handlers import Jobs, JobStatistics
 from outboxio.storage.protocols import Database, Session
@@ -84,7 +84,7 @@ def _log(error: Exception) -> None:
 #
 # Runs a job once: calls the function within its time, and writes the end of the run under the run's term.
 #
-# Whatever the function raises is contained, as for handlers, with the same code (``invocation/endings.py``). If writing
+# Whatever the function raises is contained, as for handlers, with the same code (``runs/endings.py``). If writing
 # the result fails, the write is retried until the database takes it; the function does not run again for that.
 
 NO_ROW = 0

@@ -16,8 +16,8 @@ from outboxio.model.event import (
     upcasters_of,
     version_of,
 )
-from outboxio.payloads.classes import KINDS, AnyEvent, Upcast, is_supported
-from outboxio.payloads.fields import unfit_field
+from outboxio.model.payloads.classes import KINDS, AnyEvent, Upcast, is_supported
+from outboxio.model.payloads.fields import unfit_field
 from outboxio.support.text import briefly
 
 # pyright applies decorators before it knows that the class is a dataclass, so the classes are any classes here.

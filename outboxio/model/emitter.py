@@ -21,7 +21,7 @@ from outboxio.model.event import (
     is_event_class,
     version_of,
 )
-from outboxio.payloads.classes import (
+from outboxio.model.payloads.classes import (
     AnyEvent,
     Decoder,
     Encoder,
@@ -32,8 +32,8 @@ from outboxio.payloads.classes import (
     is_supported,
     refuse_reserved,
 )
-from outboxio.payloads.fields import needs_check, unfit_field
-from outboxio.payloads.models import has_style, with_model
+from outboxio.model.payloads.fields import needs_check, unfit_field
+from outboxio.model.payloads.models import has_style, with_model
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import Check, encode_object
 from outboxio.support.ids import uuid7

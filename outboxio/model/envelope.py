@@ -16,8 +16,8 @@ from outboxio.errors import ConfigurationError, NoHandlerTransaction
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.event import RECEIVED_ACTION, ActionRecord, EventRecord
 from outboxio.model.notification import Notification
+from outboxio.model.payloads.classes import VERSION_HEADER, AnyEvent, named_by, version_in
 from outboxio.model.redaction import Redact, keep_all
-from outboxio.payloads.classes import VERSION_HEADER, AnyEvent, named_by, version_in
 from outboxio.support.codec import decode_exactly, decode_object
 from outboxio.support.log import Fields
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry, carried, headers_in, with_trace

@@ -12,8 +12,8 @@ from msgspec import Struct, StructMeta, field
 from msgspec.structs import replace
 
 from outboxio.errors import AmbiguousTypeName, InvalidEvent
-from outboxio.payloads.classes import AnyEvent, Upcast, checked_version, with_own
-from outboxio.payloads.models import rename_of
+from outboxio.model.payloads.classes import AnyEvent, Upcast, checked_version, with_own
+from outboxio.model.payloads.models import rename_of
 from outboxio.support.codec import leaves_of
 from outboxio.support.text import TextEncoding, briefly
 

@@ -21,7 +21,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.payloads.classes import any_marked, is_marked, version_in
+from outboxio.model.payloads.classes import any_marked, is_marked, version_in
 from outboxio.support.clock import from_micros
 from outboxio.support.codec import decode_object, nests_deeper
 from outboxio.support.log import Fields, trace_id_in, type_name, without_value
@@ -322,7 +322,7 @@ BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of th
 
 
 FIRST_DEFERRED = datetime(9999, 12, 30)
-"""The earliest ``next_retry_at`` of a deferred row (``invocation/resting.py``). No other row has so late a moment."""
+"""The earliest ``next_retry_at`` of a deferred row (``runs/resting.py``). No other row has so late a moment."""
 
 
 def version_awaited(next_retry_at: datetime) -> int:

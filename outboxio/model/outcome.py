@@ -91,7 +91,7 @@ class Outcome(Struct, gc=False):
 
     @property
     def rests(self) -> bool:
-        """True if the row is put to rest (``invocation/resting.py``), which is no result of a run."""
+        """True if the row is put to rest (``runs/resting.py``), which is no result of a run."""
         return self.next_retry_at is not None and self.next_retry_at >= FIRST_DEFERRED
 
     def without_error_text(self) -> Outcome:

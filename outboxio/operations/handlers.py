@@ -10,11 +10,11 @@ from msgspec.structs import astuple
 from outboxio.errors import ConfigurationError
 from outboxio.fanout.newcomers import refuse_skipped
 from outboxio.model.notification import TERMINAL, State
+from outboxio.model.payloads.classes import AnyEvent
 from outboxio.operations.arguments import GivenTypes, given_handler, given_key, given_moment, given_states
 from outboxio.operations.base import AdminBase
 from outboxio.operations.recorder import AdminShard, Order
 from outboxio.operations.retention import Removed, Retention
-from outboxio.payloads.classes import AnyEvent
 
 
 class HandlerOrders(AdminBase):

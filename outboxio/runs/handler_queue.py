@@ -15,8 +15,8 @@ from msgspec import Struct
 from outboxio.handlers.handler import Handler
 from outboxio.handlers.options import Batch, DeadHook, Delivery, OnDeadKey, moments_of
 from outboxio.model.notification import Notification
+from outboxio.model.payloads.classes import Decoder
 from outboxio.model.retry import RetryPolicy
-from outboxio.payloads.classes import Decoder
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.runs.transaction_shares import Claim
 from outboxio.settings import Settings

@@ -17,7 +17,7 @@ remain valid. If another process held the lock and did not give the lock back, a
 The lease says so (``runs/poison.py``).
 
 A lock plan says which locks this process may hold, and which locks a round tries and gives back. Processes that share
-handlers have a plan that divides the partitions (``sharing/``). All further processes try every lock.
+handlers have a plan that divides the partitions (``lock_plan.py``). All further processes try every lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Protocol
 from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease
-from outboxio.sharing.lock_plan import LockPlan
+from outboxio.runtime.lock_plan import LockPlan
 from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock
 from outboxio.support import machine

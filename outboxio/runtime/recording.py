@@ -16,7 +16,7 @@ from outboxio.actions.executor import ActionExecutor, WritableShard, current_cau
 from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.payloads.classes import AnyEvent, named_by
+from outboxio.model.payloads.classes import AnyEvent, named_by
 from outboxio.runtime.environment import OwnConnections, is_of_sqlalchemy
 from outboxio.support.ids import uuid7
 

@@ -24,11 +24,11 @@ from outboxio.operations.retention import Housekeeping
 from outboxio.operations.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles, refuse_same_database
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.membership import Membership
 from outboxio.runtime.reporting import RunReporting
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
-from outboxio.sharing.membership import Membership
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support.aio import Signal, to_the_end

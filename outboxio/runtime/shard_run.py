@@ -22,11 +22,11 @@ from outboxio.model.outcome import Lease
 from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.lock_plan import Declarations
+from outboxio.runtime.membership import Member, Membership
+from outboxio.runtime.partition_share import PartitionShare
 from outboxio.runtime.reporting import RunReporting
 from outboxio.runtime.running import RunLoops, Services, every
-from outboxio.sharing.lock_plan import Declarations
-from outboxio.sharing.membership import Member, Membership
-from outboxio.sharing.partition_share import PartitionShare
 from outboxio.statistics.figures import Counters
 from outboxio.support.log import log_of, shared_fields
 
@@ -173,19 +173,19 @@ class ShardRun:
             self.signals.find.set()
 
     def halt(self, slot: Slot) -> None:
-        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
         self.dispatcher.halt(slot)
 
     def resume(self, slot: Slot) -> None:
-        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
         self.dispatcher.resume(slot)
 
     def in_flight(self, slot: Slot) -> int:
-        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
         return self.dispatcher.in_flight(slot)
 
     def is_sick(self, now: float) -> bool:
-        """See :class:`~outboxio.sharing.membership.SlotControl`."""
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
         return self.dispatcher.is_sick(now)
 
     async def _unowned(self, slots: Sequence[Slot]) -> None:

@@ -4,7 +4,7 @@ The numbers are plain integers and floats in slots. Only the event loop of the o
 needed, and any thread may read. A run costs about 0.3 us.
 
 A row counts once for each run, by the state that the run led to. A run without an outcome does not count: a run that
-the shutdown cut short, or a row that a second process has taken. A row that is put to rest (``invocation/resting.py``)
+the shutdown cut short, or a row that a second process has taken. A row that is put to rest (``runs/resting.py``)
 does not count either. With a hook, a row counts as dead or expired as soon as the verdict is there.
 """
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.payloads.fields import kept_by_double, kept_by_numeric
+from outboxio.model.payloads.fields import kept_by_double, kept_by_numeric
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
 from outboxio.storage.mysql.values import as_value, encoding_of_charset
 from outboxio.storage.postgres.encoding import encoding_called

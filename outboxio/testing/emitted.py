@@ -13,8 +13,8 @@ from msgspec import Struct
 from outboxio.errors import InvalidEvent
 from outboxio.model.emitter import watchers
 from outboxio.model.event import ActionRecord, EventRecord, type_names
-from outboxio.payloads.classes import AnyEvent, decoder_of
-from outboxio.payloads.fields import field_names
+from outboxio.model.payloads.classes import AnyEvent, decoder_of
+from outboxio.model.payloads.fields import field_names
 
 E = TypeVar("E", bound=AnyEvent)
 E_co = TypeVar("E_co", covariant=True)

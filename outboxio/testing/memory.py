@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from outboxio.errors import DrainTimeout, InvalidEvent, SettingsError
 from outboxio.handlers.registration import Around
-from outboxio.invocation.judge import joined, listening
 from outboxio.model.event import type_names
+from outboxio.model.payloads.classes import AnyEvent, decoder_of
+from outboxio.model.payloads.fields import field_names
 from outboxio.operations.arguments import given_moment
 from outboxio.outbox import Drained, Outbox
-from outboxio.payloads.classes import AnyEvent, decoder_of
-from outboxio.payloads.fields import field_names
+from outboxio.runs.judge import joined, listening
 from outboxio.settings import Settings
 from outboxio.support.clock import utc_now
 from outboxio.support.duration import parse_duration

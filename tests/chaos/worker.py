@@ -25,11 +25,11 @@ from outboxio import EventEnvelope, HandlerFailed, Outbox, RetryAfter, Settings,
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.endings import EndUnknown
-from outboxio.invocation.handler_transactions import HandlerTransactions
-from outboxio.invocation.opening import RowClaim
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Bucket, Lease
+from outboxio.runs.endings import EndUnknown
+from outboxio.runs.handler_transactions import HandlerTransactions
+from outboxio.runs.opening import RowClaim
 from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun

@@ -65,7 +65,7 @@ def records() -> Iterator[Records]:
     root.setLevel(level)
 
 
-JUDGE = "outboxio.invocation.judge"
+JUDGE = "outboxio.runs.judge"
 
 
 async def once_failed(look: Look) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from outboxio import Event, EventEnvelope, InvalidEvent, Outbox
-from outboxio.payloads.classes import decoder_of, encoder_of
+from outboxio.model.payloads.classes import decoder_of, encoder_of
 from outboxio.support.clock import utc_now
 from tests.kit.app import Look
 from tests.kit.probes import MakeOutbox

@@ -21,7 +21,7 @@ from outboxio.operations.partitions.owners import in_ranges
 from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.sharing.membership import Membership
+from outboxio.runtime.membership import Membership
 from outboxio.storage.protocols import Instance, InstanceReport
 from outboxio.support.clock import ShardClock
 from outboxio.testing import MovableClock

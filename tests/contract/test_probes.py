@@ -7,9 +7,9 @@ from datetime import datetime
 import pytest
 
 from outboxio import Outbox
-from outboxio.invocation.resting import rest_of
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_DEFERRED
+from outboxio.runs.resting import rest_of
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.tables.probes import Probes

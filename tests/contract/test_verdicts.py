@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, Event, EventEnvelope, HandlerFailed, InvalidRetryAfter, Outbox, RetryAfter, RetryPolicy
-from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.runs.invoker import HandlerInvoker
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.hostile import HOSTILE, NoAttributes, NoNotes, Unequal
@@ -318,7 +318,7 @@ async def test_the_event_loop_gets_turns_while_a_batch_that_fails_at_once_is_spl
 async def test_the_event_loop_gets_turns_while_a_whole_batch_is_put_off(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outboxio.invocation.batch_call.SLICE", 0.0)
+    monkeypatch.setattr("outboxio.runs.batch_call.SLICE", 0.0)
     taken: list[None] = []
     turn = asyncio.sleep
 

@@ -466,7 +466,7 @@ async def test_an_application_that_sets_up_logging_keeps_its_log(local: Command,
 
     answer = await local("worker", "logs:outbox", "--drain", "--log-format", "json")
 
-    assert "mine: outboxio.invocation.judge handler 'ship' failed" in answer.out
+    assert "mine: outboxio.runs.judge handler 'ship' failed" in answer.out
     assert "mine: outboxio.worker outboxio" in answer.out, "the worker's own words are in the application's log"
     assert answer.err.splitlines() == ["error: not all is done: 1 left that failed, waiting for a retry"]
 

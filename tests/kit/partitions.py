@@ -18,7 +18,7 @@ from itertools import count
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing.partition_share import REST_AFTER_SURPLUS, PartitionShare, Plan
+from outboxio.runtime.partition_share import REST_AFTER_SURPLUS, PartitionShare, Plan
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 
 HEARTBEAT = 5.0

@@ -29,7 +29,7 @@ from examples.saga.orders import CancelOrder, PlaceOrder, orders_service
 from examples.saga.saga import Audited, Services, audit, opened
 from outboxio.dispatch.settler import Settler
 from outboxio.fanout.fanout import Fanout
-from outboxio.invocation.invoker import HandlerInvoker
+from outboxio.runs.invoker import HandlerInvoker
 from outboxio.transaction import Transaction
 
 START = 1_000_000_00  # cents of the only customer

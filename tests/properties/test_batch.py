@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from outboxio import Batch, Event, Settings, State
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.invocation.invoker import HandlerInvoker
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import EventEnvelope, HandlerContext
 from outboxio.model.event import EventTypes
 from outboxio.model.notification import Context, Notification
 from outboxio.model.outcome import Lease, Outcome
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
+from outboxio.runs.invoker import HandlerInvoker
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock, as_micros

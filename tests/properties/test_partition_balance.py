@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outboxio.sharing import lock_plan, partition_share
-from outboxio.sharing.partition_share import PartitionShare
+from outboxio.runtime import lock_plan, partition_share
+from outboxio.runtime.partition_share import PartitionShare
 from tests.kit.partitions import Conditions, World, anything, crashes, deploy, joins
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.workers import WorkerPool
-from outboxio.invocation.handler_transactions import HandlerTransactions
-from outboxio.invocation.opening import RowClaim
+from outboxio.runs.handler_transactions import HandlerTransactions
+from outboxio.runs.opening import RowClaim
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.testing.simulation import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing.lock_plan import groups_of, in_preferred_order, quotas, to_give_first
+from outboxio.runtime.lock_plan import groups_of, in_preferred_order, quotas, to_give_first
 
 SLOTS = [Slot("score", partition) for partition in range(16)]
 

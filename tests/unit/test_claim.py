@@ -10,9 +10,9 @@ from uuid import UUID
 import pytest
 
 from outboxio import State
-from outboxio.invocation.opening import STARTABLE, RowClaim, TakenByAnother, WorkResult
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import NO_LEASE
+from outboxio.runs.opening import STARTABLE, RowClaim, TakenByAnother, WorkResult
 from outboxio.runs.run import Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock

@@ -8,7 +8,7 @@ import pytest
 
 import outboxio
 from outboxio import Event, EventEnvelope, InvalidEvent, Outbox, RegistrationError, RetryPolicy
-from outboxio.payloads.classes import is_marked, with_own
+from outboxio.model.payloads.classes import is_marked, with_own
 from outboxio.testing import memory_outbox
 
 

@@ -12,15 +12,15 @@ from uuid import UUID
 
 import pytest
 
-import outboxio.invocation.judge as judging
+import outboxio.runs.judge as judging
 from outboxio import CrashedProcess, Event, RetryPolicy, Settings, State
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.invocation.judge import Judge
 from outboxio.model.event import EventTypes
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import Lease, Outcome, Verdict, verdict_of
 from outboxio.model.redaction import checked_redact
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
+from outboxio.runs.judge import Judge
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock, as_micros
 from tests.kit.hostile import BACKOFFS, HOSTILE, NoName, OddText, backoff_that, name_of
@@ -180,7 +180,7 @@ def test_a_filter_of_the_log_that_fails_loses_no_outcome(capsys: pytest.CaptureF
     def broken(record: logging.LogRecord) -> bool:
         raise LookupError("a filter of the application's")
 
-    logger = logging.getLogger("outboxio.invocation.judge")
+    logger = logging.getLogger("outboxio.runs.judge")
     logger.addFilter(broken)
     try:
         outcome = judge(run_of(), ValueError("no"))

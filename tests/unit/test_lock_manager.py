@@ -13,7 +13,7 @@ import pytest
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.sharing.lock_plan import EveryLock, LockMoves
+from outboxio.runtime.lock_plan import EveryLock, LockMoves
 from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LockGrant
 from outboxio.support.aio import Signal

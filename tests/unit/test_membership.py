@@ -9,8 +9,8 @@ from typing import Any
 
 from outboxio.loops.loop import Signals
 from outboxio.model.lock_name import Slot
-from outboxio.sharing.membership import Member, Membership
-from outboxio.sharing.partition_share import PartitionShare
+from outboxio.runtime.membership import Member, Membership
+from outboxio.runtime.partition_share import PartitionShare
 from outboxio.storage.protocols import ClusterView, Instance, PartitionCount, SeenLease
 from outboxio.support.clock import ShardClock
 

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing.partition_share import PartitionShare, Plan
+from outboxio.runtime.partition_share import PartitionShare, Plan
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 
 NOON = datetime(2026, 1, 1, 12)

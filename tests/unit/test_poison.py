@@ -25,8 +25,8 @@ from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager
+from outboxio.runtime.lock_plan import EveryLock
 from outboxio.settings import Settings
-from outboxio.sharing.lock_plan import EveryLock
 from outboxio.storage.connections.driver import Proof
 from outboxio.storage.protocols import LockGrant, StartedRun
 from outboxio.support.aio import Signal

@@ -93,6 +93,6 @@ class Described:
 
 
 def test_a_pseudo_field_is_not_checked_as_a_value() -> None:
-    from outboxio.payloads.classes import encode_any
+    from outboxio.model.payloads.classes import encode_any
 
     assert encode_any(Described(1), "params", stores_nul=False) == '{"number":1}'

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Batch, DrainTimeout, EventEnvelope, HandlerFailed, RetryAfter, RetryPolicy
-from outboxio.invocation.judge import listening
+from outboxio.runs.judge import listening
 from outboxio.testing import MovableClock, drain, memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually, hang
 

@@ -10,9 +10,9 @@ from outboxio.cli.answer import Exit
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.inside import types_of
 from outboxio.cli.target import TargetError
+from outboxio.model.payloads.classes import decoder_of
+from outboxio.model.payloads.fields import field_names
 from outboxio.outbox import Outbox
-from outboxio.payloads.classes import decoder_of
-from outboxio.payloads.fields import field_names
 from outboxio.support.text import briefly
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
-from outboxio.payloads.fields import kept_by_double
+from outboxio.model.payloads.fields import kept_by_double
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits, ServerCalls, configure
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.loop_connection import Troubles

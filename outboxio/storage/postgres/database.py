@@ -16,7 +16,7 @@ from asyncpg.exceptions import InternalClientError
 from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
-from outboxio.payloads.fields import kept_by_numeric
+from outboxio.model.payloads.fields import kept_by_numeric
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, configure
 from outboxio.storage.connections.identity import Identity, Kin
 from outboxio.storage.connections.loop_connection import OnlyReads, Troubles

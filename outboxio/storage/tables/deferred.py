@@ -1,4 +1,4 @@
-"""The deferred rows of ``event_notifications``, which wait for newer code (``invocation/resting.py``)."""
+"""The deferred rows of ``event_notifications``, which wait for newer code (``runs/resting.py``)."""
 
 from __future__ import annotations
 

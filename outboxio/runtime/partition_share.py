@@ -26,9 +26,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.sharing import lock_plan
-from outboxio.sharing.lock_plan import Giving, SlotGroup
-from outboxio.sharing.membership import SeenCluster
+from outboxio.runtime import lock_plan
+from outboxio.runtime.lock_plan import Giving, SlotGroup
+from outboxio.runtime.membership import SeenCluster
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease, active_partitions, slots_of
 
 #: The seconds in which a process that took more than its quota gives nothing away, while the members are the same.

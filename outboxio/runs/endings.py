@@ -8,11 +8,11 @@ import traceback
 from typing import Any, cast
 
 from outboxio.errors import Unavailable
-from outboxio.invocation.opening import Claim, Envelope, TakenByAnother
 from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import SUCCEEDED
 from outboxio.model.outcome import Outcome
+from outboxio.runs.opening import Claim, Envelope, TakenByAnother
 from outboxio.runs.run import INTERRUPTED, Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock

@@ -18,7 +18,7 @@ from outboxio.handlers.handler import Handler, HandlerRegistry
 from outboxio.model.event import version_of
 from outboxio.model.notification import DYING, FIRST_DEFERRED, State
 from outboxio.model.outcome import Outcome, describe
-from outboxio.payloads.classes import LARGEST_VERSION, NewerVersion, version_in
+from outboxio.model.payloads.classes import LARGEST_VERSION, NewerVersion, version_in
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock, as_micros
 from outboxio.support.log import log_of

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from outboxio.errors import CommitUnknown, NotBegun
-from outboxio.invocation.endings import EndUnknown, action_of, timeout_error
-from outboxio.invocation.opening import Claim, Envelope, WorkResult
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import State
+from outboxio.runs.endings import EndUnknown, action_of, timeout_error
+from outboxio.runs.opening import Claim, Envelope, WorkResult
 from outboxio.runs.run import BatchRun, Run
 from outboxio.storage.protocols import Database, Session
 from outboxio.support.aio import to_the_end

@@ -17,15 +17,15 @@ from msgspec import Struct
 
 from outboxio.errors import InvalidEvent, RetryAfter, Unavailable, Unprocessable, UnreadableRow
 from outboxio.handlers.handler import HandlerRegistry
-from outboxio.invocation.batch_call import DecodedEvents
-from outboxio.invocation.judge import Judge
-from outboxio.invocation.resting import is_newer
 from outboxio.model.envelope import EventEnvelope, HandlerContext, as_bytes
 from outboxio.model.event import upcasters_of, version_of
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import Outcome, verdict_of
-from outboxio.payloads.classes import Decoder, NewerVersion, decoder_of, upcasting
+from outboxio.model.payloads.classes import Decoder, NewerVersion, decoder_of, upcasting
+from outboxio.runs.batch_call import DecodedEvents
 from outboxio.runs.handler_queue import HandlerQueue
+from outboxio.runs.judge import Judge
+from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import Session

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from outboxio.payloads.models import has_style, is_model, parts_of, unfit_model
+from outboxio.model.payloads.models import has_style, is_model, parts_of, unfit_model
 from outboxio.support.codec import Check, refuse_leaf
 
 

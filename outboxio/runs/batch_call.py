@@ -16,14 +16,14 @@ import msgspec
 
 from outboxio.errors import RetryAfter, ReturnedAsFailed, Unavailable
 from outboxio.handlers.options import Delivery
-from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, timeout_error
-from outboxio.invocation.handler_transactions import HandlerTransactions
-from outboxio.invocation.judge import Judge
-from outboxio.invocation.opening import STARTABLE, Envelope, EnvelopeOpener, WorkResult
 from outboxio.model.envelope import current_envelope
 from outboxio.model.error_description import Description
 from outboxio.model.notification import State
 from outboxio.model.outcome import Outcome
+from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, timeout_error
+from outboxio.runs.handler_transactions import HandlerTransactions
+from outboxio.runs.judge import Judge
+from outboxio.runs.opening import STARTABLE, Envelope, EnvelopeOpener, WorkResult
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.aio import Slice

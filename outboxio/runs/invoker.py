@@ -22,15 +22,15 @@ from typing import Any, ParamSpec, TypeVar, cast
 from outboxio.errors import InterruptedRun, NotBegun
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import Delivery
-from outboxio.invocation.batch_call import BatchCall, Done
-from outboxio.invocation.endings import Endings, is_thrown_away, left_no_context, stuck_error, timeout_error
-from outboxio.invocation.handler_transactions import HandlerTransactions
-from outboxio.invocation.judge import Judge
-from outboxio.invocation.opening import STARTABLE, Claim, Envelope, EnvelopeOpener, RowClaim, TakenByAnother, WorkResult
 from outboxio.loops.flood import Flood
 from outboxio.model.envelope import HandlerContext, current_envelope
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, success
+from outboxio.runs.batch_call import BatchCall, Done
+from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, stuck_error, timeout_error
+from outboxio.runs.handler_transactions import HandlerTransactions
+from outboxio.runs.judge import Judge
+from outboxio.runs.opening import STARTABLE, Claim, Envelope, EnvelopeOpener, RowClaim, TakenByAnother, WorkResult
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.figures import Counters

@@ -24,8 +24,8 @@ from msgspec import Struct
 
 from outboxio.loops.loop import NOTHING, RoundResult, Signals
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.sharing.lock_plan import LockMoves
-from outboxio.sharing.partition_share import PartitionShare
+from outboxio.runtime.lock_plan import LockMoves
+from outboxio.runtime.partition_share import PartitionShare
 from outboxio.storage.protocols import Instance, LockGrant, PartitionCount, SeenLease
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.clock import ShardClock

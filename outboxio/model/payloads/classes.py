@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol, cast
 import msgspec
 
 from outboxio.errors import InvalidEvent
-from outboxio.payloads.fields import decoder_without_init_vars
-from outboxio.payloads.models import EkbatanCodec, ModelCodec, has_style, is_model
+from outboxio.model.payloads.fields import decoder_without_init_vars
+from outboxio.model.payloads.models import EkbatanCodec, ModelCodec, has_style, is_model
 from outboxio.support.codec import Check, decode_object, encode_object
 from outboxio.support.log import type_name
 from outboxio.support.text import briefly

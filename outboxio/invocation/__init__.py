@@ -1,1 +1,0 @@
-"""A run: the envelope, the call of the handler by kind of delivery, and the outcome."""

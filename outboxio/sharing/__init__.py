@@ -1,1 +1,0 @@
-"""Sharing handlers among processes: which process owns which partition."""
