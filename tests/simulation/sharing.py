@@ -1,8 +1,8 @@
 """Partitions: processes join, leave, die and freeze, and an operator changes the numbers of partitions.
 
 SQLite has a single partition per handler, so ``outboxio.runtime.membership`` runs over the tables
-``handler_partitions`` and ``instances`` in memory. There are no events: the rule is who holds which partition, and when. The statements have
-contract tests, and chaos runs have partitions with rows.
+``handler_partitions`` and ``instances`` in memory. There are no events: the rule is who holds which partition, and
+when. The statements have contract tests, and chaos runs have partitions with rows.
 """
 
 from __future__ import annotations
