@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from outboxio.fanout.newcomers import Newcomers
 from outboxio.handlers.handler import HandlerRegistry
-from outboxio.handlers.registration import LONGEST_UNSEEN, Subscription
+from outboxio.handlers.options import LONGEST_UNSEEN, Subscription
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.event import EventRecord
 from outboxio.model.notification import Handoff

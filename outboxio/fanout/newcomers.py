@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.handler import Handler, HandlerRegistry
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols import Database, Waiting
 from outboxio.support.clock import ShardClock

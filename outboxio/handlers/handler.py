@@ -28,9 +28,9 @@ from outboxio.handlers.options import (
     HandlerKeywords,
     HandlerOptions,
     Since,
+    Subscription,
     checked_options,
 )
-from outboxio.handlers.registration import Subscription
 from outboxio.handlers.resources import CallCheck
 from outboxio.model.event import (
     Event,

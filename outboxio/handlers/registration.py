@@ -1,7 +1,5 @@
 """The part of an outbox that registers handlers and event classes.
 
-Subscriptions: the events that handlers want, as all processes write them into the database.
-
 Wiring: what surrounds each run of a handler, ``resources`` by type and ``around=``, is put around its function.
 """
 
@@ -11,11 +9,9 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast, overload
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError, RegistrationError
@@ -223,28 +219,6 @@ class Handlers(Registration):
                 "these Handlers were included already, and a later handler would never run: import the modules that "
                 "register handlers before include()"
             )
-
-
-LONGEST_UNSEEN = timedelta(minutes=1)
-"""The longest time between two announcements of a process: a subscription deleted by mistake is soon back."""
-
-
-OLDER_FOR = 2 * LONGEST_UNSEEN
-"""A process of an older version that still runs has announced its handlers within this time."""
-
-
-class Subscription(Struct, frozen=True, kw_only=True):
-    """A row of ``subscriptions``: a handler that wants an event type, or all events on a topic.
-
-    Either ``event_type`` or ``topic`` is set; the second value is the empty string.
-    """
-
-    handler_name: str
-    event_type: str = ""
-    topic: str = ""
-    aliases: tuple[str, ...] = ()
-    priority: int = 0
-    ordered: bool = False
 
 
 Around = Callable[[EventEnvelope[Any]], AbstractAsyncContextManager[Any]]

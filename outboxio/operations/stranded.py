@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from outboxio.handlers.registration import LONGEST_UNSEEN
+from outboxio.handlers.options import LONGEST_UNSEEN
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings

@@ -1,8 +1,6 @@
 """A call of a batch handler. A call that fails is split in halves, until the rows that fail are alone.
 
 Each row is handed on as soon as the row is judged. In a transaction, the COMMIT settles all rows of a call.
-
-Splitting: the events of a batch that is called again in halves, because a call has failed.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
-
-import msgspec
 
 from outboxio.errors import RetryAfter, ReturnedAsFailed, Unavailable
 from outboxio.handlers.options import Delivery
@@ -23,7 +19,7 @@ from outboxio.model.outcome import Outcome
 from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, timeout_error
 from outboxio.runs.handler_transactions import HandlerTransactions
 from outboxio.runs.judge import Judge
-from outboxio.runs.opening import STARTABLE, Envelope, EnvelopeOpener, WorkResult
+from outboxio.runs.opening import STARTABLE, DecodedEvents, Envelope, EnvelopeOpener, WorkResult
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.aio import Slice
@@ -229,33 +225,3 @@ def _kind_of(item: object) -> str:
     if isinstance(item, tuple):
         return f"a tuple of ({', '.join(type(part).__name__ for part in cast(tuple[object, ...], item))})"
     return f"a {type(item).__name__}"
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-class DecodedEvents:
-    """Events that need not be decoded again, because the handler has not changed the events.
-
-    To decode ten thousand events anew for each of fourteen halvings takes longer than all the rest, and the garbage
-    keeps the event loop waiting. But a call that failed may have changed lists and mappings in an event, and the next
-    call must not see the change. Encoding an event shows a change, and leaves no garbage.
-    """
-
-    def __init__(self) -> None:
-        self._events: dict[Run, tuple[Any, int]] = {}
-
-    def keep(self, run: Run, event: Any) -> None:
-        """Keep a row's event in the present state."""
-        self._events[run] = event, hash(_encode(event))
-
-    def take(self, run: Run) -> Any:
-        """A row's event if the event is known and unchanged, else ``None``."""
-        event, before = self._events.get(run, (None, 0))
-        if event is None:
-            return None
-        try:
-            is_unchanged = hash(_encode(event)) == before
-        except Exception:  # the handler has put a value into the event that cannot be encoded
-            is_unchanged = False
-        return event if is_unchanged else None

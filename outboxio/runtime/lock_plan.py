@@ -26,7 +26,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from outboxio.handlers.handler import HandlerRegistry
-from outboxio.handlers.registration import OLDER_FOR
+from outboxio.handlers.options import OLDER_FOR
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.storage.protocols import LockGrant
 from outboxio.storage.tables.partitions import PartitionTables

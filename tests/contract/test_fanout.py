@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, Outbox, Settings
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of

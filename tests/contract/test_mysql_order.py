@@ -14,7 +14,7 @@ import aiomysql
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.storage.mysql import fanout as mysql_fanout
 from outboxio.storage.mysql.claim_plan import MOST_AT_ONCE
 from outboxio.storage.mysql.database import MysqlDatabase

@@ -18,7 +18,7 @@ from uuid import UUID
 import pytest
 
 from outboxio.fanout.fanout import FEW
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import EventRecord
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import BEGINNING, DueQuery, Handoff, State

@@ -15,7 +15,7 @@ from outboxio.cli.commands.cluster import Request, partitions
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.status import status
 from outboxio.cli.commands.worker import _names_with_due_rows
-from outboxio.handlers.registration import OLDER_FOR
+from outboxio.handlers.options import OLDER_FOR
 from outboxio.model.lock_name import LockName
 from outboxio.operations.partitions.owners import in_ranges
 from outboxio.operations.retention import Housekeeping

@@ -37,7 +37,7 @@ from outboxio.errors import (
     SchemaOccupied,
     TransactionError,
 )
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, Notification, State

@@ -12,7 +12,7 @@ import pytest
 
 from outboxio import Outbox, Settings
 from outboxio.cli.commands.status import status
-from outboxio.handlers.registration import LONGEST_UNSEEN
+from outboxio.handlers.options import LONGEST_UNSEEN
 from outboxio.operations.stranded import GONE_AFTER, StrandedWatch
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually

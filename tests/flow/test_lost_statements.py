@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from outboxio import EventEnvelope, Outbox, RetryAfter, Settings
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, Notification, State

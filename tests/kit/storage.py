@@ -9,7 +9,7 @@ from decimal import Decimal
 from uuid import uuid4
 
 from outboxio import Outbox
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import EventRecord
 from outboxio.model.notification import Handoff, NotificationRecord
 from outboxio.storage.protocols import FanoutRequest, FanoutResult

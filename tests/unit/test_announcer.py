@@ -10,7 +10,7 @@ import pytest
 
 from outboxio.fanout.fanout import LONGEST_UNSEEN, Announcer
 from outboxio.handlers.handler import HandlerRegistry, make_handler
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import Event, EventTypes
 from outboxio.storage.protocols import Waiting
 from outboxio.support.clock import ShardClock

@@ -19,7 +19,7 @@ from outboxio import (
 )
 from outboxio.handlers.handler import Handler, HandlerRegistry, make_handler
 from outboxio.handlers.handler_object import handler_from_object
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.event import EventTypes
 from outboxio.support.signature import is_async
 

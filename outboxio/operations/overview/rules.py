@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from msgspec.structs import replace
 
-from outboxio.handlers.registration import LONGEST_UNSEEN
+from outboxio.handlers.options import LONGEST_UNSEEN
 from outboxio.operations.overview.facts import FailedOperation, HandlerFacts, ShardFacts
 from outboxio.operations.overview.job_rules import job_failing, job_late, job_stuck, late_jobs
 from outboxio.operations.overview.values import MOST, Finding, Level

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.registration import OLDER_FOR
+from outboxio.handlers.options import OLDER_FOR
 from outboxio.operations.arguments import given_handler, given_partitions
 from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import (

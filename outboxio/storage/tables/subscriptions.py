@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import msgspec
 
-from outboxio.handlers.registration import Subscription
+from outboxio.handlers.options import Subscription
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols.values import Announced, Holder, Orders, PartitionCount, Pause
 from outboxio.storage.statement import Port, Query, Statement
