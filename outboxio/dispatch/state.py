@@ -112,10 +112,7 @@ def shared_of(
         setup.namespace, setup.database.starts, setup.clock, setup.settings.max_crashes,
         in_flight=in_flight.rows, left_behind=stuck.ids, signals=signals,
     )  # fmt: skip
-    invoker = handler_invoker(setup.context)(
-        setup.database, setup.handlers, setup.clock, setup.context, state.counters, emitted=wakeups.committed,
-        crashes=guard,
-    )  # fmt: skip
+    invoker = handler_invoker(setup)(setup, state.counters, emitted=wakeups.committed, crashes=guard)
     return Shared(setup, state, _queues_of(setup), in_flight, Partitions(setup.clock), guard, invoker, wakeups, stuck)
 
 

@@ -29,10 +29,10 @@ from outboxio.handlers.options import LONGEST_UNSEEN, Subscription
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.model.event import EventRecord
 from outboxio.model.notification import Handoff
-from outboxio.statistics.shard import ShardStatistics
+from outboxio.runs.ports import HandlingSetup
 from outboxio.storage.protocols import Database, FanoutRequest, FanoutResult
 from outboxio.support import machine
-from outboxio.support.clock import Clock, ShardClock
+from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of
 from outboxio.support.scan_position import FEW_LATE, FairShare, Pace, ScanPosition
 
@@ -53,27 +53,23 @@ class Fanout:
 
     def __init__(
         self,
-        namespace: str,
-        database: Database,
+        setup: HandlingSetup,
         announcer: Announcer,
-        clock: Clock,
         *,
-        batch_size: int,
         holds_lock: Callable[[], bool],
         fanned_out: Callable[[], None],
         dispatcher: TakesHandoffs,
-        statistics: ShardStatistics,
     ) -> None:
         """``fanned_out``: called when due rows have to be found. ``dispatcher``: takes the rest of the rows."""
-        self._namespace = namespace
-        self._database = database
+        self._namespace = setup.namespace
+        self._database = setup.database
         self._announcer = announcer
-        self._clock = clock
-        self._shares: FairShare[str] = FairShare(batch_size)
+        self._clock = setup.clock
+        self._shares: FairShare[str] = FairShare(setup.settings.fanout_batch_size)
         self._holds_lock = holds_lock
         self._fanned_out = fanned_out
         self._dispatcher = dispatcher
-        self._statistics = statistics
+        self._statistics = setup.statistics
         self._scan = FanoutScan()
         self._expects = False
         self._committed_at: float | None = None

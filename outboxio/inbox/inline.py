@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import CommitUnknown, Unavailable
-from outboxio.handlers.handler import Handler, HandlerRegistry
-from outboxio.handlers.options import DeadHook, Delivery
+from outboxio.handlers.handler import Handler
+from outboxio.handlers.options import Delivery
 from outboxio.model.emitter import tell_written
-from outboxio.model.envelope import HandlerContext, begin_inside
+from outboxio.model.envelope import begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Context, Notification, State
@@ -31,15 +31,14 @@ from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.invoker import HandlerInvoker, handler_invoker
 from outboxio.runs.judge import Judge
 from outboxio.runs.opening import Claim, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
+from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
-from outboxio.settings import Settings
 from outboxio.statistics.figures import Counters
-from outboxio.statistics.shard import ShardStatistics
-from outboxio.storage.protocols import CommitLost, ConsumeResult, Database, NewNotification, Session
+from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, Session
 from outboxio.support.aio import to_the_end
-from outboxio.support.clock import ShardClock, as_micros
+from outboxio.support.clock import as_micros
 from outboxio.support.ids import uuid7
 from outboxio.support.log import type_name
 from outboxio.transaction import roll_back
@@ -97,40 +96,27 @@ class Message(Struct, frozen=True):
 class InlineRunner:
     """Runs the handlers of inbox messages on a shard."""
 
-    def __init__(
-        self,
-        database: Database,
-        clock: ShardClock,
-        handlers: HandlerRegistry,
-        settings: Settings,
-        context: HandlerContext,
-        *,
-        on_dead: DeadHook | None,
-        committed: Callable[[], None],
-        became_due: Callable[[], None],
-        statistics: ShardStatistics,
-    ) -> None:
+    def __init__(self, setup: HandlingSetup, *, committed: Callable[[], None], became_due: Callable[[], None]) -> None:
         """``committed`` is called after a COMMIT with events, ``became_due`` after a COMMIT with notifications."""
-        self._namespace = context.namespace
-        self._database = database
-        self._clock = clock
-        self._handlers = handlers
-        self._settings = settings
-        self._context = context
-        self._on_dead = on_dead
+        context = setup.context
+        self._setup = setup
+        self._namespace = setup.namespace
+        self._database = setup.database
+        self._clock = setup.clock
+        self._handlers = setup.handlers
+        self._settings = setup.settings
         self._committed = committed
         self._became_due = became_due
-        self._statistics = statistics
-        self._judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
-        self._opener = EnvelopeOpener(handlers, context)
+        self._judge = Judge(setup.clock, context.redact, context.outbox, context.telemetry, context.log_fields)
+        self._opener = EnvelopeOpener(setup.handlers, context)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
         """Stuck runs, which ignore the cancellation of the consumer, by source, external id and handler name."""
         self._pauses: set[str] = set()
         self._asked_at = float("-inf")
-        transactional = [handler.name for handler in handlers if _works_in_transaction(handler)]
-        self._transactions = Shares(database.handler_transactions, handlers=len(transactional))
+        transactional = [handler.name for handler in setup.handlers if _works_in_transaction(handler)]
+        self._transactions = Shares(setup.database.handler_transactions, handlers=len(transactional))
         self._claims = {name: self._transactions.of_handler() for name in transactional}
 
     def interested(self, event: EventRecord) -> list[Handler]:
@@ -202,7 +188,7 @@ class InlineRunner:
         now, action, event = self._clock(), message.action, message.event
         owed = [self._owed(message, handler, None) for handler in waiting]
         owed += [self._owed(message, self._handler(name), error) for name, error in failed.items()]
-        sending = self._context.emitter.telemetry.chosen.sending(self._context.shard, action, [event])
+        sending = self._setup.context.emitter.telemetry.chosen.sending(self._setup.context.shard, action, [event])
 
         async def write(session: Session) -> Emitted | None:
             ours = [o for o in owed if await self._write_row(session, message, o.handler_name, now)]
@@ -220,7 +206,7 @@ class InlineRunner:
     def left_to_sender(self, failed: Iterable[str]) -> None:
         """These handlers have failed, and run again when the sender delivers the message again."""
         for name in failed:
-            self._statistics.of(name).failed += 1
+            self._setup.statistics.of(name).failed += 1
 
     # --- a run ---------------------------------------------------------------------------------
 
@@ -286,7 +272,7 @@ class InlineRunner:
     async def _commit(self, session: Session, written: Emitted | None) -> None:
         await session.commit()
         if written is not None:
-            self._context.emitter.count(written[1])
+            self._setup.context.emitter.count(written[1])
             tell_written(*written)
 
     async def claim(self, session: Session, message: Message, handler_name: str) -> bool:
@@ -315,8 +301,8 @@ class InlineRunner:
         queue = self._queues.get(handler.name)
         if queue is None:
             queue = self._queues[handler.name] = HandlerQueue(
-                HandlerSpec.of(handler, self._settings, len(self._handlers), self._on_dead),
-                self._statistics.of(handler.name),
+                HandlerSpec.of(handler, self._settings, len(self._handlers), self._setup.on_dead),
+                self._setup.statistics.of(handler.name),
             )
             queue.statistics.follow_consumer(queue)
         return queue
@@ -382,9 +368,7 @@ class InlineRunner:
         )
 
     def _invoker(self, claim: Claim) -> HandlerInvoker:
-        return handler_invoker(self._context)(
-            self._database, self._handlers, self._clock, self._context, Counters(), emitted=lambda: None, claim=claim
-        )
+        return handler_invoker(self._setup)(self._setup, Counters(), emitted=lambda: None, claim=claim)
 
     def _place_of(self, handler: Handler) -> AbstractAsyncContextManager[None]:
         """A share of the transactions for a handler that needs a transaction. The wait is not the handler's time."""

@@ -20,10 +20,9 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 from outboxio.errors import InterruptedRun, NotBegun
-from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import Delivery
 from outboxio.loops.flood import Flood
-from outboxio.model.envelope import HandlerContext, current_envelope
+from outboxio.model.envelope import current_envelope
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, success
 from outboxio.runs.batch_call import BatchCall, Done
@@ -32,10 +31,9 @@ from outboxio.runs.handler_transactions import HandlerTransactions
 from outboxio.runs.judge import Judge
 from outboxio.runs.opening import STARTABLE, Claim, Envelope, EnvelopeOpener, RowClaim, TakenByAnother, WorkResult
 from outboxio.runs.poison import PoisonGuard
+from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.figures import Counters
-from outboxio.storage.protocols import Database
-from outboxio.support.clock import ShardClock
 from outboxio.support.log import log_of, type_name
 from outboxio.telemetry.protocol import Call
 
@@ -47,10 +45,7 @@ class HandlerInvoker:
 
     def __init__(
         self,
-        database: Database,
-        handlers: HandlerRegistry,
-        clock: ShardClock,
-        context: HandlerContext,
+        setup: HandlingSetup,
         counters: Counters,
         *,
         emitted: Callable[[], None],
@@ -58,12 +53,13 @@ class HandlerInvoker:
         claim: Claim | None = None,
     ) -> None:
         """``claim`` is a notification's row by default. ``emitted`` is called after a handler's COMMIT with events."""
+        database, clock, context = setup.database, setup.clock, setup.context
         self.redact = context.redact
         self.judge = Judge(clock, context.redact, context.outbox, context.telemetry, context.log_fields)
         """Makes the outcome of a failed run."""
         claim = claim or RowClaim(self.judge, counters, clock)
         self._endings = Endings(claim, counters, clock)
-        self._opener = EnvelopeOpener(handlers, context)
+        self._opener = EnvelopeOpener(setup.handlers, context)
         self._transactions = HandlerTransactions(database, clock, context, claim, emitted)
         self._database = database
         self._clock = clock
@@ -173,21 +169,13 @@ _flood = Flood(logger)
 class TracedInvoker(HandlerInvoker):
     """Asks telemetry about each call. Most calls are left alone, and then cost the question only."""
 
-    def __init__(
-        self,
-        database: Database,
-        handlers: HandlerRegistry,
-        clock: ShardClock,
-        context: HandlerContext,
-        counters: Counters,
-        **parts: Any,
-    ) -> None:
-        super().__init__(database, handlers, clock, context, counters, **parts)
-        assert context.telemetry is not None
+    def __init__(self, setup: HandlingSetup, counters: Counters, **parts: Any) -> None:
+        super().__init__(setup, counters, **parts)
+        telemetry = setup.context.telemetry
+        assert telemetry is not None
         self._claim: Claim | None = parts.get("claim")
-        self._asks_always = not context.telemetry.only_sampled
-        self._call_for = context.telemetry.call
-        self._batch_call_for = context.telemetry.batch_call
+        self._asks_always = not telemetry.only_sampled
+        self._call_for, self._batch_call_for = telemetry.call, telemetry.batch_call
         self._call_untold, self._call_batch_untold = super().call, super().call_batch
 
     def call(  # pyright: ignore[reportIncompatibleMethodOverride]  # no frame is added to the calls that are left alone
@@ -216,9 +204,9 @@ class TracedInvoker(HandlerInvoker):
         return _surrounded_batch(self._call_batch_untold(batch, task, told), call)
 
 
-def handler_invoker(context: HandlerContext) -> type[HandlerInvoker]:
+def handler_invoker(setup: HandlingSetup) -> type[HandlerInvoker]:
     """The class of invokers for a shard: without telemetry for calls, calls cost nothing more."""
-    return HandlerInvoker if context.telemetry is None else TracedInvoker
+    return HandlerInvoker if setup.context.telemetry is None else TracedInvoker
 
 
 async def _surrounded(

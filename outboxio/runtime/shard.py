@@ -276,17 +276,7 @@ class ShardRuntime:
 
         if self._inline is None:
             setup = self.handling(asyncio.Event(), inline=True)
-            self._inline = InlineRunner(
-                setup.database,
-                setup.clock,
-                setup.handlers,
-                setup.settings,
-                setup.context,
-                on_dead=setup.on_dead,
-                committed=self.committed,
-                became_due=self.became_due,
-                statistics=setup.statistics,
-            )
+            self._inline = InlineRunner(setup, committed=self.committed, became_due=self.became_due)
         return self._inline
 
     async def close(self) -> None:

@@ -64,17 +64,15 @@ class ShardRun:
             self.membership, shard.clock,
             heartbeat=heartbeat, observer=self, heard=shard.heard, wake=self.signals.locks,
         )  # fmt: skip
-        self.dispatcher = Dispatcher(
-            shard.handling(self.stopping), signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck
-        )
+        setup = shard.handling(self.stopping)
+        self.dispatcher = Dispatcher(setup, signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
         )
         self._holds_fanout = partial(self.locks.holds, environment.fanout_lock)
         self.fanout = Fanout(
-            namespace, shard.database, self.announcer, shard.clock, batch_size=settings.fanout_batch_size,
+            setup, self.announcer,
             holds_lock=self._holds_fanout, fanned_out=shard.became_due, dispatcher=self.dispatcher,
-            statistics=shard.statistics,
         )  # fmt: skip
         self.housekeeping = Housekeeping(
             namespace, shard.database, shard.clock, settings, fans_out=self._holds_fanout,

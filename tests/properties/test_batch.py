@@ -23,6 +23,7 @@ from outboxio.model.notification import Context, Notification
 from outboxio.model.outcome import Lease, Outcome
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.invoker import HandlerInvoker
+from outboxio.runs.ports import HandlingSetup
 from outboxio.runs.run import BatchRun, Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock, as_micros
@@ -76,9 +77,8 @@ class Called:
             namespace="app", shard="default", resources=None, stopping=asyncio.Event(), execute=nothing, join=nothing,
             emitter=Emitter(types, stores_nul=False, max_hops=32), outbox=None,
         )  # fmt: skip
-        caller = HandlerInvoker(
-            cast(Any, NoDatabase()), registry, ShardClock(lambda: NOW), shared, Counters(), emitted=lambda: None
-        )
+        setup = HandlingSetup(cast(Any, NoDatabase()), registry, ShardClock(lambda: NOW), Settings(), shared)
+        caller = HandlerInvoker(setup, Counters(), emitted=lambda: None)
         lease = Lease("app/dispatch/h", "h", 1)
         rows = [Run(self._row(number), queue, lease) for number in range(self._size)]
         batch = BatchRun.of(rows)
