@@ -20,10 +20,10 @@ from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import EventTypes, checked_name
 from outboxio.model.redaction import Redact, checked_redact
-from outboxio.runtime.environment import Drained, Environment, OwnConnections, Roles, refuse_same_database
+from outboxio.runtime.environment import Drained, Environment, OwnConnections, Roles
 from outboxio.runtime.lifecycle import Lifecycle, Lifespan
 from outboxio.runtime.recording import Recording
-from outboxio.runtime.running import Leave, RunHandle
+from outboxio.runtime.running import Leave, RunHandle, refuse_same_database
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics

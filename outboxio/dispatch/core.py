@@ -18,4 +18,4 @@ class Core(Shared, frozen=True):
     @classmethod
     def of(cls, shared: Shared) -> Core:
         """The core of a new dispatcher."""
-        return cls(*astuple(shared), scheduler=Scheduler(shared), settler=Settler(shared))
+        return cls(*astuple(shared), Scheduler(shared), Settler(shared))

@@ -21,7 +21,7 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.dispatch.core import Core
-from outboxio.loops.standstill import awaited_frames
+from outboxio.loops.loop import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.endings import thread_stack
 from outboxio.runs.handler_queue import HandlerQueue

@@ -19,8 +19,8 @@ from outboxio.health.values import (
     Status,
     fit_of,
 )
-from outboxio.loops.loop import Loop
-from outboxio.loops.standstill import age_of, has_died, is_late, is_long, last_standstill_of, waits_for_database
+from outboxio.loops.loop import Loop, age_of, has_died, is_late, is_long, waits_for_database
+from outboxio.loops.standstill import last_standstill_of
 from outboxio.runtime.lifecycle import Lifecycle, Phase
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun

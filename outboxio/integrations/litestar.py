@@ -16,7 +16,7 @@ class OutboxPlugin(InitPlugin):
     """Runs the outbox for as long as the application runs, inside the application's own lifespans.
 
     A handler of a route takes the outbox as the dependency ``outbox``, or as ``dependency``. The middleware
-    :class:`~outboxio.integrations.asgi.OriginMiddleware` works in Litestar as it is.
+    :class:`~outboxio.integrations.starlette.OriginMiddleware` works in Litestar as it is.
 
     Example::
 

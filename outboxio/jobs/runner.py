@@ -15,10 +15,9 @@ from msgspec import Struct
 from outboxio.errors import CommitUnknown, RetryAfter, Unprocessable
 from outboxio.jobs.job import Job, JobSpec
 from outboxio.model.emitter import Emitter
-from outboxio.model.error_description import Description
 from outboxio.model.operating.operation import JobResult
 from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
-from outboxio.model.redaction import Redact
+from outboxio.model.redaction import Description, Redact
 from outboxio.runs.endings import is_thrown_away, is_torn_down
 from outboxio.settings import Settings
 from outboxio.statistics.handlers import Jobs, JobStatistics

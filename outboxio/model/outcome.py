@@ -20,11 +20,10 @@ from msgspec import Struct
 
 from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable, UnreadableRow
 from outboxio.loops.flood import Flood
-from outboxio.model.error_description import Description
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_DEFERRED, SUCCEEDED, Notification, State
-from outboxio.model.redaction import Redact, keep_all
+from outboxio.model.redaction import Description, Redact, keep_all
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import EPOCH, as_micros, naive_utc
 from outboxio.support.duration import parse_duration

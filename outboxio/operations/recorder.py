@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from outboxio.actions.executor import refuse_in_transaction
 from outboxio.errors import ConfigurationError, RightsMissing
-from outboxio.model.error_description import storable
 from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.model.redaction import Redact
+from outboxio.model.redaction import Redact, storable
 from outboxio.operations.arguments import given_stored
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock

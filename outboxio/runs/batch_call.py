@@ -13,9 +13,9 @@ from typing import Any, cast
 from outboxio.errors import RetryAfter, ReturnedAsFailed, Unavailable
 from outboxio.handlers.options import Delivery
 from outboxio.model.envelope import current_envelope
-from outboxio.model.error_description import Description
 from outboxio.model.notification import State
 from outboxio.model.outcome import Outcome
+from outboxio.model.redaction import Description
 from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, timeout_error
 from outboxio.runs.handler_transactions import HandlerTransactions
 from outboxio.runs.judge import Judge

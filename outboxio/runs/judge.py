@@ -19,10 +19,9 @@ from typing import Any
 from outboxio.errors import CrashedProcess, NotBegun, Undescribable, UnreadableRow
 from outboxio.handlers.options import Delivery
 from outboxio.loops.flood import Flood
-from outboxio.model.error_description import Description
 from outboxio.model.notification import DYING, Notification, State
 from outboxio.model.outcome import FailureRules, Outcome, dead_without_hook, expired, failure, hook_failure
-from outboxio.model.redaction import Redact
+from outboxio.model.redaction import Description, Redact
 from outboxio.model.retry import RetryPolicy
 from outboxio.runs.run import Run
 from outboxio.support.clock import ShardClock

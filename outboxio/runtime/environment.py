@@ -1,13 +1,11 @@
 """The parts of an outbox that all shards share, and the roles of a process.
 
 A session over a connection that the application has open, for ``Outbox.record`` and the inbox.
-
-Finds two shards that are the same database: each shard tries the same lock, which has a random name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from outboxio.actions.executor import WritableShard
-from outboxio.errors import ConfigurationError, NoTransaction, SameDatabase
+from outboxio.errors import ConfigurationError, NoTransaction
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import DeadHook
 from outboxio.jobs.job import JobSpec
@@ -23,11 +21,8 @@ from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import Execute, Join
 from outboxio.model.lock_name import LockName, channel_name
 from outboxio.model.redaction import Redact
-from outboxio.runtime.shard import ShardRuntime
 from outboxio.settings import Settings
-from outboxio.storage.protocols import ClusterLock, Session
-from outboxio.support import machine
-from outboxio.support.aio import to_the_end
+from outboxio.storage.protocols import Session
 from outboxio.support.ids import ProcessName
 from outboxio.telemetry.protocol import TelemetryChoice
 
@@ -143,27 +138,3 @@ async def _unwrap_sqlalchemy(connection: Any) -> Any:
 def is_of_sqlalchemy(given: Any) -> bool:
     """True for an object of SQLAlchemy, which need not be installed."""
     return type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "sync_session")
-
-
-_HEARTBEAT = 10.0  # seconds, far longer than the probe takes
-
-
-async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
-    """Raise :class:`SameDatabase` if a shard cannot take the lock, because a shard before has taken the lock."""
-    if len(shards) < 2:
-        return
-    probe = LockName(machine.token(16), "probe")
-    locks = [(s, s.database.cluster_lock(s.environment.owner, None, _HEARTBEAT)) for s in shards]
-    try:
-        held: list[str] = []
-        for shard, lock in locks:
-            if not await lock.try_probe(probe):
-                raise SameDatabase(held[-1], shard.name)
-            held.append(shard.name)
-    finally:
-        await to_the_end(_close_all(lock for _, lock in locks))
-
-
-async def _close_all(locks: Iterable[ClusterLock]) -> None:
-    for lock in locks:
-        await lock.close()

@@ -27,8 +27,7 @@ from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
 from outboxio.runtime import lock_plan
-from outboxio.runtime.lock_plan import Giving, SlotGroup
-from outboxio.runtime.membership import SeenCluster
+from outboxio.runtime.lock_plan import Giving, SeenCluster, SlotGroup
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease, active_partitions, slots_of
 
 #: The seconds in which a process that took more than its quota gives nothing away, while the members are the same.

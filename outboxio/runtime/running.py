@@ -6,7 +6,7 @@ The loops of a shard run: which rounds they drive, how often, and woken by which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from msgspec import Struct
 
 from outboxio.dispatch.dispatcher import Dispatcher
-from outboxio.errors import ConfigurationError, DatabaseUnavailable, ShutdownError
+from outboxio.errors import ConfigurationError, DatabaseUnavailable, SameDatabase, ShutdownError
 from outboxio.fanout.fanout import Fanout
 from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, Signals
+from outboxio.model.lock_name import LockName
 from outboxio.operations.reporting.figures import FIGURES_DELAY
 from outboxio.operations.retention import Housekeeping
 from outboxio.operations.takeover import LOOK_DELAY, Takeover
-from outboxio.runtime.environment import Roles, refuse_same_database
+from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.membership import Membership
 from outboxio.runtime.reporting import RunReporting
@@ -30,7 +31,9 @@ from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.wakeups import LONGEST_GAP
 from outboxio.settings import Settings
 from outboxio.statistics.shard import ShardStatistics
+from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.unavailable import as_unavailable
+from outboxio.support import machine
 from outboxio.support.aio import Signal, to_the_end
 from outboxio.support.log import log_of
 from outboxio.telemetry.protocol import Round, RoundKind
@@ -334,3 +337,30 @@ def every(seconds: float) -> PollSchedule:
 def _seconds(delay: timedelta) -> Callable[[], float]:
     seconds = delay.total_seconds()
     return lambda: seconds
+
+
+_HEARTBEAT = 10.0  # seconds, far longer than the probe takes
+
+
+# Two shards that are the same database are found by a lock that each shard tries, which has a random name.
+
+
+async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
+    """Raise :class:`SameDatabase` if a shard cannot take the lock, because a shard before has taken the lock."""
+    if len(shards) < 2:
+        return
+    probe = LockName(machine.token(16), "probe")
+    locks = [(s, s.database.cluster_lock(s.environment.owner, None, _HEARTBEAT)) for s in shards]
+    try:
+        held: list[str] = []
+        for shard, lock in locks:
+            if not await lock.try_probe(probe):
+                raise SameDatabase(held[-1], shard.name)
+            held.append(shard.name)
+    finally:
+        await to_the_end(_close_all(lock for _, lock in locks))
+
+
+async def _close_all(locks: Iterable[ClusterLock]) -> None:
+    for lock in locks:
+        await lock.close()

@@ -30,11 +30,11 @@ import asyncio, os, time
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, Settings
 from outboxio.health import verdict
-from outboxio.loops import standstill
+from outboxio.loops import loop as pulse
 
 verdict.REACHED_WITHIN = 3.0
-standstill.LONGEST_ROUND = 1.0
-standstill.SHORTEST = 1.5
+pulse.LONGEST_ROUND = 1.0
+pulse.SHORTEST = 1.5
 
 class Ordered(Event):
     number: int

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from outboxio import Event, EventEnvelope, InvalidEvent, RetryPolicy, State, Unprocessable
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
-from outboxio.model.error_description import LONGEST_MESSAGE, LONGEST_TRACEBACK
 from outboxio.model.event import EventTypes
 from outboxio.model.notification import TERMINAL, Context, Notification
 from outboxio.model.outcome import (
@@ -27,6 +26,7 @@ from outboxio.model.outcome import (
     in_buckets,
     verdict_of,
 )
+from outboxio.model.redaction import LONGEST_MESSAGE, LONGEST_TRACEBACK
 from outboxio.support.clock import EPOCH, as_micros
 from outboxio.support.codec import encode_object
 from outboxio.support.log import LONGEST_SHOWN, log_text

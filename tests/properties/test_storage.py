@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy
-from outboxio.model.error_description import LONGEST_MESSAGE
+from outboxio.model.redaction import LONGEST_MESSAGE
 from tests.kit.properties import SLOW, any_text, json_objects, names, text
 
 #: Numbers that every database keeps in JSON as they are.

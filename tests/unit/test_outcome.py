@@ -9,7 +9,6 @@ from uuid import UUID
 import pytest
 
 from outboxio import RetryAfter, RetryPolicy, State, TooManyHops, Unprocessable
-from outboxio.model.error_description import LONGEST_MESSAGE, LONGEST_TRACEBACK
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import (
@@ -22,6 +21,7 @@ from outboxio.model.outcome import (
     in_buckets,
     success,
 )
+from outboxio.model.redaction import LONGEST_MESSAGE, LONGEST_TRACEBACK
 from outboxio.support.clock import as_micros
 from tests.kit.hostile import changed
 

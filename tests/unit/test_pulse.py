@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
-from outboxio.loops import standstill
-from outboxio.loops.loop import NOTHING, Loop, PollSchedule, RoundResult
-from outboxio.loops.standstill import age_of, has_died, is_late, is_long, waits_for_database
+from outboxio.loops import loop as pulse
+from outboxio.loops.loop import (
+    NOTHING,
+    Loop,
+    PollSchedule,
+    RoundResult,
+    age_of,
+    has_died,
+    is_late,
+    is_long,
+    waits_for_database,
+)
 
 STORAGE = ModuleType("outboxio.storage.of_a_test")
 exec("async def answer(event):\n    await event.wait()", vars(STORAGE))
@@ -61,7 +70,7 @@ async def test_a_round_that_fails_is_a_round() -> None:
 
 
 async def test_a_long_round_waits_for_the_database_or_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "LONGEST_ROUND", 0.0)
+    monkeypatch.setattr(pulse, "LONGEST_ROUND", 0.0)
     forever = asyncio.Event()
 
     async def asks() -> RoundResult:

@@ -10,9 +10,8 @@ from uuid import UUID
 import pytest
 
 from outboxio import ConfigurationError, NotificationRecord, Outbox, State
-from outboxio.model.error_description import LONGEST_MESSAGE
 from outboxio.model.outcome import describe
-from outboxio.model.redaction import checked_redact, redacted_record
+from outboxio.model.redaction import LONGEST_MESSAGE, checked_redact, redacted_record
 from outboxio.support.log import log_text
 from outboxio.support.text import without_passwords
 

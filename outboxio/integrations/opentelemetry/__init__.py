@@ -8,8 +8,7 @@ from outboxio.errors import ConfigurationError
 
 try:
     from outboxio.integrations.opentelemetry.handling import Propagation
-    from outboxio.integrations.opentelemetry.tracing import OpenTelemetry
-    from outboxio.integrations.opentelemetry.writing import trace_headers
+    from outboxio.integrations.opentelemetry.tracing import OpenTelemetry, trace_headers
 except ModuleNotFoundError as error:  # pragma: no cover
     if not (error.name or "").startswith("opentelemetry"):
         raise

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanKind
 
 from outboxio.integrations.opentelemetry import names
-from outboxio.integrations.opentelemetry.context import PARENT, Carrying, has_span, span_context_in
+from outboxio.integrations.opentelemetry.names import PARENT, Carrying, has_span, span_context_in
 from outboxio.integrations.opentelemetry.work import Attributes, SpannedCall
 from outboxio.model.notification import DYING, PENDING, Notification
 from outboxio.support.clock import Clock

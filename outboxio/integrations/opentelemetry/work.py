@@ -13,11 +13,10 @@ from opentelemetry.trace import Status, StatusCode
 
 from outboxio.errors import CommitUnknown
 from outboxio.integrations.opentelemetry import names
-from outboxio.model.error_description import Description
 from outboxio.model.notification import State
 from outboxio.model.operating.operation import JobResult
 from outboxio.model.outcome import Outcome
-from outboxio.model.redaction import Redact
+from outboxio.model.redaction import Description, Redact
 from outboxio.support.log import type_name
 from outboxio.telemetry.protocol import Call, Execution, JobCall, Watched
 

@@ -1,6 +1,6 @@
 """Deterministic simulation: an application's processes in virtual time, with faults that a seed chooses."""
 
-from outboxio.testing.simulation.failure import SimulationFailed
+from outboxio.testing.simulation.loop import SimulationFailed
 from outboxio.testing.simulation.simulate import simulate
 from outboxio.testing.simulation.world import Process, World
 

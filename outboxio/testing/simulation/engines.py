@@ -1,17 +1,30 @@
-"""Engines of SQLAlchemy on the database of a simulation, whose driver is aiosqlite without its thread."""
+"""Engines of SQLAlchemy on the database of a simulation, whose driver is aiosqlite without its thread.
+
+Whether a handler of a simulated process runs, and the line of the application at which it waits.
+
+What a simulation needs of the scenario and of the application's outbox, refused with the fix.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 import sqlite3
-from collections.abc import Callable, Generator
+import sysconfig
+from collections.abc import Callable, Collection, Generator, Iterable
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import aiosqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outboxio.testing.simulation.loop import resolve
+from outboxio.errors import ConfigurationError
+from outboxio.outbox import Outbox
+from outboxio.storage.sqlite.database import SqliteDatabase
+from outboxio.testing.simulation.loop import frames_of, place_of, resolve
 from outboxio.testing.simulation.machine import Host, SimulatedThread
 
 
@@ -82,3 +95,116 @@ class _Jobs:
 
 def _answer(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     future.get_loop().call_soon_threadsafe(resolve, future, result, error)
+
+
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_LIBRARIES = (
+    _OURS, f"{Path(asyncio.__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('purelib')}{os.sep}",
+    f"{sysconfig.get_path('platlib')}{os.sep}",
+)  # fmt: skip
+_CALLS = f"{_OURS}invocation{os.sep}"
+
+
+def place_in_work(host: Host, outbox: Outbox) -> str:
+    """What a process does with its handlers at the moment, for "is killed ..."; empty if it does nothing."""
+    for task in host.loop.tasks:
+        if not task.done() and (lines := _lines_in_handler(frames_of(task))):
+            return f" at {lines[-1]}" + (f", called at {lines[0]}" if len(lines) > 1 else "")
+    in_flight = InFlight(outbox)
+    names = ", ".join(sorted(in_flight.handlers))
+    if in_flight.runs_handlers:
+        return f" while {names} runs"
+    return f" before the outcome of {names} is written" if names else ""
+
+
+def _lines_in_handler(frames: list[FrameType]) -> list[str]:
+    """The lines of the application in a handler, from the handler to the innermost function."""
+    names = [frame.f_code.co_filename for frame in frames]
+    if not any(name.startswith(_CALLS) for name in names):
+        return []
+    return [place_of(f) for f, name in zip(frames, names, strict=True) if not name.startswith(_LIBRARIES)]
+
+
+class InFlight:
+    """Whether a process runs a handler, or has an outcome that is not written."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        # Runs in flight are internal to outboxio, and so is the simulation.
+        self._shards: list[Any] = list(outbox._shards.values())  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def runs_handlers(self) -> bool:
+        return any(work.dispatcher._state.running for work in self._works)
+
+    @property
+    def has_rows(self) -> bool:
+        return any(work.dispatcher._in_flight.rows for work in self._works)
+
+    @property
+    def handlers(self) -> set[str]:
+        """The names of the handlers that run, or whose outcomes are not written."""
+        return {
+            run.notification.handler_name for work in self._works for run in work.dispatcher._in_flight.rows.values()
+        }
+
+    @property
+    def _works(self) -> list[Any]:
+        return [shard.work for shard in self._shards if shard.work is not None]
+
+
+def refuse_event_loop() -> None:
+    """Raises RuntimeError in a coroutine."""
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            "simulate() runs event loops of its own and blocks: call it from a plain function (def test_...), and not "
+            "in a running event loop"
+        )
+
+
+def checked_scenario(scenario: Any) -> Any:
+    """Raises TypeError."""
+    called = getattr(scenario, "__call__", None)  # noqa: B004  # an object with an async __call__
+    if not inspect.iscoroutinefunction(scenario) and not inspect.iscoroutinefunction(called):
+        raise TypeError(f"the scenario must be an async function of a World, not {scenario!r}")
+    return scenario
+
+
+def checked_seeds(seeds: Iterable[int]) -> list[int]:
+    """Raises TypeError or ValueError."""
+    found = list(seeds)
+    # The caller may have no type checker.
+    if wrong := [seed for seed in found if type(seed) is not int]:  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(f"seeds must be integers, not {wrong[0]!r}")
+    if not found:
+        raise ValueError("seeds is empty: the scenario would never run; pass seeds=range(200)")
+    return found
+
+
+def checked_outbox(made: Any, url: str, engines: Collection[Any]) -> Outbox:
+    """What ``make_outbox`` has returned. Raises TypeError, or ConfigurationError for another database.
+
+    ``engines``: the engines that the simulation runs.
+    """
+    if not isinstance(made, Outbox):
+        raise TypeError(f"make_outbox(database) must return an Outbox, and has returned {made!r}")
+    # Pyright is silenced where the simulation, a part of outboxio, reads the shards, the path and the engine inside.
+    for name, shard in made._shards.items():  # pyright: ignore[reportPrivateUsage]
+        database = shard.database
+        if not isinstance(database, SqliteDatabase):
+            found = f"is on {database.dialect}"
+        elif database._path is None:  # pyright: ignore[reportPrivateUsage]
+            found = "is in memory"
+        elif f"sqlite:///{database._path}" != url:  # pyright: ignore[reportPrivateUsage]
+            found = f"is in the file {database._path}"  # pyright: ignore[reportPrivateUsage]
+        elif (given := database._engine) is not None and given._engine not in engines:  # pyright: ignore[reportPrivateUsage]
+            raise ConfigurationError(
+                "the engine of the outbox has threads, which a simulation cannot run: make it with world.engine() in "
+                "place of create_async_engine()"
+            )
+        else:
+            continue
+        raise ConfigurationError(
+            f"shard {name!r} of the outbox {found}, and a simulation has only its own database: make_outbox(database) "
+            "must return Outbox(database, ...)"
+        )
+    return made

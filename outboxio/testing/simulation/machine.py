@@ -14,9 +14,8 @@ from typing import Any, Protocol, TypeVar, cast
 from outboxio.loops.owner import Background
 from outboxio.model.lock_name import LockName
 from outboxio.storage.sqlite.connection import Work
-from outboxio.testing.simulation.loop import SimulatedLoop, resolve
+from outboxio.testing.simulation.loop import Scheduler, SimulatedLoop, resolve
 from outboxio.testing.simulation.properties import record_writer
-from outboxio.testing.simulation.scheduler import Scheduler
 
 T = TypeVar("T")
 

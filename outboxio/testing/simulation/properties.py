@@ -8,8 +8,7 @@ from typing import Any
 
 from outboxio.handlers.options import OnDeadKey
 from outboxio.outbox import Outbox
-from outboxio.testing.simulation.failure import noted
-from outboxio.testing.simulation.scheduler import Scheduler
+from outboxio.testing.simulation.loop import Scheduler, noted
 
 TERMINAL = "('SUCCEEDED', 'DEAD', 'EXPIRED', 'SKIPPED')"
 

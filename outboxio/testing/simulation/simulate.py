@@ -22,14 +22,11 @@ from typing import Any
 
 from outboxio.outbox import Outbox
 from outboxio.support import machine
-from outboxio.testing.simulation.checked import checked_scenario, checked_seeds, refuse_event_loop
-from outboxio.testing.simulation.failure import SimulationFailed, merged
+from outboxio.testing.simulation.engines import InFlight, checked_scenario, checked_seeds, refuse_event_loop
 from outboxio.testing.simulation.faults import USUAL, Faults
-from outboxio.testing.simulation.loop import SimulatedLoop
+from outboxio.testing.simulation.loop import Scheduler, SimulatedLoop, SimulationFailed, Stuck, merged
 from outboxio.testing.simulation.machine import Disk, Host, SimulatedMachine
-from outboxio.testing.simulation.places import InFlight
 from outboxio.testing.simulation.properties import RECORD_WRITES
-from outboxio.testing.simulation.scheduler import Scheduler, Stuck
 from outboxio.testing.simulation.world import World
 
 Scenario = Callable[[World], Coroutine[Any, Any, object]]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import DatabaseUnavailable, ShutdownError
 from outboxio.outbox import Outbox
-from outboxio.testing.simulation.checked import checked_outbox
+from outboxio.testing.simulation.engines import checked_outbox, place_in_work
+from outboxio.testing.simulation.loop import Scheduler
 from outboxio.testing.simulation.machine import Disk, Host
-from outboxio.testing.simulation.places import place_in_work
 from outboxio.testing.simulation.properties import Properties
 from outboxio.testing.simulation.remote import Remote, in_process
-from outboxio.testing.simulation.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
