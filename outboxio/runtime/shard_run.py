@@ -26,7 +26,7 @@ from outboxio.runtime.lock_plan import Declarations
 from outboxio.runtime.membership import Member, Membership
 from outboxio.runtime.partition_share import PartitionShare
 from outboxio.runtime.reporting import RunReporting
-from outboxio.runtime.running import RunLoops, Services, every
+from outboxio.runtime.run_loops import RunLoops, Services, every
 from outboxio.statistics.figures import Counters
 from outboxio.support.log import log_of, shared_fields
 

@@ -144,7 +144,7 @@ async def test_what_was_unblocked_or_moved_elsewhere_after_a_change_is_swept_for
         cursor = whole.dispatcher._cursors.by_slot[FIRST]
         for changed, told, is_swept in ((LONG_AGO, "unblocked", True), (NOON, "moved", False)):
             whole.partitions(2, changed=changed)
-            whole.dispatcher._unblocked()
+            whole.dispatcher._core.unblocked()
             cursor.scan.begin_period(1.0)
             whole.dispatcher.sweep_moved()
             assert (whole.wakeups.told[-1], cursor.was_swept) == (told, is_swept)

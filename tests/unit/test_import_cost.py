@@ -9,7 +9,7 @@ import pytest
 
 import outboxio
 
-NOT_YET = ("cli", "dashboard", "dispatch", "fanout", "health", "inbox", "invocation", "operations", "sharing")
+NOT_YET = ("cli", "dashboard", "dispatch", "fanout", "health", "inbox", "operations")
 
 
 def loaded_by(code: str) -> set[str]:
