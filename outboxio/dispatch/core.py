@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec.structs import astuple
+from msgspec.structs import asdict
 
 from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
@@ -18,4 +18,4 @@ class Core(Shared, frozen=True):
     @classmethod
     def of(cls, shared: Shared) -> Core:
         """The core of a new dispatcher."""
-        return cls(*astuple(shared), Scheduler(shared), Settler(shared))
+        return cls(**asdict(shared), scheduler=Scheduler(shared), settler=Settler(shared))
