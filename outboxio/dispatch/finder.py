@@ -215,9 +215,7 @@ class Finder:
         try:
             while waiting:
                 queue, runs = waiting.popitem()
-                for run in await gate.admit(queue, runs):
-                    self._intake.start(run)
-                    admitted += 1
+                admitted += self._intake.start(await gate.admit(queue, runs))
         finally:
             for runs in waiting.values():
                 for run in runs:

@@ -152,10 +152,12 @@ class Intake:
 
     # --- making rows ready ---------------------------------------------------------------------
 
-    def start(self, run: Run) -> None:
-        """Make an admitted row ready, and call a worker."""
-        if self._make_ready(run):
-            self._scheduler.call()
+    def start(self, runs: Sequence[Run]) -> int:
+        """Make admitted rows ready, and call workers; how many rows."""
+        for run in runs:
+            self._make_ready(run)
+        self._scheduler.call()
+        return len(runs)
 
     def _make_ready(self, run: Run) -> int:
         """Make a row ready, unless the lock was lost, or the slot was halted, meanwhile; how many runs that makes."""

@@ -48,11 +48,11 @@ class AdmissionGate:
         rows: KeyRows,
         partitions: Partitions,
         *,
-        start: Callable[[Run], object],
+        start: Callable[[Sequence[Run]], int],
         release: Callable[[Run], None],
         skip: Callable[[Run], None],
     ) -> None:
-        """``start`` makes a row ready, ``release`` gives a row back, ``skip`` ends a row without a run."""
+        """``start`` makes rows ready, ``release`` gives a row back, ``skip`` ends a row without a run."""
         self.stranded = StrandedKeys(rows)
         self._keys = keys
         self._rows = rows
@@ -209,9 +209,7 @@ class AdmissionGate:
         started = 0
         for queue in {id(queue): queue for queue in keys.moved.values()}.values():
             # The rows of one handler start before the next handler's heads are read: a failure there undoes no start.
-            for run in await self._advance(queue, is_held=id(queue) in held):
-                self._start(run)
-                started += 1
+            started += self._start(await self._advance(queue, is_held=id(queue) in held))
         if self.stranded.is_due(now):
             await self.stranded.sweep(ours)
         return started

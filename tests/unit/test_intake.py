@@ -82,14 +82,14 @@ async def test_rows_that_may_have_to_wait_are_left_to_the_admission_gate(parts: 
     assert (taken, {queue.handler.name: numbers(runs) for queue, runs in undecided.items()}) == (0, {"ledger": [1]})
 
     [run] = next(iter(undecided.values()))
-    parts.intake.start(run)
+    parts.intake.start([run])
     assert parts.state.ready == 1
 
 
 async def test_an_admitted_row_whose_lock_was_lost_is_released(parts: Parts) -> None:
     run = parts.in_flight_run(1, "ledger")
     parts.cursors.lose(parts.cursor("ledger").slot)
-    parts.intake.start(run)
+    parts.intake.start([run])
     assert (parts.in_flight.rows, parts.state.ready) == ({}, 0)
 
 
@@ -132,7 +132,7 @@ async def test_rows_behind_a_head_are_given_back_with_the_rest(parts: Parts) -> 
 async def test_an_admitted_row_whose_lock_another_process_had_meanwhile_is_released(parts: Parts) -> None:
     run = parts.in_flight_run(1, "ledger")
     parts.hold(parts.cursor("ledger").queue)
-    parts.intake.start(run)
+    parts.intake.start([run])
     assert (parts.in_flight.rows, parts.state.ready) == ({}, 0)
 
 
