@@ -123,13 +123,19 @@ class _With:
 def lines_on(
     database: Any, released: list[Run], started: list[Run] | None = None, *, partitions: int = 1
 ) -> AdmissionGate:
+    began = list[Run]() if started is None else started
+
+    def start(runs: Sequence[Run]) -> int:
+        began.extend(runs)
+        return len(runs)
+
     spread = Partitions(lambda: NOON)
     spread.heed({"ledger": PartitionCount("ledger", partitions, partitions, NOON)})
     return AdmissionGate(
         KeyQueues(),
         KeyRows("app", database, lambda: NOON, lambda: None),
         spread,
-        start=(list[Run]() if started is None else started).append,
+        start=start,
         release=released.append,
         skip=lambda outcome: None,
     )
