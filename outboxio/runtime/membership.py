@@ -14,7 +14,7 @@ A process without shared handlers reads and writes no view.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -38,7 +38,7 @@ VIEW_TIMEOUT = 10.0  # seconds that the database has to answer
 
 
 class SlotControl(Protocol):
-    """The dispatcher, for sharing."""
+    """The shard run, for sharing."""
 
     def halt(self, slot: Slot) -> None:
         """Start no more rows of a slot."""
@@ -53,6 +53,12 @@ class SlotControl(Protocol):
     def is_sick(self, now: float) -> bool:
         """True if due rows have waited for long, and no run has ended for long."""
         ...
+
+    def gave_back(self) -> None:
+        """This process has given locks of shared handlers back, or comes or leaves: wake the other processes."""
+
+    async def unowned(self, slots: Sequence[Slot]) -> None:
+        """No process has owned these slots for 5 s."""
 
 
 class Member(Struct, frozen=True):
@@ -81,13 +87,8 @@ class Membership:
         signals: Signals,
         *,
         control: SlotControl,
-        tell: Callable[[], None],
-        unowned: Callable[[Sequence[Slot]], Awaitable[None]],
     ) -> None:
-        """``repository``: ``None`` if no handler can be shared. ``tell`` wakes the other processes.
-
-        ``unowned`` hears of slots that no process has owned for 5 s.
-        """
+        """``repository``: ``None`` if no handler can be shared."""
         self._member = member
         self._namespace = member.namespace
         self._owner = member.owner
@@ -96,8 +97,6 @@ class Membership:
         self._clock = clock
         self._signals = signals
         self._control = control
-        self._tell = tell
-        self._unowned = unowned
         self._seen_at = float("-inf")
         self._died: set[str] = set()
         self._is_moving = False
@@ -143,7 +142,7 @@ class Membership:
     def given_back(self, names: Collection[LockName]) -> None:
         """Tell the other processes that locks are free."""
         if self._share.is_shared:
-            self._tell()
+            self._control.gave_back()
 
     def _name(self, slot: Slot) -> LockName:
         return LockName(self._namespace, "dispatch", slot.handler_name, slot.partition)
@@ -194,7 +193,7 @@ class Membership:
             self._share.give_all(now, seconds=SICK_FOR)
             self._seen_at = min(self._seen_at, now - self._member.heartbeat)  # the next view writes the change
         if slots := self._share.unowned(now):
-            await self._unowned(slots)
+            await self._control.unowned(slots)
         return NOTHING
 
     async def _look(self, repository: PartitionTables) -> None:
@@ -204,12 +203,12 @@ class Membership:
             await repository.leave(self._namespace, died)
             self._died.discard(died)
             logger.warning("%s is gone: the process did not give its locks back", died, owner=died)
-            self._tell()  # the other processes take their part of the partitions
+            self._control.gave_back()  # the other processes take their part of the partitions
         if time() - self._seen_at >= self._member.heartbeat / 2:
             is_new = not self._is_member
             await self._tell_names(repository)
             if is_new:
-                self._tell()  # the other processes give partitions away for this process
+                self._control.gave_back()  # the other processes give partitions away for this process
         leases = {self._name(slot).lease: slot for slot in self._share.slots}
         asked_at, alive_for = time(), timedelta(seconds=2 * self._member.heartbeat)
         view = await repository.view(self._namespace, now - alive_for, list(leases))
@@ -235,7 +234,7 @@ class Membership:
             self._share.leave()
             self._signals.locks.set()
             await self._tell_names(self._repository)
-            self._tell()
+            self._control.gave_back()
 
     async def leave(self) -> None:
         """This process has given all locks back: remove the row of ``instances``."""

@@ -19,11 +19,10 @@ from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.membership import Membership
 from outboxio.runtime.reporting import RunReporting
+from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.wakeups import LONGEST_GAP
-from outboxio.settings import Settings
-from outboxio.statistics.shard import ShardStatistics
 from outboxio.support.aio import Signal
-from outboxio.telemetry.protocol import Round, RoundKind
+from outboxio.telemetry.protocol import Round
 
 HOUSEKEEPING_DELAY = 30.0
 
@@ -54,22 +53,12 @@ class Services(Struct, frozen=True):
 class RunLoops:
     """A loop for each service of a shard run."""
 
-    def __init__(
-        self,
-        name: str,
-        signals: Signals,
-        settings: Settings,
-        roles: Roles,
-        services: Services,
-        *,
-        wakes_across_processes: bool,
-        statistics: ShardStatistics,
-        watched: Callable[[RoundKind, Round], Round],
-    ) -> None:
-        """``name``: the shard. ``wakes_across_processes``: True if the database sends wake-ups between processes.
-
-        ``watched`` lets telemetry surround the rounds of a kind.
-        """
+    def __init__(self, shard: ShardRuntime, signals: Signals, roles: Roles, services: Services) -> None:
+        name, settings, statistics = shard.name, shard.environment.settings, shard.statistics
+        # Telemetry may surround the rounds of a kind.
+        watched = partial(
+            shard.environment.telemetry.chosen.round, namespace=shard.environment.namespace, shard=shard.name
+        )
         locks, membership, dispatcher, jobs = services.locks, services.membership, services.dispatcher, services.jobs
         housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
@@ -77,7 +66,7 @@ class RunLoops:
         # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
         # need not, if this process fans out and owns all partitions, because fan-out wakes the loop. But a row that has
         # to wait for a row of another process gets no wake-up.
-        eager = 0.0 if wakes_across_processes else FOR_EVER
+        eager = 0.0 if shard.database.wakes_across_processes else FOR_EVER
         of_fanout = PollSchedule(
             _seconds(settings.fanout_poll_delay), eager_for=lambda: max(eager, LONGEST_GAP), quickest=QUICKEST_FANOUT,
             heard_within=LONGEST_GAP,

@@ -85,11 +85,7 @@ class ShardRun:
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
             shard.takeover(self._holds_fanout), self._reporting, self.jobs, self.announce, fans_out=self._holds_fanout,
         )  # fmt: skip
-        self.loops = RunLoops(
-            shard.name, self.signals, settings, roles, services, statistics=shard.statistics,
-            wakes_across_processes=shard.database.wakes_across_processes,
-            watched=partial(environment.telemetry.chosen.round, namespace=namespace, shard=shard.name),
-        )  # fmt: skip
+        self.loops = RunLoops(shard, self.signals, roles, services)
 
     def _join(self, *, drains: bool) -> Membership:
         """The membership of this process among the processes that share handlers."""
@@ -108,7 +104,7 @@ class ShardRun:
         )
         membership = Membership(
             member, database.partitions, share, shard.clock, self.signals,
-            control=self, tell=shard.gave_back, unowned=self._unowned,
+            control=self,
         )  # fmt: skip
         if self._roles.handling and (database.partitions is None or not environment.may_share):
             membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
@@ -186,8 +182,12 @@ class ShardRun:
         """See :class:`~outboxio.runtime.membership.SlotControl`."""
         return self.dispatcher.is_sick(now)
 
-    async def _unowned(self, slots: Sequence[Slot]) -> None:
-        """No process has owned these slots for 5 s."""
+    def gave_back(self) -> None:
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
+        self.shard.gave_back()
+
+    async def unowned(self, slots: Sequence[Slot]) -> None:
+        """See :class:`~outboxio.runtime.membership.SlotControl`."""
         await self.housekeeping.unowned.look(slots)
 
     def find_for_other_clocks(self) -> None:

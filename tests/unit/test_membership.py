@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 from outboxio.loops.loop import Signals
 from outboxio.model.lock_name import Slot
@@ -46,13 +45,16 @@ class Control:
     def is_sick(self, now: float) -> bool:
         return False
 
+    def gave_back(self) -> None: ...
+
+    async def unowned(self, slots: Sequence[Slot]) -> None: ...
+
 
 async def members(**rows: datetime) -> set[str]:
     share, repository, control = WatchedShare(), Repository(**rows), Control()
     parts: tuple[Any, ...] = (repository, share, ShardClock(lambda: NOON), Signals())
-    ignored: dict[str, Any] = {"control": control, "tell": lambda: None, "unowned": asyncio.sleep}
     member = Member("app", "me", [], HEARTBEAT.total_seconds(), is_woken=True)
-    await Membership(member, *parts, **ignored).look_once()
+    await Membership(member, *parts, control=cast(Any, control)).look_once()
     return share.seen
 
 
