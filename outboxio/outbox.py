@@ -14,7 +14,7 @@ from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Around, Registration, Wiring
-from outboxio.jobs.registration import JobRegistration
+from outboxio.jobs.job import JobRegistration
 from outboxio.locks.keyed_lock import Locking, ShardLocks
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter

@@ -7,6 +7,7 @@ translated in ``storage/`` and chained, so ``__cause__`` is the error of the dri
 from outboxio.errors.configuration import (
     ConfigurationError,
     OtherDatabase,
+    OutboxError,
     PooledConnection,
     PoolTooSmall,
     RegistrationError,
@@ -51,7 +52,6 @@ from outboxio.errors.handlers import (
     Unprocessable,
     UnreadableRow,
 )
-from outboxio.errors.root import OutboxError
 from outboxio.errors.transactions import (
     CommitUnknown,
     ConcurrentUse,

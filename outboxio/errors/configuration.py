@@ -1,11 +1,14 @@
-"""Errors in the set-up of an outbox."""
+"""The root of all errors, and errors in the set-up of an outbox."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outboxio.errors.root import OutboxError
 from outboxio.support.text import instead_of, spelled, without_passwords
+
+
+class OutboxError(Exception):
+    """The root of all errors of outboxio, except the errors that a handler raises, such as ``RetryAfter``."""
 
 
 class ConfigurationError(OutboxError):

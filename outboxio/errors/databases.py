@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import UUID
 
-from outboxio.errors.root import OutboxError
+from outboxio.errors.configuration import OutboxError
 
 
 class DatabaseError(OutboxError):

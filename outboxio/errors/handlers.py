@@ -6,8 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from outboxio.errors.configuration import SettingsError
-from outboxio.errors.root import OutboxError
+from outboxio.errors.configuration import OutboxError, SettingsError
 from outboxio.support.text import spelled
 
 

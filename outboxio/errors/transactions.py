@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from outboxio.errors.root import OutboxError
+from outboxio.errors.configuration import OutboxError
 
 
 class WaitsForItself(OutboxError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from outboxio.jobs.registration import run_here
+from outboxio.jobs.job import run_here
 from outboxio.outbox import Outbox
 
 
