@@ -44,11 +44,18 @@ class Marks(griffe.Extension):
 
 
 def _fields(cls: griffe.Class) -> str:
-    """The fields of a class without a constructor, such as a struct: a line for each with its type and default."""
-    found = [member for member in cls.members.values() if isinstance(member, griffe.Attribute) and member.annotation]
-    public = [field for field in found if not field.name.startswith("_")]
+    """The fields of a class without a constructor, such as a struct: a line for each with its type and default.
+
+    The fields of a base class in the same module come first.
+    """
     if "__init__" in cls.members:
         return ""
+    bases = [cls.module.members.get(str(base)) for base in cls.bases]
+    owners = [base for base in bases if isinstance(base, griffe.Class) and "__init__" not in base.members]
+    members = [member for owner in (*owners, cls) for member in owner.members.values()]
+    found = [member for member in members if isinstance(member, griffe.Attribute) and member.annotation]
     return "\n".join(
-        f"{field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "") for field in public
+        f"{field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "")
+        for field in found
+        if not field.name.startswith("_")
     )

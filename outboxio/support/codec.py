@@ -32,6 +32,7 @@ Encode = Callable[[Any], bytes]
 Check = Callable[[bytes, str], bytes]
 """``check(document, subject)``: the document in a spelling whose numbers the database keeps. Raises
 :class:`InvalidEvent` for a number that the database would change."""
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 
 
@@ -232,3 +233,17 @@ def is_object(value: object) -> TypeGuard[dict[str, object]]:
 def is_list(value: object) -> TypeGuard[list[object]]:
     """True for a JSON list."""
     return isinstance(value, list)
+
+
+# --- structs --------------------------------------------------------------------------------------
+
+
+def made_from(source: object, cls: type[S], **fields: Any) -> S:
+    """A struct of ``cls`` with ``fields``; its other fields are the attributes of ``source`` with the same names.
+
+    Example::
+
+        made_from(event, EventRow, states={"DEAD": 1})  # an EventRow has the fields of the event, and states
+    """
+    taken = {name: getattr(source, name) for name in cls.__struct_fields__ if name not in fields}
+    return cls(**taken, **fields)

@@ -233,8 +233,8 @@ def worst_of(states: Mapping[str, int]) -> State | None:
     return next((state for state in WORST_FIRST if states.get(state)), None)
 
 
-class StoredEvent(Struct, frozen=True, kw_only=True):
-    """A row of ``events``. Documents are shown as ``Outbox(redact=...)`` returns them. Dates are naive UTC."""
+class EventColumns(Struct, frozen=True, kw_only=True):
+    """The columns of a row of ``events`` that are neither documents nor of fan-out."""
 
     id: UUID
     sequence: int
@@ -244,19 +244,24 @@ class StoredEvent(Struct, frozen=True, kw_only=True):
     model_id: str | None
     action_id: UUID
     action_name: str
-    action_params: dict[str, object]
-    payload: dict[str, object] | None
-    headers: dict[str, object] | None
     event_date: datetime
     available_at: datetime | None
-    is_delivered: bool
-    """True if fan-out has made the notifications."""
     topic: str | None
     source: str | None
     ordering_key: str | None
     correlation_id: str | None
     causation_id: UUID | None
     hops: int
+
+
+class StoredEvent(EventColumns, frozen=True, kw_only=True):
+    """A row of ``events``. Documents are shown as ``Outbox(redact=...)`` returns them. Dates are naive UTC."""
+
+    action_params: dict[str, object]
+    payload: dict[str, object] | None
+    headers: dict[str, object] | None
+    is_delivered: bool
+    """True if fan-out has made the notifications."""
     shard: str
 
 

@@ -15,8 +15,9 @@ from outboxio.operations.arguments import given_id, given_limit
 from outboxio.operations.base import AdminBase
 from outboxio.operations.queries.filters import Cursor, cursor_of, given_filter, search_of
 from outboxio.operations.recorder import added_up
-from outboxio.storage.protocols import ActionPlace, FoundAction, FoundActions
+from outboxio.storage.protocols import ActionPlace, Found, FoundAction
 from outboxio.storage.tables.event_search import place_behind
+from outboxio.support.codec import made_from
 
 
 class ActionQuestions(AdminBase):
@@ -48,7 +49,7 @@ class ActionQuestions(AdminBase):
         places: Mapping[str, ActionPlace | None] = (
             dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, ActionPlace).places
         )
-        found: dict[str, FoundActions] = {}
+        found: dict[str, Found[FoundAction, ActionPlace]] = {}
         for name, place in places.items():
             if name in databases:
                 search = await search_of(wanted, databases[name], self._known, self._types)
@@ -73,32 +74,14 @@ class ActionQuestions(AdminBase):
 
 def _stored(row: FoundAction, states: Mapping[UUID, dict[str, int]], shard: str) -> StoredAction:
     first = row.events[0]
-    return StoredAction(
-        id=row.action_id,
-        name=first.action_name,
-        started_date=first.started_date,
-        completion_date=first.completion_date,
-        correlation_id=first.correlation_id,
-        causation_id=first.causation_id,
-        hops=first.hops,
-        source=first.source,
+    emitted = [event for event in row.events if event.event_type is not None]
+    return made_from(
+        first, StoredAction, id=row.action_id, name=first.action_name, is_complete=row.is_complete, shard=shard,
         events=tuple(
-            EmittedEvent(
-                id=event.id,
-                sequence=event.sequence,
-                event_type=event.event_type,
-                model_type=event.model_type,
-                model_id=event.model_id,
-                ordering_key=event.ordering_key,
-                is_delivered=event.delivered,
-                states=states.get(event.id, {}),
-            )
-            for event in row.events
-            if event.event_type is not None
+            made_from(event, EmittedEvent, is_delivered=event.delivered, states=states.get(event.id, {}))
+            for event in emitted
         ),
-        is_complete=row.is_complete,
-        shard=shard,
-    )
+    )  # fmt: skip
 
 
 # --- the questions of an operator about orders ----------------------------------------------------

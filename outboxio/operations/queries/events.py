@@ -15,7 +15,8 @@ from outboxio.model.redaction import Redact, redacted_document, redacted_text
 from outboxio.operations.arguments import given_id, given_ids, given_limit
 from outboxio.operations.base import AdminBase
 from outboxio.operations.queries.filters import Cursor, cursor_of, given_filter, search_of
-from outboxio.storage.protocols import Database, EventSummary, FoundEvents
+from outboxio.storage.protocols import Database, EventSummary, Found
+from outboxio.support.codec import made_from
 
 MOST_NODES = 200
 _HIGHEST = 1_000  # causes above an event that are followed
@@ -52,7 +53,7 @@ class EventQuestions(AdminBase):
         places: Mapping[str, UUID | None] = (
             dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, UUID).places
         )
-        found: dict[str, FoundEvents] = {}
+        found: dict[str, Found[EventSummary, UUID]] = {}
         for name, place in places.items():
             if name in databases:
                 search = await search_of(wanted, databases[name], self._known, self._types)
@@ -183,28 +184,9 @@ class EventQuestions(AdminBase):
 
 def stored(row: EventSummary, shard: str, redact: Redact) -> StoredEvent:
     """The event of a row, for an operator."""
-    return StoredEvent(
-        id=row.id,
-        sequence=row.sequence,
-        event_type=row.event_type,
-        model_type=row.model_type,
-        model_id=row.model_id,
-        action_id=row.action_id,
-        action_name=row.action_name,
-        action_params=_document("action_params", row.action_params, redact) or {},
-        payload=_document("payload", row.payload, redact),
-        headers=_document("headers", row.headers, redact),
-        event_date=row.event_date,
-        available_at=row.available_at,
-        is_delivered=row.delivered,
-        topic=row.topic,
-        source=row.source,
-        ordering_key=row.ordering_key,
-        correlation_id=row.correlation_id,
-        causation_id=row.causation_id,
-        hops=row.hops,
-        shard=shard,
-    )
+    documents = {column: _document(column, getattr(row, column), redact) for column in DOCUMENTS}
+    documents["action_params"] = documents["action_params"] or {}
+    return made_from(row, StoredEvent, is_delivered=row.delivered, shard=shard, **documents)
 
 
 def _document(column: str, raw: msgspec.Raw | None, redact: Redact) -> Any:

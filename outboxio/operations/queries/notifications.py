@@ -25,7 +25,7 @@ from outboxio.operations.queries.filters import (
     search_of,
 )
 from outboxio.operations.stranded import Stranded, count_unroutable, find_stranded
-from outboxio.storage.protocols import Database, FoundRows, LastError
+from outboxio.storage.protocols import Database, Found, LastError
 from outboxio.storage.tables.walks import is_place
 from outboxio.support.text import briefly
 
@@ -236,7 +236,7 @@ class Questions(AdminBase):
         databases = {database.name: database for database in self._shards.databases(shard)}
         searches = {name: await self._search(filter, database) for name, database in databases.items()}
         places = await self._places(filter, after, databases, searches)
-        found: dict[str, FoundRows] = {}
+        found: dict[str, Found[NotificationRecord, Place]] = {}
         for name, place in places.items():
             search = databases[name].search
             try:

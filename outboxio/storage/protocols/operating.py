@@ -7,25 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 from uuid import UUID
 
 import msgspec
 from msgspec import Struct
 
-from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.groups import Place, Search
-from outboxio.model.operating.operation import Operation
+from outboxio.model.operating.operation import EventColumns, Operation
+
+R = TypeVar("R")
+P = TypeVar("P")
 
 SILENT_REPORTS = 3
 """A process counts as alive until so many of its reports are missing."""
 
 
-class FoundRows(Struct, frozen=True):
-    """A page of matching notifications."""
+class Found(Struct, Generic[R, P], frozen=True):
+    """A page of matching rows, or of what is shown of them."""
 
-    rows: Sequence[NotificationRecord]
-    next: Place | None
+    rows: Sequence[R]
+    next: P | None
     """The place after which to go on; ``None`` after the last match. A page may have few rows and a place: the read
     ended at its bound."""
 
@@ -47,14 +49,6 @@ class LastError(Struct, frozen=True):
     updated_date: datetime
     type: str
     message: str
-
-
-class FoundErrors(Struct, frozen=True):
-    """The last errors of the newest matches. A match without a last error is left out."""
-
-    rows: Sequence[LastError]
-    next: Place | None
-    """The place after which further matches may be; ``None`` if all matches were read."""
 
 
 class BulkOrder(Struct, frozen=True):
@@ -169,12 +163,15 @@ class Taken(Struct, frozen=True):
 # --- the values behind the lists of events and actions --------------------------------------------
 
 
-class FoundEvents(Struct, frozen=True):
-    """A page of events."""
+class EventSummary(EventColumns, frozen=True, kw_only=True):
+    """A row of ``events`` for an operator."""
 
-    rows: Sequence[EventSummary]
-    next: UUID | None
-    """The id after which to go on; ``None`` after the last match. A page may have few rows and an id."""
+    action_params: msgspec.Raw
+    payload: msgspec.Raw | None
+    headers: msgspec.Raw | None
+    started_date: datetime
+    completion_date: datetime
+    delivered: bool
 
 
 class FoundAction(Struct, frozen=True):
@@ -195,37 +192,3 @@ class ActionPlace(Struct, frozen=True, array_like=True):
     event: UUID
     large: tuple[UUID, ...] = ()
     """The actions before the place with so many events that not all ids were read."""
-
-
-class FoundActions(Struct, frozen=True):
-    """A page of actions."""
-
-    rows: Sequence[FoundAction]
-    next: ActionPlace | None
-    """The place after which to go on; ``None`` after the last match. A page may have few rows and a place."""
-
-
-class EventSummary(Struct, frozen=True, kw_only=True):
-    """A row of ``events`` for an operator."""
-
-    id: UUID
-    sequence: int
-    event_type: str | None
-    model_type: str | None
-    model_id: str | None
-    action_id: UUID
-    action_name: str
-    action_params: msgspec.Raw
-    payload: msgspec.Raw | None
-    headers: msgspec.Raw | None
-    started_date: datetime
-    completion_date: datetime
-    event_date: datetime
-    available_at: datetime | None
-    delivered: bool
-    topic: str | None
-    source: str | None
-    ordering_key: str | None
-    correlation_id: str | None
-    causation_id: UUID | None
-    hops: int

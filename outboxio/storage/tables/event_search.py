@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Search
-from outboxio.storage.protocols.operating import ActionPlace, EventSummary, FoundAction, FoundActions, FoundEvents
+from outboxio.storage.protocols.operating import ActionPlace, EventSummary, Found, FoundAction
 from outboxio.storage.statement import Port, Query
 from outboxio.storage.tables.reads import matching_events
 from outboxio.storage.tables.search import NotificationSearch
@@ -140,7 +140,7 @@ class EventSearch:
         *,
         most: int = 10_000,
         documents: bool = True,
-    ) -> FoundEvents:
+    ) -> Found[EventSummary, UUID]:
         """Events, newest first, with an id below ``after``. ``most`` as in :meth:`NotificationSearch.find`.
 
         States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
@@ -148,11 +148,11 @@ class EventSearch:
         find = self._newest if search.correlation_id is None and search.action_id is None else self._newest_of_few
         ids, reached = await find(namespace, search, limit, after or _LAST_ID, most)
         by_id = {event.id: event for event in await self._summaries(namespace, ids, documents=documents)}
-        return FoundEvents([by_id[id] for id in ids if id in by_id], reached)
+        return Found([by_id[id] for id in ids if id in by_id], reached)
 
     async def newest_actions(
         self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
-    ) -> FoundActions:
+    ) -> Found[FoundAction, ActionPlace]:
         """The actions with a matching event, by the newest matching event, newest first. Each action is in one page."""
         return await _ActionWalk(self, namespace, search, after).find(limit, most)
 
@@ -245,7 +245,7 @@ class _ActionWalk:
         self._met: dict[UUID, Sequence[EventSummary]] = {}
         self._found: dict[UUID, FoundAction] = {}
 
-    async def find(self, limit: int, most: int) -> FoundActions:
+    async def find(self, limit: int, most: int) -> Found[FoundAction, ActionPlace]:
         """Up to ``limit`` actions. About ``most`` events are read, matching or not."""
         reached = None if self._after is None else self._after.event
         for _ in range(_READS):
@@ -284,9 +284,9 @@ class _ActionWalk:
         newer = [] if self._after is None else [id for id in ids if id >= self._after.event]
         return set(await self._events.matching(self._namespace, self._search, newer))
 
-    def _page(self, reached: UUID | None) -> FoundActions:
+    def _page(self, reached: UUID | None) -> Found[FoundAction, ActionPlace]:
         rows = list(self._found.values())
-        return FoundActions(rows, None if reached is None else place_behind(rows, reached, self._after))
+        return Found(rows, None if reached is None else place_behind(rows, reached, self._after))
 
 
 def place_behind(rows: Iterable[FoundAction], event: UUID, after: ActionPlace | None) -> ActionPlace:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord, record_of
 from outboxio.model.operating.groups import Place, Search
-from outboxio.storage.protocols.operating import BulkOrder, Counted, FoundErrors, FoundRows, LastError, Piece
+from outboxio.storage.protocols.operating import BulkOrder, Counted, Found, LastError, Piece
 from outboxio.storage.statement import Port, Query, Runner, Statement
 from outboxio.storage.tables.notifications import RETRY, SKIP, StoredNotifications
 from outboxio.storage.tables.probes import Probes
@@ -142,15 +142,15 @@ class NotificationSearch(WalkReads):
         *,
         most: int | None = None,
         documents: bool = True,
-    ) -> FoundRows:
+    ) -> Found[NotificationRecord, Place]:
         """Up to ``limit`` matches after a place. The place is from a page of the same search.
 
         ``documents``: see ``EventSearch``.
         """
         found = await self._walker.find(namespace, search, limit, after, most)
-        rows = await self.records(namespace, found.ids, documents=documents) if found.ids else []
+        rows = await self.records(namespace, found.rows, documents=documents) if found.rows else []
         records = {str(row.id): row for row in rows}
-        return FoundRows([records[id] for id in found.ids if id in records], found.next)
+        return Found([records[id] for id in found.rows if id in records], found.next)
 
     async def place_of(self, namespace: str, search: Search, id: UUID) -> Place | None:
         """The place of a notification in the walk of the search.
@@ -169,14 +169,16 @@ class NotificationSearch(WalkReads):
         """
         return await self._walker.count(namespace, search, most, reads)
 
-    async def last_errors(self, namespace: str, search: Search, limit: int, *, most: int | None = None) -> FoundErrors:
+    async def last_errors(
+        self, namespace: str, search: Search, limit: int, *, most: int | None = None
+    ) -> Found[LastError, Place]:
         """The last errors of the newest ``limit`` matches, in the order of :meth:`find`."""
         found = await self._walker.find(namespace, search, limit, None, most)
         errors: dict[str, LastError] = {}
-        for start in range(0, len(found.ids), ERRORS_AT_ONCE):
-            some = found.ids[start : start + ERRORS_AT_ONCE]
+        for start in range(0, len(found.rows), ERRORS_AT_ONCE):
+            some = found.rows[start : start + ERRORS_AT_ONCE]
             errors |= {str(error.id): error for error in await self.errors(namespace, some)}
-        return FoundErrors([errors[id] for id in found.ids if id in errors], found.next)
+        return Found([errors[id] for id in found.rows if id in errors], found.next)
 
     async def change_piece(
         self, namespace: str, order: BulkOrder, after: Place | None, limit: int, now: datetime
@@ -193,7 +195,7 @@ class NotificationSearch(WalkReads):
         """
         # Found without locks: a piece may have to pass over many rows.
         found = await self._walker.find(namespace, order.search, limit, after, ROWS_OF_A_PIECE)
-        changed = await self.change(Change(namespace, order, found.ids, found.next or END, now))
+        changed = await self.change(Change(namespace, order, found.rows, found.next or END, now))
         if changed is None:
             return Piece(0, 0, 0, after, is_ours=False)
         matched, done = changed

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.model.operating.groups import Place, Search
-from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.protocols.operating import Counted, Found
 from outboxio.storage.tables.walks import (
     ALL,
     DEAD,
@@ -47,20 +46,15 @@ MOST_EVENTS = 5000
 EVENTS_AT_ONCE = 200
 
 
-class Found(Struct, frozen=True):
-    """The ids of the matching rows, in the order of the walks, and the place after which to go on."""
-
-    ids: Sequence[str]
-    next: Place | None
-
-
 class Walker:
     """Finds and counts the rows of a search."""
 
     def __init__(self, reader: WalkReads) -> None:
         self._reader = reader
 
-    async def find(self, namespace: str, search: Search, limit: int, after: Place | None, most: int | None) -> Found:
+    async def find(
+        self, namespace: str, search: Search, limit: int, after: Place | None, most: int | None
+    ) -> Found[str, Place]:
         """Up to ``limit`` matching rows after a place. The reads end after about ``most`` rows.
 
         ``None``: after the rows that a question may read.
