@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import parse_qsl
-from uuid import UUID
 
 from outboxio.dashboard.access import Access
 from outboxio.dashboard.view import Refused
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.queries.filters import EXPECTED_MOMENT, given_filter, parse_moment
+from outboxio.operations.queries.filters import EXPECTED_MOMENT, TEXTS, given_filter, parse_moment
 from outboxio.support.text import briefly, instead_of
 
 MOST_FIELDS = 2_000
@@ -62,7 +61,7 @@ class Fields(Mapping[str, str]):
 Values = Callable[[str], Sequence[str]]
 """Returns all values of a word: ``asked.values`` for a URL, ``form.getlist`` for a form."""
 
-WORDS = ("state", "handler", "type", "key", "model", "action", "correlation", "error", "since", "until")
+WORDS = ("state", *TEXTS, "since", "until")
 """The words of a filter, in the order of the options of the command line."""
 
 WORDS_OF_EVENTS = ("type", "key", "model", "action", "correlation", "since", "until")
@@ -71,10 +70,6 @@ WORDS_OF_EVENTS = ("type", "key", "model", "action", "correlation", "since", "un
 HIDDEN_WORDS = ("error",)
 """The words about texts that only users with the right ``payloads`` may read."""
 
-_TEXTS = {
-    "handler": "handler", "type": "event_type", "key": "ordering_key", "model": "model_id", "action": "action",
-    "correlation": "correlation_id", "error": "error",
-}  # fmt: skip
 _NAMES = ("handler", "type", "action")  # names, which neither begin nor end with a space
 
 
@@ -91,7 +86,7 @@ def filter_of(values: Values, *states: State | str, now: datetime | None = None)
         filter_of(asked.values, "DEAD", "EXPIRED")  # of /dead?handler=invoice-pdf&since=2h
     """
     named = [state.strip().upper() for state in values("state") if state.strip()]
-    fields: dict[str, Any] = {field: _text(values, word) for word, field in _TEXTS.items()}
+    fields: dict[str, Any] = {field: _text(values, word) for word, field in TEXTS.items()}
     moments: dict[str, Any] = {word: _moment(values, word, now) for word in ("since", "until")}
     return given_filter(Filter(states=tuple(named) or states, **fields, **moments))
 
@@ -118,36 +113,6 @@ def refuse_hidden_words(given: Iterable[str], access: Access) -> None:
                 403, f"{access.actor} does not have the right `payloads` here, and cannot filter by {word}.",
                 f"Leave out the filter {word}. The function authorize of the dashboard gives the rights.",
             )  # fmt: skip
-
-
-def kept_words(values: Values, words: Iterable[str] = WORDS) -> dict[str, list[str]]:
-    """The words with their values as a person wrote them, without empty values: for links to the same list.
-
-    "2h" stays "2h": the same link means two hours before the moment of the click.
-
-    Example::
-
-        asked.url("dead", **kept_words(asked.values), after=page.next)
-    """
-    chosen = {word: [value for value in values(word) if value.strip()] for word in words}
-    return {word: found for word, found in chosen.items() if found}
-
-
-def query_of(filter: Filter) -> dict[str, list[str]]:
-    """The words that say a filter: ``filter_of`` reads an equal filter from these words. Moments are dates.
-
-    Example::
-
-        asked.url("notifications", **query_of(group.filter))
-    """
-    query: dict[str, list[str]] = {"state": [str(state) for state in filter.states]}
-    for word, field in _TEXTS.items():
-        value: str | UUID | None = getattr(filter, field)
-        query[word] = [] if value is None else [str(value)]
-    for word in ("since", "until"):
-        moment: datetime | None = getattr(filter, word)
-        query[word] = [] if moment is None else [moment.isoformat()]
-    return {word: found for word, found in query.items() if found}
 
 
 def in_words(filter: Filter, things: str = "notifications") -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from datetime import datetime
 from typing import Any, TypeVar
-from uuid import UUID
 
 from msgspec import Struct
 
@@ -15,7 +13,7 @@ from outboxio.dashboard.filters import (
     HIDDEN_WORDS,
     WORDS,
     filter_of,
-    query_of,
+    in_words,
     refuse_hidden_words,
     refuse_unknown_words,
 )
@@ -23,7 +21,8 @@ from outboxio.dashboard.view import PATIENCE
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import BoundedCount, Page
-from outboxio.support.codec import is_list, is_object
+from outboxio.operations.queries.filters import query_of
+from outboxio.support.codec import is_list, is_object, made_from
 
 T = TypeVar("T")
 
@@ -38,29 +37,6 @@ Words = dict[str, list[str]]
 """Words of a filter with their values, as fields of a URL or of a form."""
 
 
-class Count(Struct, frozen=True):
-    """A bounded count."""
-
-    number: int
-    is_complete: bool
-    """False if there are more, or there may be."""
-
-    def __int__(self) -> int:
-        return self.number
-
-    def __bool__(self) -> bool:
-        return self.number > 0
-
-    @property
-    def is_one(self) -> bool:
-        return self.number == 1 and self.is_complete
-
-
-def count_of(count: BoundedCount) -> Count:
-    """The count as a value that JSON can hold."""
-    return Count(int(count), count.is_complete)
-
-
 async def in_time(question: Awaitable[T]) -> T | None:
     """The answer, or ``None`` after 2 s: then the question is ended, and the page is shown without the answer."""
     try:
@@ -70,40 +46,32 @@ async def in_time(question: Awaitable[T]) -> T | None:
         return None
 
 
-async def count_in_time(asked: Asked, filter: Filter, rows: int) -> Count:
+async def count_in_time(asked: Asked, filter: Filter, rows: int) -> BoundedCount:
     """The number of notifications that match; after 2 s, the number of rows that were found, as a bound."""
     count = await in_time(asked.admin.count(filter, shard=asked.shard))
-    return Count(rows, is_complete=False) if count is None else count_of(count)
+    return BoundedCount(rows, is_complete=False) if count is None else count
 
 
-class Row(Struct, frozen=True, kw_only=True):
-    """A notification in a list. Dates are naive UTC."""
+class Row(NotificationRecord, frozen=True, kw_only=True):
+    """A notification in a list, with the last of its errors only."""
 
-    id: UUID
-    event_id: UUID
-    handler_name: str
-    state: State
-    event_type: str
-    model_type: str | None
-    model_id: str | None
-    ordering_key: str | None
-    correlation_id: str | None
-    attempts: int
-    next_retry_at: datetime
-    updated_date: datetime
     error_type: str | None
     """The class of the last error."""
     error: str | None
     """The message of the last error; ``None`` without an error, or without the right to read payloads."""
-    shard: str
+
+    in_json = (
+        "id", "event_id", "handler_name", "state", "event_type", "model_type", "model_id", "ordering_key",
+        "correlation_id", "attempts", "next_retry_at", "updated_date", "error_type", "error", "shard",
+    )  # fmt: skip
 
 
 class Listed(Struct, frozen=True, kw_only=True):
-    """A page of a list of notifications."""
+    """The facts of a page with a list of notifications."""
 
     filter: Words
     """The words of the filter, with dates in place of durations."""
-    count: Count
+    count: BoundedCount
     """The notifications that match."""
     rows: list[Row]
     """The newest first."""
@@ -118,23 +86,9 @@ def rows_of(records: Iterable[NotificationRecord], asked: Asked) -> list[Row]:
 
 def _row(record: NotificationRecord, *, tells: bool) -> Row:
     last = last_error(record)
-    return Row(
-        id=record.id,
-        event_id=record.event_id,
-        handler_name=record.handler_name,
-        state=record.state,
-        event_type=record.event_type,
-        model_type=record.model_type,
-        model_id=record.model_id,
-        ordering_key=record.ordering_key,
-        correlation_id=record.correlation_id,
-        attempts=record.attempts,
-        next_retry_at=record.next_retry_at,
-        updated_date=record.updated_date,
-        error_type=None if last is None else str(last.get("type", "")),
-        error=str(last.get("message", ""))[:LONGEST_ERROR] if last is not None and tells else None,
-        shard=record.shard,
-    )
+    error_type = None if last is None else str(last.get("type", ""))
+    error = str(last.get("message", ""))[:LONGEST_ERROR] if last is not None and tells else None
+    return made_from(record, Row, errors=[], error_type=error_type, error=error)
 
 
 def last_error(record: NotificationRecord) -> dict[str, object] | None:
@@ -153,7 +107,7 @@ async def filter_asked(asked: Asked, *states: State, words: Sequence[str] = WORD
     return filter_of(asked.values, *states, now=now)
 
 
-def older(asked: Asked, filter: Filter, page: Page[Any]) -> dict[str, Any]:
+def _older(asked: Asked, filter: Filter, page: Page[Any]) -> dict[str, Any]:
     """The changes of this address for the older rows: ``since=2h`` becomes a date, so that the list stays the same."""
     words = query_of(filter)
     return {"after": page.next, **{word: words[word] for word in ("since", "until") if word in asked.query}}
@@ -183,6 +137,34 @@ async def fields_of(asked: Asked, words: Iterable[str], states: Iterable[State] 
     if len(asked.shards) > 1:
         made.append({"name": "shard", "label": "Shard", "value": asked.query.get("shard"), "options": asked.shards})
     return made
+
+
+class Around(Struct, frozen=True, kw_only=True):
+    """What the templates of lists need beside the facts."""
+
+    words: str
+    """The filter in words."""
+    fields: list[dict[str, Any]]
+    older: dict[str, Any]
+    is_filtered: bool
+
+
+async def around_of(
+    asked: Asked,
+    filter: Filter,
+    page: Page[Any],
+    words: Sequence[str] = WORDS,
+    states: Iterable[State] = State,
+    things: str = "notifications",
+) -> Around:
+    """The filter in words, its form, and the link to older rows. ``things``: notifications, events or actions."""
+    fields = await fields_of(asked, words, states)
+    if things != "notifications":
+        fields = [{**field, "label": field["label"].replace("Changed", "Emitted")} for field in fields]
+    return Around(
+        words=in_words(filter, things), fields=fields, older=_older(asked, filter, page),
+        is_filtered=any(word in asked.query for word in words),
+    )  # fmt: skip
 
 
 _LABELS = {

@@ -16,11 +16,9 @@ from outboxio.dashboard.filters import (
     Values,
     filter_of,
     in_words,
-    kept_words,
-    query_of,
     refuse_unknown_words,
 )
-from outboxio.operations.queries.filters import parse_moment
+from outboxio.operations.queries.filters import parse_moment, query_of
 
 NOW = datetime(2030, 1, 2, 12)
 
@@ -93,12 +91,6 @@ def test_a_filter_and_its_query_say_the_same() -> None:
         Filter(action="Pay", until=datetime(2030, 1, 1)),
     ):
         assert filter_of(values(urlencode(query_of(filter), doseq=True))) == filter
-
-
-def test_links_keep_the_words_that_a_person_wrote() -> None:
-    given = values("state=dead&state=&since=2h&handler=&after=x")
-    assert kept_words(given) == {"state": ["dead"], "since": ["2h"]}
-    assert kept_words(given, ("since",)) == {"since": ["2h"]}
 
 
 def test_a_moment_is_a_date_or_how_long_ago() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import datetime, timedelta
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +19,7 @@ from outboxio.dashboard.pages import ORDERS
 from outboxio.dashboard.pages.overview import parted, without_messages
 from outboxio.dashboard.showing import charts, shown
 from outboxio.model.notification import State
+from outboxio.model.operating.groups import HistoryPoint
 from outboxio.model.operating.operation import OperationState
 from outboxio.operations.overview.values import Finding
 from outboxio.operations.overview.wording import past
@@ -110,14 +112,19 @@ def test_a_spark_stays_within_its_box(values: list[float]) -> None:
     assert charts.spark([]) == ""
 
 
-def test_bars_are_stacked_and_a_label_is_never_markup() -> None:
-    columns = [charts.Bar(90, 10, 0, "14:05"), charts.Bar(0), charts.Bar(1, 0, 100, "<script>14:06")]
-    chart = ElementTree.fromstring(charts.bars(columns, 300, 118))
+def point(minute: int, **numbers: int) -> HistoryPoint:
+    values: dict[str, Any] = {**dict.fromkeys(HistoryPoint.__struct_fields__), "begin": NOON.replace(minute=minute)}
+    return HistoryPoint(**{**values, "succeeded": 0, "failed": 0, "dead": 0, "expired": 0, "skipped": 0, **numbers})
 
-    assert " style=" not in charts.bars(columns)
+
+def test_bars_are_stacked_with_the_numbers_of_their_period() -> None:
+    points = [point(5, succeeded=90, failed=10), point(6), point(7, succeeded=1, dead=60, expired=40)]
+    chart = ElementTree.fromstring(charts.bars(points, 300, 118))
+
+    assert " style=" not in charts.bars(points)
     groups = [node for node in chart if node.tag == "g"]
     assert [node.attrib["class"] for node in groups[0][1:]] == ["bar-hover", "bar-ok", "bar-failed"]
-    assert groups[2][0].text == "script14:06 1 succeeded, 0 failed, 100 given up"
+    assert groups[2][0].text == "12:07 1 succeeded, 0 failed, 100 given up"
     for group in groups:
         heights = [float(node.attrib["height"]) for node in group[2:]]
         assert sum(heights) <= 100.01

@@ -27,7 +27,6 @@ from outboxio.dashboard.filters import (
     Fields,
     filter_of,
     in_words,
-    query_of,
     refuse_hidden_words,
     refuse_unknown_words,
 )
@@ -35,7 +34,7 @@ from outboxio.dashboard.view import Done, Refused, View
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation
 from outboxio.operations.arguments import given_ids
-from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, frozen
+from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, frozen, query_of
 
 LONGEST_COUNT = 5.0  # seconds
 MOST_AT_ONCE = 1_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from outboxio.dashboard.view import View
 from outboxio.model.operating.operation import JobRow, Operation
 from outboxio.operations.overview.values import Finding, InstanceStatus, KeyStatus, LockStatus, ShardStatus
 from outboxio.operations.partitions.owners import in_ranges
+from outboxio.support.codec import made_from
 from outboxio.support.duration import format_duration
 
 _OF_INSTANCES = ("no_instance", "lock_without_holder", "stuck_runs", "partition_unowned", "clock_off")
@@ -73,12 +74,11 @@ def _rows(locks: Iterable[LockStatus]) -> list[LockRow]:
             parted.add((lock.shard, lock.handler_name))
         found.setdefault((lock.shard, lock.handler_name, lock.owner), []).append(lock)
     rows = [
-        LockRow(
-            shard=shard, handler_name=name,
-            partitions=in_ranges(lock.partition for lock in each) if (shard, name) in parted else "", owner=owner,
-            since=min((lock.since for lock in each if lock.since is not None), default=None), is_alive=each[0].is_alive,
+        made_from(
+            each[0], LockRow, partitions=in_ranges(lock.partition for lock in each) if (shard, name) in parted else "",
+            since=min((lock.since for lock in each if lock.since is not None), default=None),
         )
-        for (shard, name, owner), each in found.items()
+        for (shard, name, _), each in found.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (row.handler_name is not None, row.owner is not None, row.handler_name or ""))
 
@@ -90,19 +90,13 @@ _OF_SHARDS = ("shard_unreachable", "schema_behind", "fanout_behind", "event_with
 _LOOKED_AT = 100
 
 
-class Kept(Struct, frozen=True, kw_only=True):
-    """For how long rows are kept."""
-
-    keep_finished: str
-    keep_dead: str
-
-
 class ShardsFacts(Struct, frozen=True, kw_only=True):
     """The facts of the page."""
 
     shards: tuple[ShardStatus, ...]
     findings: tuple[Finding, ...]
-    kept: Kept
+    kept: Mapping[str, str]
+    """For how long rows are kept, by the name of the setting."""
     last_purge: Operation | None
     """The newest purge by hand, among the newest 100 orders."""
 
@@ -116,7 +110,7 @@ async def shards(asked: Asked) -> View:
     facts = ShardsFacts(
         shards=overview.shards,
         findings=tuple(finding for finding in overview.findings if finding.rule in _OF_SHARDS),
-        kept=Kept(keep_finished=_kept(settings.keep_finished), keep_dead=_kept(settings.keep_dead)),
+        kept={name: _kept(getattr(settings, name)) for name in ("keep_finished", "keep_dead")},
         last_purge=next((one for one in orders if one.kind == "purge"), None),
     )
     return View(template="shards.html", title="Shards", facts=facts, shown={"links": links_of(facts.findings, asked)})

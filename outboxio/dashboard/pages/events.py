@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,47 +13,26 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import WORDS_OF_EVENTS, in_words, query_of, refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Words, fields_of, filter_asked, older
+from outboxio.dashboard.filters import WORDS_OF_EVENTS, refuse_unknown_words
+from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Words, around_of, filter_asked
 from outboxio.dashboard.pages.operations import OperationRow, row_of
 from outboxio.dashboard.showing.documents import Delivery, Document, delivery_of, document, documents_of
 from outboxio.dashboard.view import Download, Refused, View
-from outboxio.model.notification import NotificationRecord
+from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import (
-    EmittedEvent,
-    EventTree,
-    Operation,
-    Page,
-    StoredAction,
-    StoredEvent,
-    worst_of,
-)
-from outboxio.support.codec import is_list, is_object
+from outboxio.model.operating.operation import EventColumns, EventTree, Operation, StoredAction, StoredEvent, worst_of
+from outboxio.operations.queries.filters import query_of
+from outboxio.support.codec import is_list, is_object, made_from
 from outboxio.support.log import trace_id_in
 
 
-class EventRow(Struct, frozen=True, kw_only=True):
-    """An event in a list. Dates are naive UTC."""
+class EventRow(StoredEvent, frozen=True, kw_only=True):
+    """An event in a list, without its documents."""
 
-    id: UUID
-    sequence: int
-    event_type: str | None
-    """``None`` for the sentinel event of an action that emitted nothing."""
-    model_type: str | None
-    model_id: str | None
-    ordering_key: str | None
-    action_id: UUID
-    action_name: str
-    correlation_id: str | None
-    causation_id: UUID | None
-    event_date: datetime
-    available_at: datetime | None
-    is_delivered: bool
-    """True if fan-out has made the notifications."""
     states: Mapping[str, int]
     """How many notifications of the event each state has."""
-    shard: str
+
+    in_json = (*EventColumns.__struct_fields__, "is_delivered", "states", "shard")
 
 
 class EventsFacts(Struct, frozen=True, kw_only=True):
@@ -65,22 +45,12 @@ class EventsFacts(Struct, frozen=True, kw_only=True):
     """The word ``after`` for older rows; ``None`` at the end."""
 
 
-class Around(Struct, frozen=True, kw_only=True):
-    """What the templates of lists of events and actions need beside the facts."""
-
-    words: str
-    """The filter in words."""
-    fields: list[dict[str, Any]]
-    older: dict[str, Any]
-    is_filtered: bool
-
-
 async def events(asked: Asked) -> View:
     """The events that match the filter."""
     filter = await filter_asked(asked, words=WORDS_OF_EVENTS)
     page = await asked.admin.events(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
     facts = EventsFacts(filter=query_of(filter), rows=await event_rows(asked, page), next=page.next)
-    around = await around_of(asked, filter, page, "events")
+    around = await around_of(asked, filter, page, WORDS_OF_EVENTS, things="events")
     return View(template="events.html", title="Events", facts=facts, shown={"around": around})
 
 
@@ -88,62 +58,17 @@ async def event_rows(asked: Asked, page: Iterable[StoredEvent]) -> list[EventRow
     """The rows of events, with the states of their notifications."""
     rows = list(page)
     states = await asked.admin.states([row.id for row in rows]) if rows else {}
-    return [
-        EventRow(
-            id=row.id,
-            sequence=row.sequence,
-            event_type=row.event_type,
-            model_type=row.model_type,
-            model_id=row.model_id,
-            ordering_key=row.ordering_key,
-            action_id=row.action_id,
-            action_name=row.action_name,
-            correlation_id=row.correlation_id,
-            causation_id=row.causation_id,
-            event_date=row.event_date,
-            available_at=row.available_at,
-            is_delivered=row.is_delivered,
-            states=states.get(row.id, {}),
-            shard=row.shard,
-        )
-        for row in rows
-    ]
-
-
-async def around_of(asked: Asked, filter: Filter, page: Page[Any], things: str) -> Around:
-    """The filter in words, its form, and the link to older rows. ``things``: events or actions."""
-    fields = await fields_of(asked, WORDS_OF_EVENTS)
-    labels = {"since": "Emitted since", "until": "Emitted before"}
-    return Around(
-        words=in_words(filter, things),
-        fields=[{**field, "label": labels.get(field["name"], field["label"])} for field in fields],
-        older=older(asked, filter, page),
-        is_filtered=any(word in asked.query for word in WORDS_OF_EVENTS),
-    )
+    return [made_from(row, EventRow, states=states.get(row.id, {})) for row in rows]
 
 
 # --- executed actions, and one action with its events ---------------------------------------------
 
 
-class ActionRow(Struct, frozen=True, kw_only=True):
-    """An executed action. Dates are naive UTC."""
+class ActionRow(StoredAction, frozen=True, kw_only=True):
+    """An executed action."""
 
-    id: UUID
-    name: str
-    started_date: datetime
-    completion_date: datetime
     took: float
     """Seconds."""
-    correlation_id: str | None
-    causation_id: UUID | None
-    """The event whose handler has executed the action."""
-    hops: int
-    source: str | None
-    events: tuple[EmittedEvent, ...]
-    """At most 20; empty if the action emitted nothing."""
-    is_complete: bool
-    """False if the action has more events."""
-    shard: str
 
 
 class ActionsFacts(Struct, frozen=True, kw_only=True):
@@ -172,7 +97,7 @@ async def actions(asked: Asked) -> View:
     filter = await filter_asked(asked, words=WORDS_OF_EVENTS)
     page = await asked.admin.actions(filter, ROWS, asked.query.get("after"), shard=asked.shard)
     facts = ActionsFacts(filter=query_of(filter), rows=[_row(action) for action in page], next=page.next)
-    around: Around = await around_of(asked, filter, page, "actions")
+    around = await around_of(asked, filter, page, WORDS_OF_EVENTS, things="actions")
     return View(template="actions.html", title="Actions", facts=facts, shown={"around": around})
 
 
@@ -187,10 +112,9 @@ async def action(asked: Asked) -> View:
     page = await asked.admin.events(Filter(action=id), ROWS, asked.query.get("after"), documents=False, shard=row.shard)
     events = await event_rows(asked, [event for event in page if event.event_type is not None])
     documents: Mapping[str, Document] = await documents_of(asked, page[0].id, page[0].shard) if page else {}
-    states: dict[str, int] = {}
+    states = Counter[str]()
     for event in events:
-        for state, number in event.states.items():
-            states[state] = states.get(state, 0) + number
+        states.update(event.states)
     facts = ActionFacts(action=row, params=documents.get("action_params"), events=events, next=page.next, states=states)
     return View(template="action.html", title=row.name, facts=facts)
 
@@ -204,20 +128,8 @@ def given_uuid(text: str, what: str) -> UUID:
 
 
 def _row(action: StoredAction) -> ActionRow:
-    return ActionRow(
-        id=action.id,
-        name=action.name,
-        started_date=action.started_date,
-        completion_date=action.completion_date,
-        took=max(0.0, (action.completion_date - action.started_date).total_seconds()),
-        correlation_id=action.correlation_id,
-        causation_id=action.causation_id,
-        hops=action.hops,
-        source=action.source,
-        events=action.events,
-        is_complete=action.is_complete,
-        shard=action.shard,
-    )
+    took = (action.completion_date - action.started_date).total_seconds()
+    return made_from(action, ActionRow, took=max(0.0, took))
 
 
 # --- one event ------------------------------------------------------------------------------------
@@ -294,17 +206,14 @@ async def event(asked: Asked) -> View:
     documents = {name: document(text) for name, text in texts.items()} if may_read else {}
     orders = await asked.admin.operations(MOST_OPERATIONS)
     [row] = await event_rows(asked, [found])
-    facts = EventFacts(
+    facts = made_from(
+        found,
+        EventFacts,
         event=row,
-        topic=found.topic,
-        source=found.source,
-        hops=found.hops,
         trace_id=_trace_id(texts.get("headers")),
         worst=worst_of(row.states),
         notifications=[delivery_of(record, tells=may_read, is_asked=record.id == asked_for) for record in records],
-        payload=documents.get("payload"),
-        action_params=documents.get("action_params"),
-        headers=documents.get("headers"),
+        **{name: documents.get(name) for name in DOCUMENTS},
         may_read=may_read,
         tree=await _tree(asked, found),
         operations=[row_of(order, tells=may_read) for order in orders if _names(order, found.id, records)],
@@ -345,23 +254,17 @@ async def _tree(asked: Asked, event: StoredEvent) -> Tree | None:
 
 def _drawn(tree: EventTree | None) -> Tree:
     """The nodes in drawing order, without recursion: a chain may have many generations."""
+    if tree is None:
+        return Tree(nodes=[], is_complete=True, is_purged_above=False)
     nodes: list[Node] = []
-    waiting = [] if tree is None else [(tree.root, 0)]
+    waiting = [(tree.root, 0)]
     while waiting:
         node, depth = waiting.pop()
-        nodes.append(
-            Node(
-                event_id=node.event.id, depth=depth, event_type=node.event.event_type,
-                action_name=node.event.action_name, event_date=node.event.event_date, states=node.states,
-                worst=node.worst, is_asked=tree is not None and node.event.id == tree.event_id,
-            )
-        )  # fmt: skip
+        event, is_asked = node.event, node.event.id == tree.event_id
+        more = {"depth": depth, "states": node.states, "worst": node.worst, "is_asked": is_asked}
+        nodes.append(made_from(event, Node, event_id=event.id, **more))
         waiting += [(child, depth + 1) for child in reversed(node.children)]
-    return Tree(
-        nodes=nodes,
-        is_complete=tree is None or tree.is_complete,
-        is_purged_above=tree is not None and tree.is_purged_above,
-    )
+    return made_from(tree, Tree, nodes=nodes)
 
 
 def _names(order: Operation, event_id: UUID, records: Sequence[NotificationRecord]) -> bool:

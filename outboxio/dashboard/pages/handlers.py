@@ -14,7 +14,6 @@ from outboxio.dashboard.lists import OTHER_WORDS, in_time
 from outboxio.dashboard.pages.notifications import GroupRow, group_rows
 from outboxio.dashboard.pages.operations import without_errors
 from outboxio.dashboard.pages.overview import mended_at, without_messages
-from outboxio.dashboard.showing.charts import Bar
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import UnknownHandler
 from outboxio.handlers.options import DEFAULT_OPTIONS, changed
@@ -79,33 +78,20 @@ def findings_of(findings: Sequence[Finding], handlers: Sequence[HandlerStatus]) 
 # pyright: reportPrivateUsage=false
 
 
-class Registered(Struct, frozen=True, kw_only=True):
-    """A handler, as the code of this process has registered the handler."""
+def registered(outbox: Outbox, name: str) -> dict[str, Any] | None:
+    """The handler with this name, as the code of this process has registered it; ``None`` without its code.
 
-    where: str
-    """The place in the code."""
-    delivery: str
-    ordered: bool
-    event_types: list[str]
-    topic: str | None
-    options: dict[str, Any]
-    """The further options that are not the defaults."""
-
-
-def registered(outbox: Outbox, name: str) -> Registered | None:
-    """The handler with this name; ``None`` if this process does not have its code."""
+    ``options``: the further options that are not the defaults.
+    """
     handler = outbox._handlers.find(name)
     if handler is None:
         return None
     options = changed(handler.options, DEFAULT_OPTIONS)
-    return Registered(
-        where=handler.where,
-        delivery=str(handler.options.delivery),
-        ordered=handler.options.ordered,
-        event_types=handler.wanted_names,
-        topic=handler.topic,
-        options={name: value for name, value in options.items() if name not in ("delivery", "ordered")},
-    )
+    return {
+        "where": handler.where, "delivery": str(handler.options.delivery), "ordered": handler.options.ordered,
+        "event_types": handler.wanted_names, "topic": handler.topic,
+        "options": {name: value for name, value in options.items() if name not in ("delivery", "ordered")},
+    }  # fmt: skip
 
 
 # --- one handler: what it does, how it does, and the orders for it --------------------------------
@@ -129,7 +115,7 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     status: HandlerStatus | None
     """``None`` for a name that no process has announced for a long time, and that still has notifications."""
     findings: tuple[Finding, ...]
-    registered: Registered | None
+    registered: dict[str, Any] | None
     """``None`` if this process does not have the code of the handler."""
     span: str
     history: HandlerHistory
@@ -144,13 +130,6 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     operations: list[Operation]
     """The newest orders about the handler."""
     read_date: datetime
-
-
-class P95s(Struct, frozen=True):
-    """The bounds below which 95 % of the runs of each period lie, in seconds."""
-
-    durations: list[float]
-    lags: list[float]
 
 
 async def handler(asked: Asked) -> View:
@@ -182,11 +161,15 @@ async def handler(asked: Asked) -> View:
         operations=await _operations(asked, name),
         read_date=overview.read_date,
     )
+    p95s = {  # in a line of a chart, no run is 0, and more than the largest bound is the largest bound
+        "durations": [min(point.duration_p95 or 0.0, DURATIONS[-1]) for point in history.points],
+        "lags": [min(point.lag_p95 or 0.0, LAGS[-1]) for point in history.points],
+    }
     return View(
         template="handler.html",
         title=name,
         facts=facts,
-        shown={"bars_of": _bars(history), "p95s": _p95s(history), "links": links_of(facts.findings, asked)},
+        shown={"p95s": p95s, "links": links_of(facts.findings, asked)},
     )
 
 
@@ -208,23 +191,3 @@ async def _operations(asked: Asked, name: str) -> list[Operation]:
 def _handler_in(request: Mapping[str, object]) -> object:
     filter = request.get("filter")
     return filter.get("handler") if is_object(filter) else request.get("handler")
-
-
-def _bars(history: HandlerHistory) -> list[Bar]:
-    return [
-        Bar(
-            succeeded=point.succeeded, failed=point.failed, given_up=point.dead + point.expired,
-            label=f"{point.begin:%H:%M}",
-        )
-        for point in history.points
-    ]  # fmt: skip
-
-
-def _p95s(history: HandlerHistory) -> P95s:
-    durations = [_bounded(point.duration_p95, DURATIONS[-1]) for point in history.points]
-    return P95s(durations, [_bounded(point.lag_p95, LAGS[-1]) for point in history.points])
-
-
-def _bounded(seconds: float | None, largest: float) -> float:
-    """A value for a line: nothing is 0, and more than the largest bound is the largest bound."""
-    return min(seconds or 0.0, largest)

@@ -11,40 +11,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import WORDS, in_words, query_of
-from outboxio.dashboard.lists import (
-    ROWS,
-    Listed,
-    Words,
-    count_in_time,
-    count_of,
-    fields_of,
-    filter_asked,
-    in_time,
-    older,
-    rows_of,
-)
+from outboxio.dashboard.lists import ROWS, Listed, Words, around_of, count_in_time, filter_asked, in_time, rows_of
 from outboxio.dashboard.view import Refused, View
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter, Group
 from outboxio.model.operating.operation import BoundedCount
-from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP
-
-
-class Links(Struct, frozen=True):
-    """What the template needs beside the facts."""
-
-    words: str
-    """The filter in words."""
-    fields: list[dict[str, Any]]
-    older: dict[str, Any]
-    retries: bool
-    """True if there may be notifications that ``retry`` changes."""
-    skips: bool
-
-
-class Notifications(Listed, frozen=True, kw_only=True):
-    """The facts of the page."""
+from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, query_of
+from outboxio.support.codec import made_from
 
 
 async def notifications(asked: Asked) -> View:
@@ -52,15 +25,12 @@ async def notifications(asked: Asked) -> View:
     filter = await filter_asked(asked)
     page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
     count = await count_in_time(asked, filter, len(page))
-    facts = Notifications(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
-    around = Links(
-        in_words(filter),
-        await fields_of(asked, WORDS),
-        older(asked, filter, page),
-        _has(filter, TO_RETRY),
-        _has(filter, TO_SKIP),
+    facts = Listed(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
+    around = await around_of(asked, filter, page)
+    changes = {"retries": _has(filter, TO_RETRY), "skips": _has(filter, TO_SKIP)}
+    return View(
+        template="notifications.html", title="Notifications", facts=facts, shown={"around": around, **changes}
     )
-    return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around})
 
 
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:
@@ -110,15 +80,6 @@ class DeadLetters(Listed, frozen=True, kw_only=True):
     """``None`` on the pages with older dead letters, and if the dead letters could not be grouped within 2 s."""
 
 
-class DeadLinks(Struct, frozen=True):
-    """What the template needs beside the facts."""
-
-    words: str
-    fields: list[dict[str, Any]]
-    older: dict[str, Any]
-    is_filtered: bool
-
-
 async def dead(asked: Asked) -> View:
     """The dead letters that match the filter."""
     filter = await filter_asked(asked, *DEAD)
@@ -131,7 +92,7 @@ async def dead(asked: Asked) -> View:
     page = await asked.admin.list(filter, ROWS, after, shard=asked.shard)
     grouped: Grouped | None = None
     if after is None and (groups := await in_time(asked.admin.groups(filter, shard=asked.shard))) is not None:
-        count = count_of(cast(BoundedCount, groups.of))
+        count = cast(BoundedCount, groups.of)
         rows = group_rows(groups, tells=asked.access.may("payloads"))
         grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
     else:
@@ -139,12 +100,7 @@ async def dead(asked: Asked) -> View:
     facts = DeadLetters(
         filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next, grouped=grouped
     )
-    around = DeadLinks(
-        in_words(filter),
-        await fields_of(asked, DEAD_WORDS, DEAD),
-        older(asked, filter, page),
-        any(word in asked.query for word in DEAD_WORDS),
-    )
+    around = await around_of(asked, filter, page, DEAD_WORDS, DEAD)
     return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
 
 
@@ -174,7 +130,4 @@ def _by_class(groups: Iterable[Group]) -> list[GroupRow]:
 
 
 def _row(group: Group, error: str, sample: str | None) -> GroupRow:
-    return GroupRow(
-        handler_name=group.handler_name, error=error, number=group.number, first_seen=group.first_seen,
-        last_seen=group.last_seen, sample=sample, event_id=group.event_id, filter=query_of(group.filter),
-    )  # fmt: skip
+    return made_from(group, GroupRow, error=error, sample=sample, filter=query_of(group.filter))

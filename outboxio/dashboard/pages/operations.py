@@ -10,14 +10,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import in_words, query_of, refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Count, Words, count_of
+from outboxio.dashboard.filters import in_words, refuse_unknown_words
+from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Words
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.operations.queries.filters import given_filter
-from outboxio.support.codec import is_list, is_object
+from outboxio.model.operating.operation import BoundedCount, Operation, OperationState
+from outboxio.operations.queries.filters import given_filter, query_of
+from outboxio.support.codec import is_list, is_object, made_from
 
 HIDDEN = "(hidden)"
 MOST_LEFT = 10_000
@@ -40,15 +40,12 @@ class OperationsFacts(Struct, frozen=True, kw_only=True):
     next: str | None
 
 
-class OperationFacts(Struct, frozen=True, kw_only=True):
+class OperationFacts(OperationRow, frozen=True, kw_only=True):
     """The facts of one order."""
 
-    operation: Operation
-    said: str
-    handler: str | None
     filter: Words | None
     """The words of the filter, for links to the notifications."""
-    left: Count | None
+    left: BoundedCount | None
     """The notifications that a bulk order has still to reach; ``None`` for a different order, or an ended order."""
     share: float | None
     """The part that is done, 0 to 1."""
@@ -78,10 +75,9 @@ async def operation(asked: Asked) -> View:
     tells = asked.access.may("payloads")
     row, filter = row_of(found, tells=tells), filter_in(found)
     left = await _left(asked, found, filter)
-    facts = OperationFacts(
-        operation=row.operation,
-        said=row.said,
-        handler=row.handler,
+    facts = made_from(
+        row,
+        OperationFacts,
         filter=None if filter is None or (filter.error is not None and not tells) else query_of(filter),
         left=left,
         share=_share(found, left, asked.query.get("of", "")),
@@ -139,22 +135,22 @@ def _hidden(value: object) -> object:
     return {**value, "error": HIDDEN} if is_object(value) and value.get("error") else value
 
 
-async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> Count | None:
+async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> BoundedCount | None:
     """The notifications that still match: those that were changed do not match any longer."""
     if operation.has_ended or filter is None:
         return None
     try:
-        return count_of(await asked.admin.count(filter, most=MOST_LEFT))
+        return await asked.admin.count(filter, most=MOST_LEFT)
     except OutboxError:  # the last notification of a handler without any process was changed just now
         return None
 
 
-def _share(operation: Operation, left: Count | None, of: str) -> float | None:
+def _share(operation: Operation, left: BoundedCount | None, of: str) -> float | None:
     """The part that is done. ``of``: the number that was confirmed, if the address has the number."""
     if operation.state is OperationState.DONE:
         return 1.0
     reached = operation.matched
-    whole = reached + left.number if left is not None else 0
+    whole = reached + left if left is not None else 0
     if of.isdecimal() and len(of) < 10 and not operation.has_ended:
         whole = max(whole, int(of))
     return min(1.0, reached / whole) if whole else None

@@ -10,11 +10,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import query_of
 from outboxio.dashboard.view import PATIENCE, View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.groups import Filter, Group
 from outboxio.operations.overview.values import Finding, HandlerStatus, KeyStatus, Overview
+from outboxio.operations.queries.filters import query_of
 from outboxio.support.clock import utc_now
 
 FOLDED_FROM = 4

@@ -8,20 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from markupsafe import Markup
-from msgspec import Struct
+
+from outboxio.model.operating.groups import HistoryPoint
 
 _SCALE_WIDTH = 44  # at the right, for the numbers of the scale
-
-
-class Bar(Struct, frozen=True):
-    """A minute, or a longer time, of the chart of a handler."""
-
-    succeeded: int
-    failed: int = 0
-    given_up: int = 0
-    """DEAD and EXPIRED."""
-    label: str = ""
-    """The time, as ``14:05``. Digits, colons, spaces and hyphens only."""
 
 
 def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup:
@@ -45,21 +35,21 @@ def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup
     )
 
 
-def bars(columns: Sequence[Bar], width: int = 1080, height: int = 200) -> Markup:
-    """Stacked columns: succeeded, failed and given up of each minute, the oldest first. Each column has a tooltip."""
-    if not columns:
+def bars(points: Sequence[HistoryPoint], width: int = 1080, height: int = 200) -> Markup:
+    """Stacked columns: succeeded, failed and given up of each period, the oldest first. Each column has a tooltip."""
+    if not points:
         return Markup("")
     plot = height - 18  # below are the labels of the times
-    top = nice_top(max(one.succeeded + one.failed + one.given_up for one in columns))
-    step = (width - _SCALE_WIDTH) / len(columns)
+    top = nice_top(max(one.succeeded + one.failures for one in points))
+    step = (width - _SCALE_WIDTH) / len(points)
     parts = [_scale(top, width, plot)]
-    for position, one in enumerate(columns):
+    for position, one in enumerate(points):
         parts.append(_column(one, position * step, step, plot, top))
-    every = max(1, round(len(columns) / 6))
-    for position in range(0, len(columns), every):
-        if label := _plain(columns[position].label):
-            parts.append(f'<text class="chart-label" x="{position * step:.1f}" y="{height - 4}">{label}</text>')
-    total = sum(one.succeeded for one in columns), sum(one.failed + one.given_up for one in columns)
+    every = max(1, round(len(points) / 6))
+    for position in range(0, len(points), every):
+        x, label = position * step, f"{points[position].begin:%H:%M}"
+        parts.append(f'<text class="chart-label" x="{x:.1f}" y="{height - 4}">{label}</text>')
+    total = sum(one.succeeded for one in points), sum(one.failures for one in points)
     told = f"{total[0]:,} succeeded, {total[1]:,} failed"
     return Markup(
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
@@ -76,11 +66,11 @@ def nice_top(largest: int) -> int:
     return next(step * factor for factor in (2, 3, 4, 6, 8, 10) if step * factor >= largest and step * factor % 2 == 0)
 
 
-def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
+def _column(one: HistoryPoint, x: float, step: float, plot: int, top: int) -> str:
     gap = min(2.0, step / 4)
     parts: list[str] = []
-    y = float(plot)
-    for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", one.given_up)):
+    y, given_up = float(plot), one.dead + one.expired
+    for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", given_up)):
         if value:
             size = max(1.0, value / top * plot)
             y -= size
@@ -88,7 +78,7 @@ def _column(one: Bar, x: float, step: float, plot: int, top: int) -> str:
                 f'<rect class="bar-{name}" x="{x + gap / 2:.1f}" y="{y:.1f}" width="{step - gap:.1f}" '
                 f'height="{size:.1f}"/>'
             )
-    told = f"{_plain(one.label)} {one.succeeded:,} succeeded, {one.failed:,} failed, {one.given_up:,} given up".strip()
+    told = f"{one.begin:%H:%M} {one.succeeded:,} succeeded, {one.failed:,} failed, {given_up:,} given up"
     hover = f'<rect class="bar-hover" x="{x:.1f}" y="0" width="{step:.1f}" height="{plot}"/>'
     return f"<g><title>{told}</title>{hover}{''.join(parts)}</g>"
 
@@ -103,8 +93,3 @@ def _scale(top: int, width: int, plot: int) -> str:
             told = f"{top * part:,.0f}"
             parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{told}</text>')
     return "".join(parts)
-
-
-def _plain(label: str) -> str:
-    """The characters of a label that are allowed in SVG text without escaping."""
-    return "".join(sign for sign in label if sign.isalnum() or sign in " :-.")

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct
 from outboxio.dashboard.asked import Asked
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.support.clock import naive_utc, utc_now
-from outboxio.support.codec import is_list, is_object
+from outboxio.support.codec import is_list, is_object, made_from
 
 MOST_SHOWN = 65_536  # characters of a document on a page
 _MOST_INDENTED = 262_144  # characters; a longer text is shown as it is stored
@@ -82,39 +82,24 @@ _LATE = timedelta(minutes=1)
 _DUE = (State.PENDING, State.FAILED, State.DYING)
 
 
-class ErrorRow(Struct, frozen=True, kw_only=True):
-    """The error of an attempt."""
+class Delivery(NotificationRecord, frozen=True, kw_only=True):
+    """A notification of the event, without its documents.
 
-    attempt: int | None
-    time: datetime | None
-    type: str
-    message: str | None
-    """``None`` without the right to read payloads."""
-    traceback: str | None
+    ``errors``: the newest first, at most 10, each with ``attempt``, ``time``, ``type``, ``message`` and ``traceback``;
+    the last two are ``None`` without the right to read payloads.
+    """
 
-
-class Delivery(Struct, frozen=True, kw_only=True):
-    """A notification of the event. Dates are naive UTC."""
-
-    id: UUID
-    handler_name: str
-    state: State
-    attempts: int
     due: datetime | None
     """The moment of the next run; ``None`` if none is planned."""
     is_overdue: bool
     """True if the notification has been due for more than a minute, by the clock of this machine."""
-    created_date: datetime
-    updated_date: datetime
-    """For a finished notification, the moment of the end."""
-    ordering_key: str | None
-    priority: int
-    partition_number: int
-    errors: list[ErrorRow]
-    """The newest first; at most 10 are kept."""
     is_asked: bool
     """True if the address of the page has the id of this notification."""
-    shard: str
+
+    in_json = (
+        "id", "handler_name", "state", "attempts", "due", "is_overdue", "created_date", "updated_date", "ordering_key",
+        "priority", "partition_number", "errors", "is_asked", "shard",
+    )  # fmt: skip
 
     @property
     def may_retry(self) -> bool:
@@ -129,36 +114,22 @@ def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> D
     """The notification for a page. ``tells``: False leaves out messages and tracebacks."""
     entries: object = record.errors
     due = record.next_retry_at if record.state in _DUE else None
-    errors = [_error(entry, tells) for entry in entries] if is_list(entries) else []
-    return Delivery(
-        id=record.id,
-        handler_name=record.handler_name,
-        state=record.state,
-        attempts=record.attempts,
-        due=due,
-        is_overdue=due is not None and due < utc_now() - _LATE,
-        created_date=record.created_date,
-        updated_date=record.updated_date,
-        ordering_key=record.ordering_key,
-        priority=record.priority,
-        partition_number=record.partition_number,
-        errors=errors[::-1],
-        is_asked=is_asked,
-        shard=record.shard,
-    )
+    errors = [_error(entry, tells) for entry in entries[::-1]] if is_list(entries) else []
+    is_overdue = due is not None and due < utc_now() - _LATE
+    return made_from(record, Delivery, due=due, is_overdue=is_overdue, errors=errors, is_asked=is_asked)
 
 
-def _error(entry: object, tells: bool) -> ErrorRow:
+def _error(entry: object, tells: bool) -> dict[str, object]:
     """An entry of the column ``errors``, which a foreign tool may have written."""
     parts: Mapping[str, object] = entry if is_object(entry) else {"type": "Unknown", "message": entry}
     attempt = parts.get("attempt")
-    return ErrorRow(
-        attempt=attempt if isinstance(attempt, int) else None,
-        time=_moment(parts.get("time")),
-        type=_text(parts.get("type")) or "Unknown",
-        message=_text(parts.get("message")) if tells else None,
-        traceback=_text(parts.get("traceback")) if tells else None,
-    )
+    return {
+        "attempt": attempt if isinstance(attempt, int) else None,
+        "time": _moment(parts.get("time")),
+        "type": _text(parts.get("type")) or "Unknown",
+        "message": _text(parts.get("message")) if tells else None,
+        "traceback": _text(parts.get("traceback")) if tells else None,
+    }
 
 
 def _moment(value: object) -> datetime | None:

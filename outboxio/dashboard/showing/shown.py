@@ -252,6 +252,7 @@ def as_json(facts: object) -> bytes:
     - A number has all of its digits, also within a document of an event.
     - A bounded count is an object with ``number`` and ``is_complete``.
     - A lone surrogate, which JSON in UTF-8 cannot have, becomes its escape as text.
+    - A struct has all of its fields, or those that its class names in ``in_json``.
     """
     return msgspec.json.format(msgspec.json.encode(_plain(facts)), indent=2) + b"\n"
 
@@ -270,7 +271,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, Struct):
-        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+        return {name: _plain(getattr(value, name)) for name in getattr(value, "in_json", value.__struct_fields__)}
     if isinstance(value, Mapping):
         fields = cast("Mapping[object, object]", value)
         return {_plain(str(key)): _plain(each) for key, each in fields.items()}

@@ -177,6 +177,28 @@ async def search_of(filter: Filter, database: Database, known: Known, types: Eve
     )
 
 
+#: The fields of a filter that are one text, by their words on the command line and in the addresses of the dashboard.
+TEXTS = {
+    "handler": "handler", "type": "event_type", "key": "ordering_key", "model": "model_id", "action": "action",
+    "correlation": "correlation_id", "error": "error",
+}  # fmt: skip
+
+
+def query_of(filter: Filter) -> dict[str, list[str]]:
+    """The words that say a filter, each with its values. Moments are dates.
+
+    Example::
+
+        asked.url("notifications", **query_of(group.filter))
+    """
+    query: dict[str, list[str]] = {"state": [str(state) for state in filter.states]}
+    for word, field in {**TEXTS, "since": "since", "until": "until"}.items():
+        value: object = getattr(filter, field)
+        told = value.isoformat() if isinstance(value, datetime) else str(value)
+        query[word] = [] if value is None else [told]
+    return {word: found for word, found in query.items() if found}
+
+
 def frozen(filter: Filter, end: datetime) -> Filter:
     """The filter of a bulk order: a notification that changes from ``end`` on does not match any more."""
     return replace(filter, until=end if filter.until is None else min(filter.until, end))
