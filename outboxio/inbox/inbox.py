@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from datetime import datetime
 from typing import Any, Literal, Unpack
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.inbox.inline import Consumption, InlineRunner, Message, OtherPayload, Received
-from outboxio.inbox.message import Given, MessageParts, Messages, OnInvalid, checked_all, hash_of, parts_of
+from outboxio.inbox.message import Given, MessageParts, Messages, OnInvalid, checked, checked_all, hash_of, parts_of
 from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.payloads.classes import AnyEvent
@@ -88,21 +88,22 @@ class Inbox:
             available_at=available_at,
         )  # fmt: skip
         target = self._executor.shard(shard)
-        delivery = _Delivery(source, external_id, self._consumer, given.checked(target.emitter))
+        record = given.checked(target.emitter)
+        row = ConsumeResult(source, external_id, self._consumer, record.id, hash_of(record), target.clock())
         options: dict[str, Any] = {"headers": headers, "correlation_id": correlation_id, "source": source}
         try:
             if connection is None:
-                seen = await self._store(delivery, given.params, shard=shard, **options)
-                return Received.RECEIVED if seen is None else self._seen_before(seen, delivery)
+                seen = await self._store(row, record, given.params, shard=shard, **options)
+                return Received.RECEIVED if seen is None else self._seen_before(seen, row)
             session = await self._wrap(target, connection)
-            await delivery.require_new(session, target.clock())
-            await self._executor.record(target, session, RECEIVED_ACTION, given.params, [delivery.event], **options)
+            await _require_new(session, row)
+            await self._executor.record(target, session, RECEIVED_ACTION, given.params, [record], **options)
         except _Seen as seen:
-            return self._seen_before(seen, delivery)
+            return self._seen_before(seen, row)
         return Received.RECEIVED
 
     async def _store(
-        self, delivery: _Delivery, params: Mapping[str, Any], *, shard: str | None, **options: Any
+        self, row: ConsumeResult, event: EventRecord, params: Mapping[str, Any], *, shard: str | None, **options: Any
     ) -> _Seen | None:
         """Store a message in a new transaction, unless the message was received before.
 
@@ -116,8 +117,8 @@ class Inbox:
                     async with executor.attempt(
                         RECEIVED_ACTION, params, shard=shard, action_id=action_id, **options
                     ) as tx:
-                        await delivery.require_new(tx, tx.now)
-                        tx.add(delivery.event)
+                        await _require_new(tx, replace(row, consumed_date=tx.now))
+                        tx.add(event)
                     return None
                 except _Seen as seen:
                     execution.was_duplicate()
@@ -240,8 +241,9 @@ class Inbox:
             raise ConfigurationError(f"on_error is {briefly(on_error)}; expected 'raise' or 'store'")
         self._executor.refuse_nesting(RECEIVED_ACTION)
         given: dict[str, Any] = {**parts_of(message), **parts}
-        inbound = self._message(Given(**given), shard)
-        inline = self._inline(self._executor.shard(shard).database.name)
+        target = self._executor.shard(shard)
+        inbound = checked(self._executor, target, Given(**given))
+        inline = self._inline(target.database.name)
         handlers = inline.interested(inbound.event)
         if not handlers:
             raise ConfigurationError(
@@ -300,15 +302,6 @@ class Inbox:
             raise BaseExceptionGroup(told, list(failed.values()))
         return result
 
-    def _message(self, given: Given, shard: str | None) -> Message:
-        """The message, checked and encoded."""
-        target = self._executor.shard(shard)
-        record = given.checked(target.emitter)
-        action = self._executor.action_record(
-            target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
-        )
-        return Message(given.source, given.external_id, hash_of(record), action, record)
-
     def _conflict(self, message: Message) -> Consumption:
         self._count_conflict(message.source, message.external_id)
         return Consumption(status=Received.CONFLICT)
@@ -320,10 +313,10 @@ class Inbox:
             source=source, external_id=external_id,
         )  # fmt: skip
 
-    def _seen_before(self, seen: _Seen, delivery: _Delivery) -> Received:
-        if seen.payload_hash == delivery.payload_hash:
+    def _seen_before(self, seen: _Seen, row: ConsumeResult) -> Received:
+        if seen.payload_hash == row.payload_hash:
             return Received.DUPLICATE
-        self._count_conflict(delivery.source, delivery.external_id)
+        self._count_conflict(row.source, row.external_id)
         return Received.CONFLICT
 
 
@@ -339,21 +332,8 @@ class _NothingNew(Exception):
     """All messages of a call were received before: the transaction is rolled back."""
 
 
-class _Delivery(Struct, frozen=True):
-    """One message on its way into the tables."""
-
-    source: str
-    external_id: str
-    consumer: str
-    event: EventRecord
-
-    @property
-    def payload_hash(self) -> str:
-        return hash_of(self.event)
-
-    async def require_new(self, writer: Transaction | Session, now: datetime) -> None:
-        """Write the inbox message's row; :class:`_Seen` if the row is there already."""
-        key = (self.source, self.external_id, self.consumer)
-        found = await writer.consume(ConsumeResult(*key, self.event.id, self.payload_hash, now))
-        if found.event_id != self.event.id:
-            raise _Seen(found.payload_hash)
+async def _require_new(writer: Transaction | Session, row: ConsumeResult) -> None:
+    """Write the inbox message's row; :class:`_Seen` if the row is there already."""
+    found = await writer.consume(row)
+    if found.event_id != row.event_id:
+        raise _Seen(found.payload_hash)

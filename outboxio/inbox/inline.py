@@ -92,6 +92,10 @@ class Message(Struct, frozen=True):
     action: ActionRecord
     event: EventRecord
 
+    def row(self, consumer: str, now: datetime) -> ConsumeResult:
+        """The row of ``consumed_events`` for a consumer."""
+        return ConsumeResult(self.source, self.external_id, consumer, self.event.id, self.payload_hash, now)
+
 
 class InlineRunner:
     """Runs the handlers of inbox messages on a shard."""
@@ -281,15 +285,7 @@ class InlineRunner:
 
     async def _write_row(self, session: Session, message: Message, handler_name: str, now: datetime) -> bool:
         """Write the handler's row; True if the row is new. Raises :class:`OtherPayload`."""
-        row = ConsumeResult(
-            message.source,
-            message.external_id,
-            self._consumer(handler_name),
-            message.event.id,
-            message.payload_hash,
-            now,
-        )
-        found = await session.consume(row)
+        found = await session.consume(message.row(self._consumer(handler_name), now))
         if found.payload_hash != message.payload_hash:
             raise OtherPayload
         return found.event_id == message.event.id

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent
-from outboxio.inbox.inline import Received
+from outboxio.inbox.inline import Message, Received
 from outboxio.model.emitter import Emitter
-from outboxio.model.event import RECEIVED_ACTION, EventRecord, ReceivedEvent, checked_name
+from outboxio.model.event import RECEIVED_ACTION, EventRecord, checked_name
 from outboxio.model.payloads.classes import AnyEvent, checked_version, header_of
 from outboxio.storage.protocols import ConsumeResult
 from outboxio.support.codec import decode_given, encode_object
@@ -129,19 +129,19 @@ MOST_MESSAGES = 10_000
 OnInvalid = Literal["raise", "return"]
 
 
-class CheckedMessage(Struct, frozen=True):
-    """A message that can be stored, with its event and its action."""
-
-    source: str
-    external_id: str
-    payload_hash: str
-    received: ReceivedEvent
+def checked(executor: ActionExecutor, target: WritableShard, given: Given) -> Message:
+    """The message, checked and encoded, with the action that receives it."""
+    event = given.checked(target.emitter)
+    action = executor.action_record(
+        target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
+    )
+    return Message(given.source, given.external_id, hash_of(event), action, event)
 
 
 class Messages:
     """Messages on the way into the tables."""
 
-    def __init__(self, consumer: str, number: int, given: Mapping[int, CheckedMessage | InvalidEvent]) -> None:
+    def __init__(self, consumer: str, number: int, given: Mapping[int, Message | InvalidEvent]) -> None:
         self._consumer = consumer
         self._number = number
         self._invalid = {index: one for index, one in given.items() if isinstance(one, InvalidEvent)}
@@ -154,23 +154,17 @@ class Messages:
 
         ``commits``: outboxio commits the transaction.
         """
-        rows = [
-            ConsumeResult(one.source, one.external_id, self._consumer, one.received[1].id, one.payload_hash, now)
-            for one in self.given.values()
-        ]
+        rows = [one.row(self._consumer, now) for one in self.given.values()]
         rows.sort(key=lambda row: (row.source, row.external_id))
         found = await tx.consume_all(rows)
         self._found = {(row.source, row.external_id): row for row in found}
-        new = [(action.completed(now), event) for action, event in self._new()]
+        new = [(one.action.completed(now), one.event) for one in self.given.values() if self._is_new(one)]
         if new:
             await write_received(tx, new, commits=commits)
         return bool(new)
 
-    def _new(self) -> list[ReceivedEvent]:
-        return [one.received for one in self.given.values() if self._is_new(one)]
-
-    def _is_new(self, one: CheckedMessage) -> bool:
-        return self._found[one.source, one.external_id].event_id == one.received[1].id
+    def _is_new(self, one: Message) -> bool:
+        return self._found[one.source, one.external_id].event_id == one.event.id
 
     def results(self, conflicts: Callable[[str, str], None]) -> list[Received | InvalidEvent]:
         """The result of each message. ``conflicts`` is called with the source and the id of each conflict."""
@@ -205,25 +199,16 @@ def checked_all(
         raise ConfigurationError(
             f"receive_many() got {len(listed)} messages; one call takes at most {MOST_MESSAGES}: make several calls"
         )
-    checked: dict[int, CheckedMessage | InvalidEvent] = {}
+    found: dict[int, Message | InvalidEvent] = {}
     for index, message in enumerate(listed):
         try:
-            checked[index] = _checked(executor, target, message)
+            if message is None:
+                raise InvalidEvent("the message", "it is None; give a mapping with the parts of receive(), or an object")
+            found[index] = checked(executor, target, Given(**parts_of(message)))
         except InvalidEvent as error:
             if on_invalid == "raise":
                 subject = f"messages[{index}]: {error.subject}"
                 logged = error.without_value.removeprefix(f"{error.subject}: ")
                 raise InvalidEvent(subject, error.reason, logged=logged) from error
-            checked[index] = error
-    return Messages(consumer, len(listed), checked)
-
-
-def _checked(executor: ActionExecutor, target: WritableShard, message: object) -> CheckedMessage:
-    if message is None:
-        raise InvalidEvent("the message", "it is None; give a mapping with the parts of receive(), or an object")
-    given = Given(**parts_of(message))
-    event = given.checked(target.emitter)
-    action = executor.action_record(
-        target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
-    )
-    return CheckedMessage(given.source, given.external_id, hash_of(event), (action, event))
+            found[index] = error
+    return Messages(consumer, len(listed), found)
