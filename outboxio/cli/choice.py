@@ -12,7 +12,7 @@ from outboxio.cli.options import Options
 from outboxio.cli.target import TargetError
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.queries.filters import EXPECTED_MOMENT, parse_moment
+from outboxio.operations.queries.filters import EXPECTED_MOMENT, TEXTS, parse_moment, query_of
 from outboxio.support.text import briefly
 
 
@@ -68,13 +68,7 @@ class Choice(Options, frozen=True):
         """The filter. ``states``: the states if the command line names none."""
         return Filter(
             states=tuple(state.upper() for state in self.state) if self.state else states,
-            handler=self.handler,
-            event_type=self.type,
-            ordering_key=self.key,
-            model_id=self.model,
-            action=self.action,
-            correlation_id=self.correlation,
-            error=self.error,
+            **{field: getattr(self, word) for word, field in TEXTS.items()},
             since=None if self.since is None else moment(self.since, "--since"),
             until=None if self.until is None else moment(self.until, "--until"),
         )
@@ -100,12 +94,4 @@ def given_id(text: str) -> UUID:
 
 def words_of(filter: Filter) -> list[str]:
     """The options that choose the notifications of a filter."""
-    words = [word for state in filter.states for word in ("--state", str(state))]
-    for option, value in {
-        "--handler": filter.handler, "--type": filter.event_type, "--key": filter.ordering_key,
-        "--model": filter.model_id, "--action": filter.action, "--correlation": filter.correlation_id,
-        "--error": filter.error, "--since": filter.since, "--until": filter.until,
-    }.items():  # fmt: skip
-        if value is not None:
-            words += [option, value.isoformat() if isinstance(value, datetime) else str(value)]
-    return words
+    return [part for word, values in query_of(filter).items() for value in values for part in (f"--{word}", value)]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from uuid import UUID
 
 from outboxio.cli.answer import actor
 from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
-from outboxio.model.operating.operation import StoredEvent
 from outboxio.operations.admin import Admin
 from outboxio.operations.arguments import GivenTypes, given_handler
-from outboxio.operations.queries.events import stored
 from outboxio.outbox import Drained, Outbox
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
@@ -72,13 +69,6 @@ async def refuse_unknown_handler(
 def admin_of(outbox: Outbox) -> Admin:
     """The orders of the command line: recorded with the user of this machine."""
     return outbox.admin.by(actor(), origin="cli")
-
-
-async def event_of(outbox: Outbox, id: UUID) -> StoredEvent | None:
-    """The stored event with this id."""
-    admin = outbox.admin
-    found = await admin._find(admin._shards.databases(None), id)
-    return None if found is None else stored(*found, admin._redact)
 
 
 async def now_of(outbox: Outbox) -> datetime:

@@ -64,15 +64,10 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Reason = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Why: kept in the record of the operation.", show_default=False)
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 
 
 class Options(Struct, frozen=True):
-    """A group of options. A field is an option of typer, with a default."""
+    """A group of options. A field that is annotated for typer is an option, with a default."""
 
 
 class Common(Options, frozen=True):
@@ -169,7 +164,8 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def call(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in msgspec.structs.fields(group)})
+            names = [field for field in group.__struct_fields__ if field in given]
+            given[name] = group(**{field: given.pop(field) for field in names})
         function(**given)
 
     vars(call)["__signature__"] = inspect.Signature(sorted(parameters, key=_has_default))
@@ -185,6 +181,7 @@ def _parameters_of(group: type[Options]) -> list[inspect.Parameter]:
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
         for field in msgspec.structs.fields(group)
+        if hasattr(hints[field.name], "__metadata__")
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.cli.choice import Choice
-from outboxio.cli.commands.notifications import Changes, Looks, tail
+from outboxio.cli.commands.notifications import Changes, tail
 from outboxio.model.operating.groups import Filter
 from tests.kit.app import eventually
 
@@ -70,7 +70,7 @@ async def test_following_prints_every_change(tmp_path: Path, capsys: pytest.Capt
             told.extend(capsys.readouterr().out.splitlines())
             return {line["id"] for line in map(json.loads, told) if line["state"] == "SKIPPED"}
 
-        following = asyncio.create_task(tail(outbox, Choice(), Looks(follow=True, every=0.1), as_json=True))
+        following = asyncio.create_task(tail(outbox, Choice(), 0.1, follow=True, as_json=True))
         await eventually(lambda: read() == set() and told)
         await outbox.admin.skip(Filter(handler="mail"))
         await eventually(lambda: len(read()) == NUMBER)
@@ -82,4 +82,4 @@ async def test_following_prints_every_change(tmp_path: Path, capsys: pytest.Capt
 async def test_following_ends_at_the_date_of_until(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'tail.db'}", namespace="tail") as outbox:
         await outbox.migrate()
-        assert await tail(outbox, Choice(until="1h"), Looks(follow=True, every=0.1), as_json=True) == 0
+        assert await tail(outbox, Choice(until="1h"), 0.1, follow=True, as_json=True) == 0

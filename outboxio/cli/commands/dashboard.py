@@ -13,14 +13,14 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
-from msgspec import Struct
 
 from outboxio.cli.answer import Exit, actor, line, say, say_json, terminal
 from outboxio.cli.commands.worker import signalled
+from outboxio.cli.options import Options
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox
 
@@ -90,15 +90,21 @@ def _spec() -> ModuleSpec:
 # ``outboxio dashboard``: serves the dashboard from a terminal, on this machine unless a password is given.
 
 
-class Serving(Struct, frozen=True):
+class Serving(Options, frozen=True):
     """Where the dashboard listens, and for whom."""
 
-    host: str
-    port: int
-    auth_env: str | None = None
-    """The environment variable with the password; ``None`` for a dashboard on this machine without a password."""
-    user: str = "ops"
-    read_only: bool = False
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on. An address of the network needs --auth-env.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="The port; 0 for a free port.")] = 8900
+    auth_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The environment variable with the password that browsers send.", show_default=False
+        ),
+    ] = None
+    user: Annotated[str, typer.Option(metavar="USER", help="With --auth-env: the user of the password.")] = "ops"
+    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that changes rows.")] = False
 
 
 def refuse_open(serving: Serving) -> None:

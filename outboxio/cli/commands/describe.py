@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -19,25 +20,13 @@ from outboxio.outbox import Outbox
 from outboxio.settings import Settings
 
 
-class HandlerDescription(Struct, frozen=True):
-    """A handler, as the code has registered it."""
-
-    name: str
-    where: str
-    aliases: Sequence[str]
-    event_types: Sequence[str]
-    topic: str | None
-    options: dict[str, Any]
-    """The options that are not the defaults."""
-
-
 class OutboxDescription(Struct, frozen=True):
     """An outbox, as the code has made it."""
 
     namespace: str
     shards: dict[str, str]
     """The dialect of each shard."""
-    handlers: Sequence[HandlerDescription]
+    handlers: Sequence[Handler]
     settings: dict[str, Any]
     """The settings that are not the defaults."""
     unhandled: Sequence[str]
@@ -48,7 +37,7 @@ def describe(outbox: Outbox, *, as_json: bool) -> Exit:
     """Print the description."""
     found = description_of(outbox)
     if as_json:
-        say_json(found)
+        say_json({**asdict(found), "handlers": [_described(handler) for handler in found.handlers]})
     else:
         _tell(found)
     return Exit.FINE
@@ -61,21 +50,19 @@ def description_of(outbox: Outbox) -> OutboxDescription:
     return OutboxDescription(
         outbox.namespace,
         {name: database.dialect for name, database in databases(outbox).items()},
-        [_described(handler) for handler in sorted(registered, key=lambda handler: handler.name)],
+        sorted(registered, key=lambda handler: handler.name),
         changed(outbox.settings, Settings()),
         sorted(map(type_name, defined - wanted)),
     )
 
 
-def _described(handler: Handler) -> HandlerDescription:
-    return HandlerDescription(
-        handler.name,
-        handler.where,
-        sorted(handler.aliases),
-        handler.wanted_names,
-        handler.topic,
-        changed(handler.options, DEFAULT_OPTIONS),
-    )
+def _described(handler: Handler) -> dict[str, Any]:
+    """A handler, as the code has registered it. ``options``: those that are not the defaults."""
+    return {
+        "name": handler.name, "where": handler.where, "aliases": sorted(handler.aliases),
+        "event_types": handler.wanted_names, "topic": handler.topic,
+        "options": changed(handler.options, DEFAULT_OPTIONS),
+    }  # fmt: skip
 
 
 def _tell(found: OutboxDescription) -> None:
@@ -93,14 +80,15 @@ def _tell(found: OutboxDescription) -> None:
         say(line(("..", "yellow"), f"  no handler here wants {told}: a different process may have one"))
 
 
-def _table(described: Sequence[HandlerDescription]) -> Table:
+def _table(registered: Sequence[Handler]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     for column in ("handler", "wants", "options that are not the defaults"):
         table.add_column(column, overflow="fold")
-    for one in described:
-        name = line((one.name, "bold"), *((f"\nalso {', '.join(one.aliases)}", "dim") for _ in one.aliases[:1]))
-        wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.event_types)
-        options = "\n".join(f"{option}={value}" for option, value in one.options.items())
+    for one in registered:
+        aliases = sorted(one.aliases)
+        name = line((one.name, "bold"), *((f"\nalso {', '.join(aliases)}", "dim") for _ in aliases[:1]))
+        wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.wanted_names)
+        options = "\n".join(f"{option}={value}" for option, value in changed(one.options, DEFAULT_OPTIONS).items())
         table.add_row(Text.assemble(name), line(wants), line(options))
     return table
 

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 from uuid import UUID
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 from rich.text import Text
 
@@ -44,16 +43,9 @@ from outboxio.outbox import Outbox
 _COMMANDS = 10  # that a list of groups shows
 
 
-class Paging(Struct, frozen=True):
-    """Which part of a list to show."""
-
-    limit: int
-    after: str | None
-
-
-async def list_notifications(outbox: Outbox, choice: Choice, paging: Paging, *, as_json: bool) -> Exit:
+async def list_notifications(outbox: Outbox, choice: Choice, limit: int, after: str | None, *, as_json: bool) -> Exit:
     """Print the newest notifications that match."""
-    page = await admin_of(outbox).list(choice.filter(), paging.limit, paging.after)
+    page = await admin_of(outbox).list(choice.filter(), limit, after)
     if as_json:
         say_json({"rows": list(page), "next": page.next})
         return Exit.FINE
@@ -72,9 +64,9 @@ async def list_notifications(outbox: Outbox, choice: Choice, paging: Paging, *, 
     return Exit.FINE
 
 
-async def events(outbox: Outbox, choice: Choice, paging: Paging, *, as_json: bool) -> Exit:
+async def events(outbox: Outbox, choice: Choice, limit: int, after: str | None, *, as_json: bool) -> Exit:
     """Print the newest events that match."""
-    page: Page[StoredEvent] = await admin_of(outbox).events(choice.filter(), paging.limit, paging.after)
+    page: Page[StoredEvent] = await admin_of(outbox).events(choice.filter(), limit, after)
     if as_json:
         say_json({"rows": list(page), "next": page.next})
         return Exit.FINE
@@ -184,16 +176,11 @@ _OVERLAP = timedelta(seconds=10)  # a change is seen this much later than its da
 _SHARE_OF_LOOKS = 4  # between two looks the command waits for at least 4 times the duration of a look
 
 
-class Looks(Struct, frozen=True):
-    """How often to look."""
+async def tail(outbox: Outbox, choice: Choice, every: float, *, follow: bool, as_json: bool) -> Exit:
+    """Print notifications as they change, the oldest change first; with ``follow``, until a signal or ``--until``.
 
-    follow: bool
-    every: float
-    """Seconds between two looks."""
-
-
-async def tail(outbox: Outbox, choice: Choice, looks: Looks, *, as_json: bool) -> Exit:
-    """Print notifications as they change, the oldest change first; with ``follow``, until a signal or ``--until``."""
+    ``every``: seconds between two looks.
+    """
     wanted = choice.filter()
     changes = Changes(outbox, wanted)
     began = time.monotonic()
@@ -201,9 +188,9 @@ async def tail(outbox: Outbox, choice: Choice, looks: Looks, *, as_json: bool) -
     while True:
         for record in rows:
             _tell(record, as_json=as_json)
-        if not looks.follow or (wanted.until is not None and changes.since >= wanted.until):
+        if not follow or (wanted.until is not None and changes.since >= wanted.until):
             return Exit.FINE
-        await asyncio.sleep(max(looks.every, _SHARE_OF_LOOKS * (time.monotonic() - began)))
+        await asyncio.sleep(max(every, _SHARE_OF_LOOKS * (time.monotonic() - began)))
         began = time.monotonic()
         rows = await changes.next()
 

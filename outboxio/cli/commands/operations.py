@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated
 from uuid import UUID
 
+import typer
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from outboxio.cli.answer import Exit, ask, line, progress, say, say_error, say_json
 from outboxio.cli.choice import Choice
 from outboxio.cli.inside import admin_of, refuse_unknown_handler
+from outboxio.cli.options import Common, Options
 from outboxio.cli.target import TargetError
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import Operation, OperationState
@@ -18,13 +21,20 @@ from outboxio.operations.declared import DECLARED, Values
 from outboxio.outbox import Outbox
 
 
-class Manner(Struct, frozen=True):
+class Manner(Options, frozen=True):
     """How an order is given."""
 
-    yes: bool = False
-    dry_run: bool = False
-    reason: str | None = None
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the order would do.")] = False
+    reason: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Why: kept in the record of the order.", show_default=False),
+    ] = None
     as_json: bool = False
+
+    def with_json(self, common: Common) -> Manner:
+        """The same, with the answer in JSON if the command line says so."""
+        return replace(self, as_json=common.json)
 
     def said(self, text: str, code: Exit = Exit.FINE) -> Exit:
         """Print the answer to an order; the exit code."""

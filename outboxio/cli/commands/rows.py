@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from outboxio.cli.answer import Exit, ago, json_of, line, moment, say, say_error, say_json, state_of
-from outboxio.cli.inside import admin_of, event_of
+from outboxio.cli.inside import admin_of
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.operation import EventTree, StoredEvent, TreeNode
 from outboxio.operations.declared import counted
@@ -140,36 +140,32 @@ def _packed(parts: Sequence[Text], width: int) -> list[Text]:
 # --- ``outboxio show``: an event, its notifications, and what the event has caused ----------------
 
 
-class Parts(Struct, frozen=True):
-    """What is shown beside the event and its notifications."""
+async def show(outbox: Outbox, id: UUID, *, tree: bool, payload: bool, as_json: bool) -> Exit:
+    """Print the event with this id, or the event of the notification with this id.
 
-    tree: bool
-    payload: bool
-
-
-async def show(outbox: Outbox, id: UUID, parts: Parts, *, as_json: bool) -> Exit:
-    """Print the event with this id, or the event of the notification with this id."""
+    ``tree``, ``payload``: what is shown beside the event and its notifications.
+    """
     admin = admin_of(outbox)
     records = await admin.inspect(id)
     is_notification = any(record.id == id for record in records)
     event_id = records[0].event_id if is_notification else id
     notifications = await admin.inspect(event_id) if is_notification else records
-    event = await event_of(outbox, event_id)
+    event = await admin.event(event_id)
     if event is None and not records:
         say_error(f"there is no event and no notification with the id {id}; retention may have removed it")
         if as_json:
             say_json({"event": None, "notifications": [], "tree": None})
         return Exit.NO
-    tree = await admin.tree(event_id) if parts.tree else None
+    chain = await admin.tree(event_id) if tree else None
     if as_json:
-        say_json({"event": event, "notifications": notifications, "tree": tree})
+        say_json({"event": event, "notifications": notifications, "tree": chain})
         return Exit.FINE
     if event is not None:
-        _tell_event(event, payload=parts.payload)
+        _tell_event(event, payload=payload)
     for record in notifications:
         _tell_notification(record)
-    if tree is not None:
-        say("", line(("caused by and causes", "dim")), _drawn(tree))
+    if chain is not None:
+        say("", line(("caused by and causes", "dim")), _drawn(chain))
     return Exit.FINE
 
 

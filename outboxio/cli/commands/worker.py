@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+import typer
 from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit
 from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
 from outboxio.cli.logs import Teller
+from outboxio.cli.options import Options
+from outboxio.cli.target import TargetError
 from outboxio.handlers.handler import Handler
 from outboxio.health.pages import serve_health
 from outboxio.health.systemd import ServiceManager
@@ -56,20 +58,46 @@ def signalled() -> Generator[asyncio.Event]:
 # --- ``outboxio worker``: runs the handlers of an application in a separate process ---------------
 
 
-class Duties(Struct, frozen=True):
-    """The work of the worker."""
+class Duties(Options, frozen=True):
+    """The work that a worker does."""
 
-    fanout: bool = True
-    handling: bool = True
-    only: Sequence[str] = ()
-    """The names of the only handlers to run; empty for all handlers."""
+    handlers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Run only these handlers: names with commas, as in receipt,ledger. "
+            "Other processes have to run the other handlers, whose events wait.",
+            show_default=False,
+        ),
+    ] = None
+    fanout: Annotated[bool, typer.Option("--fanout/--no-fanout", help="Turn events into notifications.")] = True
+    handling: Annotated[bool, typer.Option("--handling/--no-handling", help="Run handlers.")] = True
+    drain: Annotated[
+        bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
+    ] = False
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Load your code, check settings, databases and tables, and end.")
+    ] = False
+    timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="With --drain: wait so long for another process, as in 30s.", show_default=False
+        ),
+    ] = None
 
+    @property
+    def only(self) -> tuple[str, ...]:
+        """The names of the only handlers to run; empty for all handlers.
 
-class Address(Struct, frozen=True):
-    """Where the health pages listen."""
-
-    host: str
-    port: int
+        Raises :class:`TargetError` for names that cannot be read.
+        """
+        if self.handlers is None:
+            return ()
+        names = tuple(dict.fromkeys(name.strip() for name in self.handlers.split(",")))
+        if not all(names):
+            wanted = "names of handlers with commas, as in receipt,ledger"
+            raise TargetError(f"--handlers {self.handlers!r}: expected {wanted}")
+        return names
 
 
 def take_on(outbox: Outbox, duties: Duties) -> None:
@@ -96,7 +124,7 @@ async def validate(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:
     return Exit.FINE
 
 
-async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | None = None) -> Exit:
+async def work(outbox: Outbox, duties: Duties, tell: Teller, host: str, port: int | None) -> Exit:
     """Run until a signal comes, then leave gracefully. A second signal ends the process at once.
 
     The health pages answer, and the watchdog of systemd is fed, from before the start until after the last handler.
@@ -106,7 +134,7 @@ async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | No
         _introduce(outbox, duties, tell)
         began = time.monotonic()
         async with (
-            _served(outbox, pages, tell),
+            _served(outbox, host, port, tell),
             manager.watched(partial(is_live, outbox)),
             outbox.running(fanout=duties.fanout, handling=duties.handling),
         ):
@@ -121,23 +149,23 @@ async def work(outbox: Outbox, duties: Duties, tell: Teller, pages: Address | No
 
 
 @asynccontextmanager
-async def _served(outbox: Outbox, pages: Address | None, tell: Teller) -> AsyncGenerator[None]:
-    if pages is None:
+async def _served(outbox: Outbox, host: str, port: int | None, tell: Teller) -> AsyncGenerator[None]:
+    if port is None:
         yield
         return
-    async with serve_health(outbox, pages.port, host=pages.host) as port:
-        tell.say("health pages: http://%s:%d/live, /ready, /health, /metrics", pages.host, port)
+    async with serve_health(outbox, port, host=host) as chosen:
+        tell.say("health pages: http://%s:%d/live, /ready, /health, /metrics", host, chosen)
         yield
 
 
-async def drain(outbox: Outbox, duties: Duties, timeout: str | None, tell: Teller) -> Exit:
+async def drain(outbox: Outbox, duties: Duties, tell: Teller) -> Exit:
     """Do the due work, once. The answer is no if due work is left, or a failed run waits for a retry.
 
     Notifications that wait for a later moment are no reason for a no: a call after that moment runs the handlers.
     """
     _introduce(outbox, duties, tell)
     began = time.monotonic()
-    _sum_up(await outbox.drain(timeout), time.monotonic() - began, tell)
+    _sum_up(await outbox.drain(duties.timeout), time.monotonic() - began, tell)
     left = [await _left(outbox, name) for name in duties.only or (None,)]
     failed, pending = sum(one["failed"] for one in left), sum(one["pending"] for one in left)
     if failed:

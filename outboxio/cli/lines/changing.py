@@ -11,6 +11,7 @@ from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id, moment
 from outboxio.cli.commands import cluster, emitting
 from outboxio.cli.commands import operations as commands
+from outboxio.cli.commands.operations import Manner
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
 from outboxio.operations.declared import DECLARED
@@ -46,20 +47,6 @@ def _words(metavar: str, rest: str) -> Any:
 
 Ids = Annotated[list[str] | None, _words("[TARGET] [ID]...", "the ids of notifications")]
 HandlerName = Annotated[list[str] | None, _words("[TARGET] HANDLER", "the name of a handler")]
-
-
-class Manner(Options, frozen=True):
-    """How an order is given."""
-
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the order would do.")] = False
-    reason: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Why: kept in the record of the order.", show_default=False),
-    ] = None
-
-    def with_json(self, common: Common) -> commands.Manner:
-        return commands.Manner(self.yes, self.dry_run, self.reason, common.json)
 
 
 class Bulk(Options, frozen=True):

@@ -14,8 +14,7 @@ from outboxio.cli.commands import cluster, glance, notifications, rows
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
-from outboxio.cli.commands.notifications import Paging
-from outboxio.cli.lines.changing import Manner
+from outboxio.cli.commands.operations import Manner
 from outboxio.cli.lines.tables import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, opened
@@ -57,12 +56,14 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
 
 
-def _look(common: Common, target: str | None, command: Callable[..., Answered], *given: object) -> None:
+def _look(
+    common: Common, target: str | None, command: Callable[..., Answered], *given: object, **options: object
+) -> None:
     """Open the outbox, and give the command the outbox, the words of the command line, and the manner of the answer."""
 
     async def work() -> Exit:
         async with opened(common.of_namespace(target)) as outbox:
-            return await command(outbox, *given, as_json=common.json)
+            return await command(outbox, *given, **options, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -174,7 +175,7 @@ def list_notifications(
     common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None
 ) -> None:
     """List notifications, the newest first."""
-    _look(common, target, notifications.list_notifications, choice, Paging(limit, after))
+    _look(common, target, notifications.list_notifications, choice, limit, after)
 
 
 def dead(
@@ -211,14 +212,14 @@ def show(
             raise TargetError("show needs the id of an event or of a notification")
         id = given_id(named.words[0])
         async with opened(named) as outbox:
-            return await rows.show(outbox, id, rows.Parts(tree, payload), as_json=common.json)
+            return await rows.show(outbox, id, tree=tree, payload=payload, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def events(common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None) -> None:
     """List events, the newest first. States, handlers and errors belong to notifications, and do not count."""
-    _look(common, target, notifications.events, choice, Paging(limit, after))
+    _look(common, target, notifications.events, choice, limit, after)
 
 
 def tail(
@@ -233,7 +234,7 @@ def tail(
     The first look shows up to 200 notifications, or all that have changed since --since.
     A look of --follow reads all notifications that match but for the date; narrow a large table down with --state.
     """
-    _look(common, target, notifications.tail, choice, notifications.Looks(follow, every))
+    _look(common, target, notifications.tail, choice, every, follow=follow)
 
 
 def keys(common: Common, target: Target = None) -> None:

@@ -10,8 +10,9 @@ import typer
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.commands import dashboard as dashboard_command
 from outboxio.cli.commands import worker as worker_command
-from outboxio.cli.commands.dashboard import Shell, print_script
+from outboxio.cli.commands.dashboard import Serving, Shell, print_script
 from outboxio.cli.commands.dashboard import demo as tell_demo
+from outboxio.cli.commands.worker import Duties
 from outboxio.cli.lines.tables import whole
 from outboxio.cli.logs import LogFormat, Teller, set_up
 from outboxio.cli.options import Common, Options, Target, command
@@ -44,64 +45,6 @@ class HealthPages(Options, frozen=True):
         str,
         typer.Option(metavar="HOST", help="With --health-port: the address; 0.0.0.0 for probes from outside."),
     ] = "127.0.0.1"
-
-    @property
-    def address(self) -> worker_command.Address | None:
-        return None if self.health_port is None else worker_command.Address(self.health_host, self.health_port)
-
-
-class ServedAt(Options, frozen=True):
-    """Where the dashboard listens, and for whom."""
-
-    host: Annotated[
-        str, typer.Option(metavar="HOST", help="The address to listen on. An address of the network needs --auth-env.")
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="The port; 0 for a free port.")] = 8900
-    auth_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The environment variable with the password that browsers send.", show_default=False
-        ),
-    ] = None
-    user: Annotated[str, typer.Option(metavar="USER", help="With --auth-env: the user of the password.")] = "ops"
-    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that changes rows.")] = False
-
-    @property
-    def serving(self) -> dashboard_command.Serving:
-        return dashboard_command.Serving(self.host, self.port, self.auth_env, self.user, self.read_only)
-
-
-class Work(Options, frozen=True):
-    """The work that a worker does."""
-
-    handlers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Run only these handlers: names with commas, as in receipt,ledger. "
-            "Other processes have to run the other handlers, whose events wait.",
-            show_default=False,
-        ),
-    ] = None
-    fanout: Annotated[bool, typer.Option("--fanout/--no-fanout", help="Turn events into notifications.")] = True
-    handling: Annotated[bool, typer.Option("--handling/--no-handling", help="Run handlers.")] = True
-    drain: Annotated[
-        bool, typer.Option("--drain", help="Do what is due, and end; 1 if due work or a retry is left.")
-    ] = False
-    validate: Annotated[
-        bool, typer.Option("--validate", help="Load your code, check settings, databases and tables, and end.")
-    ] = False
-    timeout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION", help="With --drain: wait so long for another process, as in 30s.", show_default=False
-        ),
-    ] = None
-
-    @property
-    def duties(self) -> worker_command.Duties:
-        """The duties. Raises :class:`TargetError` for names that cannot be read."""
-        return worker_command.Duties(fanout=self.fanout, handling=self.handling, only=_names(self.handlers))
 
 
 class Log(Options, frozen=True):
@@ -137,7 +80,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def worker(
-    does: Work,
+    does: Duties,
     pages: HealthPages,
     log: Log,
     target: Annotated[
@@ -166,7 +109,6 @@ def worker(
         (tellers[0] if tellers else set_up_log()).fail("%s", text, error_type=type_name(error))
 
     async def work() -> Exit:
-        duties = does.duties
         _refuse_what_is_nothing(does, pages)
         found = named([] if target is None else [target], None, None)
         if found.words:
@@ -178,26 +120,26 @@ def worker(
             # After the import, because the application may set up logging when imported.
             tell = set_up_log()
             worker_command.warn_of_ignored(outbox, given, tell)
-            worker_command.take_on(outbox, duties)
+            worker_command.take_on(outbox, does)
             if does.validate:
-                return await worker_command.validate(outbox, duties, tell)
+                return await worker_command.validate(outbox, does, tell)
             if does.drain:
-                return await worker_command.drain(outbox, duties, does.timeout, tell)
-            return await worker_command.work(outbox, duties, tell, pages.address)
+                return await worker_command.drain(outbox, does, tell)
+            return await worker_command.work(outbox, does, tell, pages.health_host, pages.health_port)
 
     answer(work, verbose=log.verbose, report=report)
 
 
-def dashboard(served: ServedAt, common: Common, target: Target = None) -> None:
+def dashboard(serving: Serving, common: Common, target: Target = None) -> None:
     """Serve the dashboard for a browser, until SIGINT or SIGTERM comes.
 
     The pages show the database: the handlers need not run here, and a database URL is enough.
     """
 
     async def work() -> Exit:
-        dashboard_command.refuse_open(served.serving)
+        dashboard_command.refuse_open(serving)
         async with opened(common.of_namespace(target)) as outbox:
-            return await dashboard_command.serve(outbox, served.serving, as_json=common.json)
+            return await dashboard_command.serve(outbox, serving, as_json=common.json)
 
     answer(work, as_json=common.json, verbose=common.verbose)
 
@@ -219,18 +161,8 @@ def demo(
     answer(lambda: tell_demo(database), verbose=verbose)
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    """The names in a text with commas."""
-    if text is None:
-        return ()
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if not all(names):
-        raise TargetError(f"--handlers {text!r}: expected names of handlers with commas, as in receipt,ledger")
-    return names
-
-
-def _refuse_what_is_nothing(does: Work, pages: HealthPages) -> None:
-    if does.handlers is not None and not does.handling:
+def _refuse_what_is_nothing(does: Duties, pages: HealthPages) -> None:
+    if does.only and not does.handling:
         raise TargetError("--handlers names handlers to run, and --no-handling runs none: give one of the two")
     if does.validate and does.drain:
         raise TargetError("--validate runs nothing, and --drain runs handlers: give one of the two")
@@ -238,7 +170,7 @@ def _refuse_what_is_nothing(does: Work, pages: HealthPages) -> None:
         raise TargetError("--no-fanout and --no-handling together leave nothing to do")
     if does.drain and not (does.fanout and does.handling):
         raise TargetError("--drain fans out and handles; it goes with neither --no-fanout nor --no-handling")
-    if does.drain and pages.address is not None:
+    if does.drain and pages.health_port is not None:
         raise TargetError("--health-port is for a worker that goes on; --drain ends, and its exit code tells how")
     if does.timeout is not None and not does.drain:
         raise TargetError("--timeout goes with --drain only")
