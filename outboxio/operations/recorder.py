@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from outboxio.actions.executor import refuse_in_transaction
 from outboxio.errors import ConfigurationError, RightsMissing
@@ -150,11 +150,7 @@ class Order(Struct, frozen=True, kw_only=True):
 
     def operation(self, now: datetime, shard: str) -> Operation:
         """The operation of this order on a shard, at the beginning."""
-        return Operation(
-            id=self.id, kind=self.kind, state=OperationState.RUNNING, matched=0, done=0, refused=0,
-            request=self.request, actor=self.actor, origin=self.origin, reason=self.reason, created_date=now,
-            updated_date=now, finished_date=None, error=None, shard=shard,
-        )  # fmt: skip
+        return Operation(**asdict(self), created_date=now, updated_date=now, shard=shard)
 
 
 class Numbers(Struct, frozen=True):

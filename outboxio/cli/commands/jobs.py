@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from outboxio.cli.answer import Exit, ask, line, moment, say, say_json
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
-from outboxio.operations.admin import Admin
+from outboxio.operations.declared import DECLARED
 from outboxio.outbox import Outbox
+
+
+_DOES = {
+    "pause_job": "start no run of {}, in any process",
+    "unpause_job": "end the pause of {}",
+    "run_job_now": "run {} now",
+    "remove_job": "remove the row of {}, with its counts and its pause",
+}
 
 
 class Given(Struct, frozen=True, kw_only=True):
@@ -20,27 +31,24 @@ class Given(Struct, frozen=True, kw_only=True):
     run: str | None = None
     remove: str | None = None
 
-    def told(self) -> dict[str, str]:
-        """What each order does, by the name of the job."""
-        words = {
-            self.pause: "start no run of {}, in any process",
-            self.unpause: "end the pause of {}",
-            self.run: "run {} now",
-            self.remove: "remove the row of {}, with its counts and its pause",
-        }
-        return {name: does.format(name) for name, does in words.items() if name is not None}
+    @property
+    def orders(self) -> Sequence[tuple[str, str]]:
+        """The kind of each order, and the name of the job."""
+        return [(kind, name) for kind, name in zip(_DOES, astuple(self), strict=True) if name is not None]
 
 
 async def jobs(outbox: Outbox, given: Given, manner: Manner) -> Exit:
     """Carry out the orders, and print the jobs as they are then."""
     admin = admin_of(outbox)
     if manner.dry_run:
-        for name in given.told():
+        for _, name in given.orders:
             await admin.job(name)
-        return manner.said(f"jobs would {' and '.join(given.told().values()) or 'change nothing'}")
-    if given.remove is not None and not ask(f"{given.told()[given.remove]}?", yes=manner.yes):
+        told = " and ".join(_DOES[kind].format(name) for kind, name in given.orders)
+        return manner.said(f"jobs would {told or 'change nothing'}")
+    if given.remove is not None and not ask(f"{_DOES['remove_job'].format(given.remove)}?", yes=manner.yes):
         return Exit.NO
-    await _carry_out(admin, given, manner.reason)
+    for kind, name in given.orders:
+        await DECLARED[kind].run(admin, {"name": name}, manner.reason)
     found = await admin.jobs()
     if manner.as_json:
         say_json(found)
@@ -58,14 +66,3 @@ async def jobs(outbox: Outbox, given: Given, manner: Manner) -> Exit:
         )  # fmt: skip
     say(shown)
     return Exit.FINE
-
-
-async def _carry_out(admin: Admin, given: Given, reason: str | None) -> None:
-    if given.pause is not None:
-        await admin.pause_job(given.pause, reason=reason)
-    if given.unpause is not None:
-        await admin.unpause_job(given.unpause, reason=reason)
-    if given.run is not None:
-        await admin.run_job_now(given.run, reason=reason)
-    if given.remove is not None:
-        await admin.remove_job(given.remove, reason=reason)

@@ -33,12 +33,12 @@ class Operation(Struct, frozen=True, kw_only=True):
     kind: str
     """The order: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``, ``purge``,
     ``unsubscribe``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``."""
-    state: OperationState
-    matched: int
+    state: OperationState = OperationState.RUNNING
+    matched: int = 0
     """The notifications that the filter has matched so far; all of them in the state DONE."""
-    done: int
+    done: int = 0
     """The notifications that the order has changed."""
-    refused: int
+    refused: int = 0
     """The matched notifications that the order cannot change, such as a notification that has succeeded."""
     request: dict[str, object]
     """The filter and the other arguments."""
@@ -48,8 +48,8 @@ class Operation(Struct, frozen=True, kw_only=True):
     reason: str | None
     created_date: datetime
     updated_date: datetime
-    finished_date: datetime | None
-    error: str | None
+    finished_date: datetime | None = None
+    error: str | None = None
     shard: str
     """The name of the shard; of an order on several shards, the names with commas."""
     is_dry_run: bool = False
