@@ -203,7 +203,9 @@ def checked_all(
     for index, message in enumerate(listed):
         try:
             if message is None:
-                raise InvalidEvent("the message", "it is None; give a mapping with the parts of receive(), or an object")
+                raise InvalidEvent(
+                    "the message", "it is None; give a mapping with the parts of receive(), or an object"
+                )
             found[index] = checked(executor, target, Given(**parts_of(message)))
         except InvalidEvent as error:
             if on_invalid == "raise":

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from outboxio import Event, InvalidEvent
-from outboxio.support.codec import decode_names, decode_object, encode_object
+from outboxio.support.codec import decode_names, decode_object, encode_object, made_from
 
 
 class Anything(Event):
@@ -216,3 +216,15 @@ def test_a_malformed_list_of_names_is_empty() -> None:
     for document in (b"[]", b"1", b"{", b'"[]"', b'""'):
         with pytest.raises(msgspec.DecodeError):
             decode_object(document)
+
+
+def test_a_struct_is_made_from_the_fields_that_it_shares_with_another_value() -> None:
+    class Row(Inner, kw_only=True):
+        state: str
+
+    row = made_from(Inner(7), Row, state="DEAD")
+
+    assert (row.inner, row.state) == (7, "DEAD")
+    assert made_from(row, Inner, inner=8) == Inner(8)
+    with pytest.raises(AttributeError, match="state"):
+        made_from(Inner(7), Row)

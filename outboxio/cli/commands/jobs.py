@@ -14,7 +14,6 @@ from outboxio.cli.inside import admin_of
 from outboxio.operations.declared import DECLARED
 from outboxio.outbox import Outbox
 
-
 _DOES = {
     "pause_job": "start no run of {}, in any process",
     "unpause_job": "end the pause of {}",

@@ -28,9 +28,7 @@ async def notifications(asked: Asked) -> View:
     facts = Listed(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
     around = await around_of(asked, filter, page)
     changes = {"retries": _has(filter, TO_RETRY), "skips": _has(filter, TO_SKIP)}
-    return View(
-        template="notifications.html", title="Notifications", facts=facts, shown={"around": around, **changes}
-    )
+    return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around, **changes})
 
 
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:
