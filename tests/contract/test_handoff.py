@@ -44,7 +44,7 @@ async def keeps_up(outbox: Outbox) -> None:
     # A round that had begun before would take the next event, and hand nothing over; or before a test is ready for it.
     dispatcher.handoff = offering
     run_of(outbox).loops.fanout.wake()
-    await eventually(lambda: any(offers) and dispatcher._in_flight.handoff is None)
+    await eventually(lambda: any(offers) and dispatcher._core.in_flight.handoff is None)
     dispatcher.handoff = offer
 
 
@@ -118,7 +118,7 @@ async def test_only_rows_for_which_nothing_has_to_be_decided_are(make_outbox: Ma
         assert dispatcher_of(outbox).handoff().names == ["plain"]
         cursors_of(outbox)["plain"].has_backlog = True
         assert dispatcher_of(outbox).handoff() is None
-        dispatcher_of(outbox)._in_flight.handoff = None
+        dispatcher_of(outbox)._core.in_flight.handoff = None
 
 
 async def test_more_than_there_is_room_for_is_found(make_outbox: MakeOutbox) -> None:

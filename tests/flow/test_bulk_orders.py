@@ -39,7 +39,7 @@ async def test_an_order_goes_on_after_kill_9_and_retries_nothing_twice(
     database_url: str, start_program: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(takeover, "SILENCE", timedelta(seconds=1))
-    monkeypatch.setattr("outboxio.runtime.running.LOOK_DELAY", 0.2)
+    monkeypatch.setattr("outboxio.runtime.run_loops.LOOK_DELAY", 0.2)
     monkeypatch.setattr(notifications, "PIECE", PIECE)
     look = Look(database_url)
     async with opened(Outbox(database_url, namespace="app")) as outbox:

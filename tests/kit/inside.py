@@ -119,7 +119,7 @@ def queues_of(outbox: Outbox, shard: str = "default") -> dict[str, Any]:
 
 def poison_guard_of(outbox: Outbox, shard: str = "default") -> Any:
     """The memory of processes that ended during a run (``PoisonGuard``)."""
-    return dispatcher_of(outbox, shard)._guard
+    return dispatcher_of(outbox, shard)._core.guard
 
 
 def tell_lock_changes(taken: Callable[[LockName, Lease], None], lost: Callable[[LockName], None]) -> None:

@@ -63,8 +63,8 @@ def nothing_is_handed_over(outbox: Outbox, shard: str = "default") -> None:
     """Switch the handoff off for the rest of this shard run: the dispatcher must find every row."""
     dispatcher = dispatcher_of(outbox, shard)
     dispatcher.handoff = lambda: None
-    if dispatcher._in_flight.handoff is not None:  # of a round that is under way
-        dispatcher._in_flight.handoff.hand = lambda rows: None
+    if dispatcher._core.in_flight.handoff is not None:  # of a round that is under way
+        dispatcher._core.in_flight.handoff.hand = lambda rows: None
 
 
 def breaks(times: int, *, before: bool = True, error: Exception | None = None) -> Trouble:

@@ -138,13 +138,15 @@ class InFlight:
 
     @property
     def has_rows(self) -> bool:
-        return any(work.dispatcher._in_flight.rows for work in self._works)
+        return any(work.dispatcher._core.in_flight.rows for work in self._works)
 
     @property
     def handlers(self) -> set[str]:
         """The names of the handlers that run, or whose outcomes are not written."""
         return {
-            run.notification.handler_name for work in self._works for run in work.dispatcher._in_flight.rows.values()
+            run.notification.handler_name
+            for work in self._works
+            for run in work.dispatcher._core.in_flight.rows.values()
         }
 
     @property
