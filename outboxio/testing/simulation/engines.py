@@ -102,7 +102,7 @@ _LIBRARIES = (
     _OURS, f"{Path(asyncio.__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('purelib')}{os.sep}",
     f"{sysconfig.get_path('platlib')}{os.sep}",
 )  # fmt: skip
-_CALLS = f"{_OURS}invocation{os.sep}"
+_CALLS = f"{_OURS}runs{os.sep}invoker.py"
 
 
 def place_in_work(host: Host, outbox: Outbox) -> str:
